@@ -49,7 +49,6 @@ LEAST_S = 15.0
 SHARED = {
     "PARALLEL_STATE_NCCL": "on",
     "PARALLEL_STATE_PEER_MEMORY": "on",
-    "PARALLEL_STATE_SYMMETRIC_MEMORY_BYTES": str(64 << 20),
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "CUDA_MODULE_LOADING": "EAGER",
 }
@@ -113,7 +112,7 @@ STAGES: tuple[tuple[str, tuple[Step, ...]], ...] = (
     )),
     ("topology", (
         _tests("what the driver says", 120, "topology", "the_driver_tells_its_gpus", "the_command[--json -]",
-               "the_command[--probe]", "a_record_of_this_machine_says_the_same", "the_ranks_agree[2]"),
+               "a_record_of_this_machine_says_the_same", "the_ranks_agree[2]"),
         _tests("ways of sharing memory", 120, "peer_memory", "both_ways_of_sharing_memory"),
     )),
     ("peer memory", (
@@ -304,7 +303,7 @@ def unproven(gpus: int) -> list[str]:
     return [
         "peer access between GPUs: ranks that share one map memory of their own GPU",
         "NVLink and PCIe: no byte goes over a link, so no time here is that of an exchange",
-        f"multicast in the NVLink switches: {OVERLAPPING}=1, without which no ranks share a GPU, switches it off",
+        "multicast in the NVLink switches, which only NCCL uses here",
         "kernels of several ranks at once: processes that share a GPU take turns on it, unless MPS serves them",
         "NCCL's NVLink, PCIe and InfiniBand transports: ranks that share a GPU talk over sockets, or within it",
         "domains that span hosts (MNNVL), and several hosts at all",

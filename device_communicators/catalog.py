@@ -151,12 +151,6 @@ def _no_peer_memory(context: GroupContext) -> str | None:
     return None
 
 
-def _no_symmetric_memory(context: GroupContext) -> str | None:
-    if settings.SYMMETRIC_MEMORY_BYTES.get() == 0:
-        return f"{settings.SYMMETRIC_MEMORY_BYTES.name} is 0"
-    return None
-
-
 _KERNEL = Paths("C++ kernel of the op", "the same op", None)
 """In place of `OP`, for a communicator whose library has the ops."""
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
@@ -183,11 +177,6 @@ CATALOG: tuple[Row, ...] = (
         "peer_memory", "device_communicators.peer.communicator", "PeerMemoryCommunicator",
         _PEERS, "cuda", partial=True, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
         asked_for=lambda: settings.PEER_MEMORY.get() == "on",
-    ),
-    Row(
-        "symmetric_memory", "device_communicators.peer.symmetric_memory", "SymmetricMemoryCommunicator",
-        _PEERS, "cuda", partial=True, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
-        asked_for=lambda: settings.SYMMETRIC_MEMORY_BYTES.get() > 0,
     ),
     Row(
         "nccl", "device_communicators.nccl.communicator", "NcclCommunicator", _STREAM, "cuda",

@@ -197,12 +197,7 @@ PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
 )  # fmt: skip
 PEER_MEMORY_TABLE: Setting[str | None] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_TABLE", None, _word, "the path of a table of thresholds",
-    "Up to which size which kernel is used, as a tuning writes it; else the user's rows and the package's table.",
-)  # fmt: skip
-SYMMETRIC_MEMORY_BYTES: Setting[int] = Setting(
-    "PARALLEL_STATE_SYMMETRIC_MEMORY_BYTES", 0, _bytes, "a number of bytes",
-    "How much memory of its GPU a rank gives to torch's all-reduces in symmetric memory (multicast, two-shot), which "
-    "then take tensors up to this size; 0: they are not used, until that has run on GPUs.",
+    "Up to which size which kernel is used, as a tuning writes it; else the user's rows.",
 )  # fmt: skip
 ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
     "PARALLEL_STATE_ROUND_BETWEEN_HOSTS", False, _on_off, "on or off",
@@ -281,7 +276,7 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES, BUILD, INSTRUCTIONS,
+    PEER_MEMORY_TABLE, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES, BUILD, INSTRUCTIONS,
     SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN,
     LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip

@@ -135,8 +135,8 @@ class Device(PeerDevice):
 
     def topology(self, context: GroupContext) -> GroupTopology:
         gpu = RankGpu(None, None, None, None, None, None)
-        gpus, no = (gpu,) * context.size, Vote(False, "says the stand-in")
-        return GroupTopology(gpus, self.shared, ((None,) * context.size,) * context.size, self.mesh, no, self.connected)
+        gpus, links = (gpu,) * context.size, ((None,) * context.size,) * context.size
+        return GroupTopology(gpus, self.shared, links, self.mesh, self.connected)
 
     def words(self, count: int) -> HostWords:
         if self.without_words:

@@ -1,8 +1,8 @@
 """The common knowledge of a group's ranks of their GPUs: the same on every rank, so communicators may decide by it.
 
 Each rank tells its GPU and how it sees those of the others; a claim about the group holds where each of its ranks
-confirms it. The exchange goes over the group's CPU group. What one machine's driver says is in `topology`, what a
-trial shows in `peer_probe`.
+confirms it. The exchange goes over the group's CPU group. What one machine's driver says is in `topology`. A driver may
+report peer access that loses data: a group whose kernels use it proves it first (`peer.group`).
 
 Ranks may share a GPU, for tests, laptops and the demo, but mostly it is a mistake that nobody sees; the end of this
 file finds them, and knows what NCCL must be told before CUDA starts. NCCL refuses two ranks on one GPU. From 2.30.3 on
@@ -17,7 +17,7 @@ import json
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
@@ -27,13 +27,11 @@ import torch
 from device_communicators import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.errors import CommunicationError, format_ranks, plain
-from device_communicators.machine.peer_probe import Pair, Probe, probe_peers
 from device_communicators.machine.topology import Path, Topology
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import all_gather_bytes
 
 Facts = Mapping[str, Any]
-Prober = Callable[[Sequence[Pair], "str | None"], Mapping[Pair, Probe]]
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,8 @@ class GroupTopology:
     nvlink_full_mesh: Vote
     """Every two GPUs of the group are connected by NVLink, directly or through switches, and nothing that the driver
     says speaks against using it. Ranks on one GPU count as connected."""
-    one_fabric: Vote
-    """All GPUs are in one NVLink domain that spans hosts (MNNVL), and in one clique of it."""
     peer_access: Vote
-    """Every GPU can use every other's memory: the driver says so and, unless told not to try, a trial shows it."""
+    """Every GPU can use every other's memory, as the driver of each rank reports it."""
 
     def sharers(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that use this rank's GPU, itself included; empty where it is alone."""
@@ -89,23 +85,15 @@ def uuid_of(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def agree_on_topology(
-    context: GroupContext,
-    topology: Topology,
-    uuid: str | None,
-    *,
-    probe: bool = True,
-    probe_peers: Prober = probe_peers,
-) -> GroupTopology:
+def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
     """Returns what the ranks know together, each of which calls it with its machine's topology and its GPU's UUID.
 
-    `uuid` is `uuid_of(device)`, or as NVML writes it. With `probe` peer access is tried where the driver reports it:
-    once per pair, driver and boot (see `peer_probe`). Raises CommunicationError where the exchange fails.
+    `uuid` is `uuid_of(device)`, or as NVML writes it. Raises CommunicationError where the exchange fails.
     """
     me = _device_record(topology, uuid)
     devices = exchange_facts(context, me, "topology")
-    views = exchange_facts(context, _view_records(context.rank, devices, topology, probe, probe_peers), "topology")
-    return combine(devices, views, probe)
+    views = exchange_facts(context, _view_records(context.rank, devices, topology), "topology")
+    return combine(devices, views)
 
 
 # What a rank tells.
@@ -117,25 +105,19 @@ def _device_record(topology: Topology, uuid: str | None) -> Facts:
         problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
         return {"problem": problem}
     gpu, part = found
-    fabric = gpu.fabric
     return {
         "uuid": part.uuid if part is not None else None if gpu.mig else gpu.uuid,
         "gpu_uuid": gpu.uuid,
         "pci_id": gpu.pci_id,
         "name": gpu.name,
         "numa_node": gpu.numa_node,
-        "fabric": None if fabric is None else [fabric.cluster, fabric.clique],
-        "fabric_problem": gpu.unknown.get("fabric", "not told") if fabric is None else fabric.problem,
     }
 
 
-def _view_records(
-    rank: int, devices: Sequence[Facts], topology: Topology, probe: bool, probe_peers: Prober
-) -> dict[str, Any]:
+def _view_records(rank: int, devices: Sequence[Facts], topology: Topology) -> dict[str, Any]:
     """Returns how this rank sees the others' GPUs, by rank; those that its machine doesn't have are missing."""
     mine: str | None = devices[rank].get("gpu_uuid")
     views: dict[str, Any] = {}
-    tried: dict[str, Pair] = {}
     for other, device in enumerate(devices):
         if mine is None or device.get("gpu_uuid") is None:
             continue
@@ -146,14 +128,6 @@ def _view_records(
         views[str(other)] = view = _view(path)
         if sliced is not None:  # NVIDIA's MIG guide: no peer access, over PCIe or NVLink
             view["peer_problem"] = view["nvlink_problem"] = f"{sliced['gpu_uuid']} is divided into MIG slices"
-        elif probe and view["peer_problem"] is None:
-            tried[str(other)] = (mine, device["gpu_uuid"])
-    results = probe_peers(list(dict.fromkeys(tried.values())), topology.driver_version) if tried else {}
-    for name, pair in tried.items():
-        result = results[pair]
-        if not result.works:
-            verdict = "a trial shows that it doesn't work" if result.works is False else "it couldn't be tried"
-            views[name]["peer_problem"] = f"the driver reports peer access, but {verdict}: {result.reason}"
     return views
 
 
@@ -164,7 +138,7 @@ def _view(path: Path) -> dict[str, Any]:
 # What the group makes of it.
 
 
-def combine(devices: Sequence[Facts], views: Sequence[Facts], probed: bool) -> GroupTopology:
+def combine(devices: Sequence[Facts], views: Sequence[Facts]) -> GroupTopology:
     """Combines what each rank told: a function of that alone, so the same on every rank."""
     size = len(devices)
     gpus = tuple(
@@ -180,8 +154,7 @@ def combine(devices: Sequence[Facts], views: Sequence[Facts], probed: bool) -> G
         tuple(tuple(ranks) for ranks in users.values() if len(ranks) > 1),
         tuple(tuple(_nvlinks(views, rank, other) for other in range(size)) for rank in range(size)),
         _vote_on_mesh(gpus, views),
-        _vote_on_fabric(gpus, devices),
-        _vote_on_peers(gpus, views, probed),
+        _vote_on_peers(gpus, views),
     )
 
 
@@ -224,19 +197,7 @@ def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:
     return Vote(True, "there is one GPU" if fewest is None else f"{fewest} or more NVLinks between any two")
 
 
-def _vote_on_fabric(gpus: Sequence[RankGpu], devices: Sequence[Facts]) -> Vote:
-    if (vote := _no_gpu(gpus)) is not None:
-        return vote
-    for rank, device in enumerate(devices):
-        if device["fabric_problem"] is not None:
-            return Vote(False, f"rank {rank}: {device['fabric_problem']}")
-        if device["fabric"] != devices[0]["fabric"]:
-            one, two = (" clique ".join(map(str, each["fabric"])) for each in (devices[0], device))
-            return Vote(False, f"rank 0 is in the NVLink domain {one}, rank {rank} in {two}")
-    return Vote(True, "all are in the NVLink domain {} clique {}".format(*devices[0]["fabric"]))
-
-
-def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Facts], probed: bool) -> Vote:
+def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:
     if (vote := _no_gpu(gpus)) is not None:
         return vote
     for rank, other in permutations(range(len(gpus)), 2):
@@ -248,7 +209,7 @@ def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Facts], probed: bool
             return Vote(False, f"rank {rank} doesn't see the GPU of rank {other}: another host or container")
         if (problem := _seen(views, rank, other, "peer_problem")) is not None:
             return Vote(False, f"from the GPU of rank {rank} to that of rank {other}: {problem}")
-    return Vote(True, "the driver reports it" + (", and it came back right when tried" if probed else "; not tried"))
+    return Vote(True, "the driver reports it")
 
 
 def exchange_facts(context: GroupContext, mine: Facts, operation: str) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """The connections of this machine's GPUs, as the driver tells: NVLink, NVSwitch, PCIe, NUMA nodes, fabrics, P2P.
 
 Asks NVML through a `Reader`, and says what the answers mean. Which of the GPUs a process sees is `visible_devices`'
-business, whether peer access really works `peer_probe`'s, what the ranks of a group make of it together
-`group_topology`'s, the drawing `topology_text`'s.
+business, what the ranks of a group make of it together `group_topology`'s, the drawing `topology_text`'s.
 
 A question that a driver, a GPU or a virtual machine doesn't answer leaves None, and `unknown` holds the reason: nothing
 here raises because NVML can't do something. Where there is no driver, a topology has no GPUs and a `problem`.
@@ -106,7 +105,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Path:
-    """The way from one GPU to another, as the driver tells; `peer_probe` tries if it is true."""
+    """The way from one GPU to another, as the driver tells."""
 
     nvlinks: int | None
     """Links between the two, or of each into the switches: the fewer of both. 0: none."""

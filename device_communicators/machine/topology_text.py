@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from device_communicators.cores import spans
-from device_communicators.machine.peer_probe import Pair, Probe
 from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology
 from device_communicators.machine.visible_devices import Device, Visible
 
 _STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), strict=True))
 
 
-def topology_text(topology: Topology, visible: Visible, probes: Mapping[Pair, Probe] | None = None) -> str:
-    """Formats the whole topology. `probes` by UUIDs; None where nothing was tried."""
+def topology_text(topology: Topology, visible: Visible) -> str:
+    """Formats the whole topology."""
     if topology.problem is not None:
         return "\n".join([f"GPUs: none. {topology.problem}", *_remarks(topology, visible)])
-    parts = [_heading(topology), _gpu_lines(topology, visible), _matrix(topology), _peers(topology, probes)]
+    parts = [_heading(topology), _gpu_lines(topology, visible), _matrix(topology), _peers(topology)]
     remarks = list(_remarks(topology, visible))
     return "\n\n".join("\n".join(part) for part in [*parts, remarks] if part)
 
@@ -91,41 +90,26 @@ def _matrix(topology: Topology) -> list[str]:
     return lines
 
 
-def _peers(topology: Topology, probes: Mapping[Pair, Probe] | None) -> list[str]:
-    """Formats peer access as the driver reports it, and as tried; one word if all pairs are alike."""
+def _peers(topology: Topology) -> list[str]:
+    """Formats peer access as the driver reports it; one word if all pairs are alike."""
     if len(topology.gpus) < 2:
         return []
-    states = {key: _peer_state(topology, key, path, probes) for key, path in topology.paths.items()}
+    states = {key: _peer_state(path) for key, path in topology.paths.items()}
     kinds = set(states.values())
-    how = "as the driver reports it" + ("; not tried (--probe)" if probes is None else ", and as tried")
     if len(kinds) == 1:
-        lines = [f"peer access, {how}: {kinds.pop()} between all"]
-    else:
-        lines = [f"peer access from row to column, {how}:", *_table(topology, lambda _, key: states[key]), ""]
-        used = {word for state in kinds for word in state.replace("/", " ").split()}
-        lines += [f"  {word:5}  {text}" for text, word in _STATUS.items() if word in used and word != "OK"]
-        lines += ["  FAILS  reported, but doesn't work"] * ("FAILS" in used) + ["  ?      couldn't be tried"] * (
-            "?" in used
-        )
-    for (one, two), probe in (probes or {}).items():
-        if not probe.works:
-            lines.append(f"  {_short(topology, one)} to {_short(topology, two)}: {probe.reason}")
-    return lines
+        return [f"peer access, as the driver reports it: {kinds.pop()} between all"]
+    used = {word for state in kinds for word in state.split("/")}
+    return [
+        "peer access from row to column, as the driver reports it:",
+        *_table(topology, lambda _, key: states[key]),
+        "",
+        *(f"  {word:5}  {text}" for text, word in _STATUS.items() if word in used and word != "OK"),
+    ]
 
 
-def _peer_state(topology: Topology, key: tuple[int, int], path: Path, probes: Mapping[Pair, Probe] | None) -> str:
-    """Returns OK, the driver's reason as nvidia-smi abbreviates it, or what came of the trial."""
-    words = list(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
-    by_index = {gpu.index: gpu.uuid for gpu in topology.gpus}
-    probe = None if probes is None else probes.get((by_index[key[0]], by_index[key[1]]))
-    if probe is None or words != ["OK"]:
-        return "/".join(words)
-    return {True: "OK", False: "FAILS", None: "?"}[probe.works]
-
-
-def _short(topology: Topology, uuid: str) -> str:
-    found = topology.find(uuid)
-    return uuid if found is None else f"GPU{found[0].index}"
+def _peer_state(path: Path) -> str:
+    """Returns OK, or the driver's reason as nvidia-smi abbreviates it."""
+    return "/".join(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
 
 
 def _table(topology: Topology, cell: Callable[[Path, tuple[int, int]], str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Kernels over GPU memory that peers have mapped, their CUDA in `csrc/`, and torch's symmetric memory.
+"""Kernels over GPU memory that peers have mapped, and their CUDA in `csrc/`.
 
 May import `machine`, `cuda`, `routing` and what is below them.
 """

@@ -48,9 +48,8 @@ class Call(ctypes.Structure):
         *((name, c_uint64) for name in (
             "input", "output", "residual", "residual_out", "weight", "scale", "scale_out", "report", "abort", "numel",
             "deadline_ns")),
-        *((name, c_uint32) for name in ("rank", "size", "operation", "flags", "rows", "hidden")),
+        *((name, c_uint32) for name in ("rank", "size", "operation", "rows", "hidden")),
         ("eps", c_float),
-        ("reserved", c_uint32),
     ]  # fmt: skip
 
 

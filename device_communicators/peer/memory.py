@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from device_communicators.cuda.streams import enter
-from device_communicators.errors import CommunicationError, SettingError, UnsupportedError
+from device_communicators.errors import CommunicationError, SettingError
 from device_communicators.machine.group_topology import exchange_facts, uuid_of
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import ByThread, until
@@ -190,39 +190,26 @@ def _zero(tensor: torch.Tensor) -> None:
 class PeerMemory:
     """The regions of a group: `addresses[r]` is where this process sees rank r's, of `size_bytes` each."""
 
-    def __init__(
-        self, context: GroupContext, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str
-    ) -> None:
+    def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
         self.size_bytes = size_bytes
         self.how = how
-        self._context = context
-        self.sharing: Sharing | None = sharing
-        """This rank's part, as the way that was taken has it; None once closed."""
+        self._sharing: Sharing | None = sharing
         hold(sharing)
 
     def __str__(self) -> str:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
-    def require(self, size_bytes: int, what: str, setting: str) -> None:
-        """Raises UnsupportedError where `what` needs a larger region: regions don't grow while a group is in use."""
-        if size_bytes > self.size_bytes:
-            raise UnsupportedError(
-                f"{what} on {self._context} needs a region of {size_bytes} bytes, but it was made with "
-                f"{self.size_bytes} and doesn't grow; set {setting}={size_bytes} or more on "
-                "all ranks before the group is made"
-            )
-
     def close(self) -> None:
         """Lets go of all regions; this rank's work with them must be over. Twice is fine."""
-        sharing, self.sharing = self.sharing, None
+        sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
             release(sharing)
 
     def leave(self) -> None:
         """Leaves the regions mapped until the process ends, as work with them may not be over."""
-        self.sharing = None
+        self._sharing = None
 
 
 def hold(what: object) -> None:
@@ -275,7 +262,7 @@ def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
         for sharing in made:
             sharing.close()
         raise
-    return PeerMemory(context, made[0], mapped, size_bytes, way.name)
+    return PeerMemory(made[0], mapped, size_bytes, way.name)
 
 
 def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:

@@ -1,13 +1,13 @@
 """Decides if a group uses the kernels in peer memory, and up to which size: a table by GPU and ranks.
 
-The table is data: the package's is `thresholds.json`, whose figures are cited from other libraries and not measured
-here. `python -m parallel_state tune` measures a node and writes the user's, in the same form;
-PARALLEL_STATE_PEER_MEMORY_TABLE puts one in their place.
+The table is data: `python -m parallel_state tune` measures a node and writes the user's rows;
+PARALLEL_STATE_PEER_MEMORY_TABLE puts another file in their place. The package brings no rows.
 
 A row counts for `auto` where it was measured under the very conditions that the group finds: GPU architecture, number
 of ranks, a GPU for each, kind of link, versions of driver, NCCL and torch. Rows of ranks that shared a GPU are evidence
 and never count: no byte went over a link. What a measured row switches on is still proven by the group at its start.
-Until there is a row, `auto` is off, and the log says once how to get one.
+Until there is a row, `auto` is off, and the log says once how to get one. `on` needs no measured row: without one for
+the architecture it has the bounds of `cited`.
 
 All ranks agree whether they use them, with the reason where they can't. Ranks that share a GPU are admitted: slow, but
 right, as their kernels wait for each other in turns of the device.
@@ -36,8 +36,9 @@ from device_communicators.routing.communicator import GroupContext
 ALGORITHMS = ("push", "pull", "two_shot")
 """Of all_reduce, from small messages to large."""
 
-PACKAGED = Path(__file__).with_name("thresholds.json")
 FORMAT = 1
+_FORMER = ("symmetric", "multimem")
+"""Columns of rows that 0.2.0 and earlier versions wrote; ignored."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,6 @@ class Thresholds:
     reduce_scatter_push: int
     fused: int
     """all_reduce_add_rms_norm in one kernel, which pushes; beyond it an all_reduce and a norm."""
-    symmetric: int
-    """torch's symmetric memory, behind two_shot."""
-    multimem: bool
-    """True if that goes by the switches' multicast instead of two-shot."""
     measured: bool
     source: str
     # The conditions of a measurement, as `Conditions`; empty where the figures are cited.
@@ -105,17 +102,18 @@ class Table:
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads the table at `path`; by default that of PARALLEL_STATE_PEER_MEMORY_TABLE, or the package's behind the
-    user's rows, of which those of shared GPUs are left out.
+    """Loads the table at `path`; by default that of PARALLEL_STATE_PEER_MEMORY_TABLE, or else the user's rows, of which
+    those of shared GPUs are left out. Without either the table is empty.
 
     Raises SettingError where it can't be read or isn't such a table.
     """
     named = settings.PEER_MEMORY_TABLE.get()
-    if path is None and named is None and user_path().exists():
-        own, packaged = load(user_path()), load(PACKAGED)
-        rows = tuple(row for row in own.rows if row.one_gpu_each)
-        return Table((*rows, *packaged.rows), own.path, f"{own.digest}+{packaged.digest}")
-    path = path or (PACKAGED if named is None else Path(named))
+    if path is None and named is None:
+        if not user_path().exists():
+            return Table((), user_path(), "none")
+        own = load(user_path())
+        return Table(tuple(row for row in own.rows if row.one_gpu_each), own.path, own.digest)
+    path = path or Path(str(named))
     try:
         text = path.read_text()
         facts = json.loads(text)
@@ -128,6 +126,28 @@ def load(path: Path | None = None) -> Table:
             f"({type(error).__name__}: {error}); a tuning writes one; unset the variable, or remove the file"
         ) from error
     return Table(rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+_CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
+"""Up to so many ranks: the bounds of pull and of two_shot."""
+
+
+def cited(arch: str, world_size: int) -> Thresholds | None:
+    """Returns bounds from other libraries, for `on` without a row of its own; None for more than 8 ranks.
+
+    MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM pulls on 2 ranks, below 512 KiB on 4 and below 256 KiB on
+    8 (csrc/custom_all_reduce.cuh). The bound of two_shot is the least that vLLM has for any architecture
+    (all_reduce_utils.py at b250ac3dd5ef, CUSTOM_ALL_REDUCE_MAX_SIZES). all_gather and reduce_scatter move as many bytes
+    as a pull. The fused kernel pushes twice the bytes to every rank: at most 1 MiB is a guess.
+    """
+    for ranks, pull, two_shot in _CITED:
+        if world_size <= ranks:
+            return Thresholds(
+                arch, world_size, 16 << 10, pull, two_shot, all_gather=pull, all_gather_push=16 << 10,
+                reduce_scatter=pull, reduce_scatter_push=16 << 10, fused=min(pull, 1 << 20), measured=False,
+                source="vLLM and MSCCL++",
+            )  # fmt: skip
+    return None
 
 
 def user_path() -> Path:
@@ -144,7 +164,7 @@ def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
 
 
 def _row(facts: dict[str, Any]) -> Thresholds:
-    row = Thresholds(**facts)
+    row = Thresholds(**{name: value for name, value in facts.items() if name not in _FORMER})
     for field in fields(row):
         value = getattr(row, field.name)
         if type(value).__name__ != field.type or (isinstance(value, int) and value < 0):
@@ -222,7 +242,7 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 def local_refusal(context: GroupContext, setting: str) -> str | None:
     """Returns why `auto` is off by what this rank knows alone, or None where the group has to look together.
 
-    Asks nothing of the driver unless a measured row has this number of ranks; the package's table has none.
+    Asks nothing of the driver unless a measured row has this number of ranks.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
@@ -245,7 +265,7 @@ def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
         for name, value in each.items():
             if value != facts[0][name]:
                 return f"{setting} is auto, and {name} is {facts[0][name]} on rank 0, but {value} on rank {rank}"
-    topology = agree_on_topology(context, read_topology(), uuid_of(context.device), probe=False)
+    topology = agree_on_topology(context, read_topology(), uuid_of(context.device))
     names = {field.name for field in fields(Conditions)}
     found = conditions_of(mine["arch"], topology, {name: mine[name] for name in mine if name in names - {"arch"}})
     return covering(table.rows, found) or auto_refusal(found, setting)
@@ -285,9 +305,9 @@ def agree(
             if each.get(name) != value:
                 raise NotSharedError(f"{name} is {value} on rank 0, but {each.get(name)} on rank {rank}")
     arch = facts[0]["GPU architecture"]
-    thresholds = thresholds or tables[0].find(arch, context.size)
+    thresholds = thresholds or tables[0].find(arch, context.size) or cited(arch, context.size)
     if thresholds is None:
-        raise NotSharedError(f"no thresholds are known for {context.size} ranks on GPUs of architecture {arch}: {HOW}")
+        raise NotSharedError(f"no thresholds are known for {context.size} ranks: {HOW}")
     topology = device.topology(context)
     problem = _problem(topology, context.size)
     if problem is not None:

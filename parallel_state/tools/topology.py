@@ -3,8 +3,8 @@
 Without a driver it says so, and ends with exit code 0 all the same: that is an answer, too.
 
 The picture has the GPUs on a circle, coloured by NUMA node, NVLinks as lines as thick as they are many; NVSwitches are
-a hub in the middle; where there is no NVLink, a thin line is the PCIe path, dotted between NUMA nodes; peer access that
-was tried and failed is red. Hover texts have the rest. No script, no outside resource.
+a hub in the middle; where there is no NVLink, a thin line is the PCIe path, dotted between NUMA nodes. Hover texts have
+the rest. No script, no outside resource.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from math import cos, pi, sin
 from typing import Any
 
 from device_communicators.machine.nvml import NoAnswerError, Reader, Recorder, RecordError, Recording, open_nvml
-from device_communicators.machine.peer_probe import Pair, Probe, probe_peers
 from device_communicators.machine.topology import PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import Visible, visible_devices
@@ -33,22 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `topology` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.probe and options.replay is not None:
-        parser.error("--probe tries this machine's GPUs, and --replay shows another's; leave one of them out")
     try:
         topology = _read(options.replay, options.record)
         visible = visible_devices(topology.gpus, {} if options.replay else os.environ)
-        probes = _probe(topology) if options.probe else None
         if options.json is not None:
-            write(options.json, json.dumps(_as_json(topology, visible, probes), indent=1, ensure_ascii=False) + "\n")
+            write(options.json, json.dumps(_as_json(topology, visible), indent=1, ensure_ascii=False) + "\n")
         if options.svg is not None:
-            write(options.svg, topology_picture(topology, probes))
+            write(options.svg, topology_picture(topology))
     except OSError as error:
         parser.error(f"cannot use {error.filename}: {error.strerror}")
     except RecordError as error:
         parser.error(f"{options.replay} is no record that --record wrote: {error}")
     if STDOUT not in (options.json, options.svg):
-        print(topology_text(topology, visible, probes))
+        print(topology_text(topology, visible))
     return 0
 
 
@@ -58,9 +54,6 @@ def _parser() -> argparse.ArgumentParser:
         description="The GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access. Says so where there are none.",
         allow_abbrev=False,
     )
-    parser.add_argument("--probe", action="store_true",
-                        help="try peer access between all GPUs instead of believing the driver; takes some memory "
-                        "and seconds on each, the results are kept until the next boot")  # fmt: skip
     parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
                         help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
     parser.add_argument("--svg", metavar="FILE", help="a picture of the GPUs and what connects them")
@@ -90,26 +83,13 @@ def _recorded(reader: Reader, record: str | None) -> Topology:
     return topology
 
 
-def _probe(topology: Topology) -> dict[Pair, Probe]:
-    """Probes all pairs of whole GPUs for which the driver reports peer access."""
-    whole = {gpu.index: gpu.uuid for gpu in topology.gpus if not gpu.mig}
-    pairs = [
-        (whole[one], whole[two])
-        for (one, two), path in topology.paths.items()
-        if one in whole and two in whole and path.peer_problem is None
-    ]
-    return probe_peers(pairs, topology.driver_version) if pairs else {}
-
-
-def _as_json(topology: Topology, visible: Visible, probes: dict[Pair, Probe] | None) -> dict[str, Any]:
+def _as_json(topology: Topology, visible: Visible) -> dict[str, Any]:
     content = asdict(topology)
     content["paths"] = [
         {"from": one, "to": two, "label": path.label, **asdict(path)} for (one, two), path in topology.paths.items()
     ]
     content["visible"] = [device.uuid for device in visible.devices]
     content["remarks"] = [*topology.remarks, *visible.remarks]
-    if probes is not None:
-        content["probes"] = [{"from": one, "to": two, **asdict(probe)} for (one, two), probe in probes.items()]
     return content
 
 
@@ -129,10 +109,10 @@ _PCIE = f'class="pcie" stroke="{NEUTRAL["soft"]}" stroke-width="1"'
 Point = tuple[float, float]
 
 
-def topology_picture(topology: Topology, probes: Mapping[Pair, Probe] | None = None) -> str:
+def topology_picture(topology: Topology) -> str:
     """Returns the SVG's text; of a machine without GPUs, why it has none."""
     radius = max(150.0, len(topology.gpus) * (_WIDTH + 24) / (2 * pi)) if len(topology.gpus) > 1 else 0.0
-    lines = list(_words(topology, probes))
+    lines = list(_words(topology))
     top = _MARGIN + _LINE * (len(lines) + 1) + 8
     width = max(2 * radius + _WIDTH, 11.0 * len(lines[0]), 8.0 * max(map(len, lines))) + 2 * _MARGIN
     height = top + (2 * radius + _HEIGHT if topology.gpus else 0.0) + _MARGIN
@@ -143,7 +123,7 @@ def topology_picture(topology: Topology, probes: Mapping[Pair, Probe] | None = N
         for row, line in enumerate(lines)
         for look in ('font-size="16" font-weight="600"' if row == 0 else f'{SOFT} font-size="13"',)
     ]
-    parts += [*_edges(topology, places, probes), *_hub(topology, places, middle)]
+    parts += [*_edges(topology, places), *_hub(topology, places, middle)]
     parts += [_box(gpu, places[gpu.index]) for gpu in topology.gpus]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
@@ -153,7 +133,7 @@ def topology_picture(topology: Topology, probes: Mapping[Pair, Probe] | None = N
     )
 
 
-def _words(topology: Topology, probes: Mapping[Pair, Probe] | None) -> Iterator[str]:
+def _words(topology: Topology) -> Iterator[str]:
     """Yields the heading, and what lines and colours mean."""
     if topology.problem is not None:
         yield f"No GPUs: {topology.problem}"
@@ -172,11 +152,6 @@ def _words(topology: Topology, probes: Mapping[Pair, Probe] | None) -> Iterator[
     for word, meaning in PCIE_PATHS.values():
         if word in over_pcie:
             yield f"Thin lines, {_PCIE_LINES[word][0]} ({word}): PCIe {meaning}"
-    if probes is not None:
-        bad = sum(probe.works is not True for probe in probes.values())
-        yield (
-            "Peer access came back right between all that were tried" if not bad else f"Red: peer access fails ({bad})"
-        )
 
 
 def _circle(count: int, radius: float, middle: Point) -> list[Point]:
@@ -186,8 +161,7 @@ def _circle(count: int, radius: float, middle: Point) -> list[Point]:
     return [(middle[0] + radius * cos(angle), middle[1] + radius * sin(angle)) for angle in angles]
 
 
-def _edges(topology: Topology, places: Mapping[int, Point], probes: Mapping[Pair, Probe] | None) -> Iterator[str]:
-    uuids = {gpu.index: gpu.uuid for gpu in topology.gpus}
+def _edges(topology: Topology, places: Mapping[int, Point]) -> Iterator[str]:
     for one, two in combinations(places, 2):
         path = topology.paths[one, two]
         text = f"GPU{one} – GPU{two}: {_about(path)}"
@@ -198,14 +172,6 @@ def _edges(topology: Topology, places: Mapping[int, Point], probes: Mapping[Pair
             _, dashes = _PCIE_LINES.get(path.pcie or "", ("", ""))
             look = f'{_PCIE} stroke-dasharray="{dashes}"' if dashes else _PCIE
             yield _line(places[one], places[two], look, text)
-        tried = [(probes or {}).get((uuids[a], uuids[b])) for a, b in ((one, two), (two, one))]
-        if failures := [probe.reason for probe in tried if probe is not None and probe.works is not True]:
-            yield _line(
-                places[one],
-                places[two],
-                'class="fails" stroke="#d22f2f" stroke-width="3" stroke-dasharray="6 6"',
-                f"{text}. {failures[0]}",
-            )
 
 
 def _about(path: Path) -> str:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Communicator, GroupContext, Request, settings
+from device_communicators import CATALOG, Communicator, Request, settings
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.peer import thresholds as peer_thresholds
@@ -46,7 +46,7 @@ OTHER, TORCHS = "other", "torch's"
 """Names of candidates: the communicator that carries the rest, and torch's own group beside NCCL of our own."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
-    "all_reduce": (*ALGORITHMS, "symmetric", OTHER),
+    "all_reduce": (*ALGORITHMS, OTHER),
     "all_gather": ("push", "pull", OTHER),
     "reduce_scatter": ("push", "pull", OTHER),
     FUSED: ("fused", *ALGORITHMS, OTHER),
@@ -56,19 +56,15 @@ CALLS_IN_A_GRAPH = 20
 HIDDEN, ROWS = 4096, 4
 """The longest row of a norm; the rows of a matrix that all_gather gathers along its last dim."""
 RUN_S = 3600.0
-_BOUNDS = (
-    *ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused", "symmetric",
-)  # fmt: skip
+_BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _UNBOUNDED: dict[str, Any] = {
     **dict.fromkeys(_BOUNDS, 1 << 40),
     "arch": "any",
     "world_size": 8,
-    "multimem": True,
     "measured": False,
     "source": "for who measures them",
 }
 UNBOUNDED = Thresholds(**_UNBOUNDED)
-_OURS = ("peer_memory", "symmetric_memory")
 Times = Mapping[int, Mapping[str, float]]
 
 
@@ -105,7 +101,7 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
     """Returns who carries the tensors of this device where none of ours does."""
     request = Request("all_reduce", torch.bfloat16, device_type, 1, "sum")
     for each in route:
-        if each.name not in _OURS and each.refusal(request) is None:
+        if each.name != "peer_memory" and each.refusal(request) is None:
             return each
     raise TuneError(f"there is nothing to compare with: no communicator carries tensors on {device_type}")
 
@@ -113,13 +109,11 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
 class Tuning:
     """One rank's part; all ranks of the group make the same calls of it."""
 
-    def __init__(
-        self, group: ps.GroupCoordinator, peers: Any, symmetric: Communicator | None = None, plan: Plan | None = None
-    ) -> None:
-        """`peers`: the communicator in peer memory, admitted with UNBOUNDED thresholds, as is `symmetric`."""
+    def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
+        """`peers`: the communicator in peer memory, admitted with UNBOUNDED thresholds."""
         self.group, self.plan = group, plan or Plan()
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
-        self._peers, self._symmetric = peers, symmetric
+        self._peers = peers
         self._other = other_of(group.route.communicators, self.device.type)
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
@@ -135,10 +129,8 @@ class Tuning:
     # Measuring.
 
     def candidates(self, operation: str) -> dict[str, Callable[[Tensor], Tensor]]:
-        call, other, symmetric, torchs = CALLS[operation], self._other, self._symmetric, self._torchs
-        found = {name: self._only(call, name) for name in ORDERS[operation] if name not in ("symmetric", OTHER)}
-        if operation == "all_reduce" and symmetric is not None:
-            found["symmetric"] = lambda x: call(symmetric, x)
+        call, other, torchs = CALLS[operation], self._other, self._torchs
+        found = {name: self._only(call, name) for name in ORDERS[operation] if name != OTHER}
         found[OTHER] = lambda x: call(other, x)
         if operation == "all_reduce" and torchs is not None and torchs is not other:
             found[TORCHS] = lambda x: call(torchs, x)
@@ -321,8 +313,6 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
         reduce_scatter=max(scatter.values()) // ranks,
         reduce_scatter_push=scatter["push"] // ranks,
         fused=bounds[FUSED]["fused"],
-        symmetric=sums["symmetric"],
-        multimem=sums["symmetric"] > 0,  # what was measured, where the switches have it
         measured=True,
         source=source,
         own_nccl=bool(ratios) and sum(ratios) < 0,
@@ -343,12 +333,6 @@ def write(row: Thresholds, path: Path) -> None:
 # Starting.
 
 
-def _unbounded(name: str, context: GroupContext, device: PeerDevice) -> Any:
-    """Makes a communicator of the catalog that takes every size."""
-    make: Any = next(row for row in CATALOG if row.name == name).load()
-    return make(context, device, UNBOUNDED)
-
-
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     """Runs one rank's part from its init to its destroy. Returns the row on the first rank."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
@@ -359,29 +343,24 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     torch.set_num_threads(1)
     ps.init_distributed_environment(backend="nccl")
-    made: list[Communicator] = []
+    peers: Any = None
     try:
         ps.initialize_model_parallel(ps.get_world_group().world_size)
         group = ps.get_tp_group()
         device = PeerDevice(group.device)
-        peers = _unbounded("peer_memory", group.context, device)
+        make: Any = next(row for row in CATALOG if row.name == "peer_memory").load()
+        peers = make(group.context, device, UNBOUNDED)
         problem = peers.admit()
         if problem is not None:
             raise TuneError(f"there is nothing to measure: {problem}")
-        made.append(peers)
-        symmetric: Communicator | None = None
-        if settings.SYMMETRIC_MEMORY_BYTES.get():
-            found = _unbounded("symmetric_memory", group.context, device)
-            if found.admit() is None:
-                made.append(symmetric := found)
         conditions = peer_thresholds.conditions_of(device.arch(), peers.group.admission.topology, device.versions())
         name = torch.cuda.get_device_name(group.device)
-        tuning = Tuning(group, peers, symmetric, options.plan)
+        tuning = Tuning(group, peers, options.plan)
         row = tuning.row(conditions, f"python -m parallel_state tune, {name}, {datetime.date.today()}")
         return row if group.is_first_rank else None
     finally:
-        for each in made:
-            each.close()
+        if peers is not None:
+            peers.close()
         ps.destroy_distributed_environment()
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from device_communicators.machine.group_topology import agree_on_topology, find_shared_gpus, shared_gpu_warning
-from device_communicators.machine.peer_probe import Pair, Probe
 from parallel_state import get_tp_group, get_world_group
 from tests.machines import machine
 from tests.workers import WorkerPool
 
 
 def agree(broken: int | None, absent: int | None) -> tuple[Any, ...]:
-    """Rank `broken` finds by trial that its GPU can't use the others' memory; rank `absent` has no driver."""
+    """The driver of rank `broken` reports that its GPU can't read rank 0's memory; rank `absent` has no driver."""
     context = get_tp_group().context
-    node = machine("dgx-h100")
+    node = machine("dgx-h100", p2p_status={f"{broken} 0 0": 4} if context.rank == broken else {})
     me = None if context.rank == absent else node.gpus[context.rank].uuid
 
-    def prober(pairs: Sequence[Pair], driver_version: str | None) -> Mapping[Pair, Probe]:
-        return dict.fromkeys(pairs, Probe(context.rank != broken, "tried"))
-
-    found = agree_on_topology(context, node, me, probe_peers=prober)
+    found = agree_on_topology(context, node, me)
     return found.nvlink_full_mesh, found.peer_access, found.gpus, found.nvlinks
 
 
@@ -40,9 +36,7 @@ def test_one_rank_speaks_against_it(pools: Callable[[int], WorkerPool]) -> None:
     mesh, peers, *_ = results[0]
     assert mesh.holds
     assert not peers.holds
-    assert peers.reason.startswith(
-        "from the GPU of rank 2 to that of rank 0: the driver reports peer access, but a trial"
-    )
+    assert peers.reason == "from the GPU of rank 2 to that of rank 0: P2P read is disabled by registry key"
 
 
 def test_a_rank_without_a_gpu(pools: Callable[[int], WorkerPool]) -> None:

@@ -59,7 +59,7 @@ BOUNDS = {
 def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
     """The environment of ranks, with a table of small sizes."""
     folder = tmp_path_factory.mktemp("peers")
-    row = Thresholds(arch="9.0", world_size=8, symmetric=0, multimem=False, measured=True, source="a test", **BOUNDS)
+    row = Thresholds(arch="9.0", world_size=8, measured=True, source="a test", **BOUNDS)
     peer_thresholds.dump([row], folder.parent / f"{folder.name}.json", "a test")
     return {
         peer_stand_in.FOLDER: str(folder),
@@ -403,8 +403,6 @@ def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
         env = {**env, TABLE: env["OTHER"]}
     if which == "architecture":
         env = {**env, peer_stand_in.ARCH: "10.0" if rank == 2 else "9.0"}
-    if which == "table":
-        env = {**env, peer_stand_in.ARCH: "7.5"}
 
     def change(device: Device) -> None:
         if which == "kernels" and rank == 2:
@@ -441,15 +439,16 @@ REFUSALS = {
     "setting": f"{ALGORITHM} is auto on rank 0, but push on rank 1",
     "architecture": "GPU architecture is 9.0 on rank 0, but 10.0 on rank 2",
     "another table": "the table of thresholds is ",
-    "table": "no thresholds are known for 4 ranks on GPUs of architecture 7.5: `python -m parallel_state tune`",
 }
 
 
 @pytest.mark.parametrize("which", REFUSALS)
 def test_what_speaks_against_it_on_one_rank_has_all_do_without(
-    pools: Pools, env: Env, which: str, tmp_path: Path
+    pools: Pools, env: Env, which: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    env = {**env, peer_stand_in.FOLDER: str(tmp_path), "OTHER": str(peer_thresholds.PACKAGED)}
+    other = tmp_path_factory.mktemp("tables") / "empty.json"
+    peer_thresholds.dump([], other, "a test")
+    env = {**env, peer_stand_in.FOLDER: str(tmp_path), "OTHER": str(other)}
     answers = pools(4).run(_refused_body, env, which, tp=4)
     for names, text, total in answers:
         assert names == [CATALOG[-1].name]
@@ -703,7 +702,7 @@ def test_auto_takes_what_was_measured_under_the_same_conditions(
 ) -> None:
     told = {"world_size": 2, "one_gpu_each": True, "link": "NV?", "proven_calls": 100_000}
     told |= {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0", **row}
-    measured = Thresholds(arch="9.0", symmetric=0, multimem=False, measured=True, source="a test", **BOUNDS, **told)
+    measured = Thresholds(arch="9.0", measured=True, source="a test", **BOUNDS, **told)
     peer_thresholds.dump([measured], tmp_path / "rows.json", "a test")
     for is_on, explained in pools(2).run(_auto_body, env, str(tmp_path / "rows.json"), changes, tp=2):
         assert is_on == (reason is None), explained
@@ -714,7 +713,12 @@ def test_auto_takes_what_was_measured_under_the_same_conditions(
 
 
 def test_a_table_that_cant_be_read_says_so(tmp_path: Path) -> None:
-    good = json.loads(peer_thresholds.PACKAGED.read_text())
+    written = tmp_path / "good.json"
+    row = peer_thresholds.cited("9.0", 2)
+    assert row is not None
+    peer_thresholds.dump([row], written, "a test")
+    assert peer_thresholds.load(written).rows == (row,)
+    good = json.loads(written.read_text())
     bad = [
         "", "[]", "{}", json.dumps({**good, "format": 2}), json.dumps({**good, "rows": [{"arch": "9.0"}]}),
         json.dumps({**good, "rows": [{**good["rows"][0], "push": -1}]}),
@@ -730,16 +734,34 @@ def test_a_table_that_cant_be_read_says_so(tmp_path: Path) -> None:
         peer_thresholds.load(tmp_path / "none.json")
 
 
-def test_the_packages_table_says_where_its_figures_are_from() -> None:
-    table = peer_thresholds.load(peer_thresholds.PACKAGED)
-    assert json.loads(peer_thresholds.PACKAGED.read_text())["origin"] == "cited, not measured here"
-    for row in table.rows:
-        assert not row.measured and "cited, not measured here" in str(row)
-        assert "vLLM" in row.source and "MSCCL++" in row.source
+def _untuned_body(env: Env) -> tuple[list[str], str]:
+    group, _ = _group({**env, peer_stand_in.ARCH: "12.0"})
+    os.environ.pop(peer_stand_in.ARCH)
+    names, text = [each.name for each in group.route.communicators], group.explain()
+    group.route.close()
+    return names, text
+
+
+def test_on_without_a_row_for_the_architecture_has_the_cited_bounds(pools: Pools, env: Env) -> None:
+    for names, text in pools(4).run(_untuned_body, env, tp=4):
+        assert names == ["peer_memory", CATALOG[-1].name]
+        assert "push to 16 KiB, pull to 512 KiB, two_shot to 2 MiB (cited, not measured here)" in text
+
+
+def test_the_cited_bounds_are_for_all_numbers_of_ranks_and_never_count_for_auto() -> None:
+    for world_size in range(2, 9):
+        row = peer_thresholds.cited("9.0", world_size)
+        assert row is not None and not row.measured
         assert 0 < row.push <= row.pull <= row.two_shot
         assert [row.algorithm(size) for size in (1, row.push, row.push + 1)] == ["push", "push", "pull"]
         assert row.algorithm(row.two_shot + 1) is None
-    assert len({(row.arch, row.world_size) for row in table.rows}) == len(table.rows)
-    found = table.find("9.0", 3)
-    assert found is not None and found.world_size == 4
+        conditions = peer_thresholds.Conditions("9.0", world_size, True, "NV18", "580.1", "2.28.9", "2.11.0")
+        assert peer_thresholds.covering([row], conditions) is None
+    assert peer_thresholds.cited("9.0", 9) is None
+
+
+def test_a_row_serves_fewer_ranks_too() -> None:
+    rows = [Thresholds(arch="9.0", world_size=size, measured=True, source="a test", **BOUNDS) for size in (4, 8)]
+    table = peer_thresholds.Table(tuple(rows), Path("a test"), "")
+    assert [table.find("9.0", size) for size in (3, 4, 5)] == [rows[0], rows[0], rows[1]]
     assert table.find("9.0", 9) is None and table.find("1.0", 2) is None

@@ -104,8 +104,6 @@ def test_nothing_is_left_behind(stand_in: dict[str, str]) -> None:
 
 def test_the_catalogs_row_is_before_nccls() -> None:
     names = [row.name for row in CATALOG]
-    assert names.index("peer_memory") < names.index("symmetric_memory") < names.index("nccl")
-    assert all(
-        row.partial and row.device == "cuda" for row in CATALOG if row.name in ("peer_memory", "symmetric_memory")
-    )
-    assert all(row.custom_all_reduce for row in CATALOG if row.name in ("peer_memory", "symmetric_memory"))
+    assert names.index("peer_memory") < names.index("nccl")
+    (row,) = (row for row in CATALOG if row.name == "peer_memory")
+    assert row.partial and row.device == "cuda" and row.custom_all_reduce

@@ -161,7 +161,6 @@ def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
         assert lines[3:] == [
             "  -  crowd: not used, it needs more than 8 ranks, the group has 2",
             "  -  peer_memory: not used, its device is the CPU",
-            "  -  symmetric_memory: not used, its device is the CPU",
             "  -  nccl: not used, its device is the CPU",
             "  -  device_group: not used, its device is the CPU",
             "                    eager                  compiled     captured",

@@ -33,7 +33,7 @@ def test_the_driver_tells_its_gpus(record_property: Callable[[str, object], None
         record_property(gpu.uuid, {"name": gpu.name, "pci": gpu.pci_id, "numa": gpu.numa_node, "unknown": gpu.unknown})
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--svg", "-"], ["--probe"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--svg", "-"]], ids=" ".join)
 def test_the_command(arguments: list[str]) -> None:
     out = start("-m", "parallel_state", "topology", *arguments)
     assert out
@@ -63,7 +63,6 @@ def _agreed_body() -> dict[str, Any]:
         "problems": [gpu.problem for gpu in found.gpus],
         "shared": [list(ranks) for ranks in found.shared_gpus],
         "mesh": [bool(found.nvlink_full_mesh), found.nvlink_full_mesh.reason],
-        "fabric": [bool(found.one_fabric), found.one_fabric.reason],
         "peers": [bool(found.peer_access), found.peer_access.reason],
         "found": sorted(map(sorted, find_shared_gpus(group.context, uuid_of(device())).values())),
     }

@@ -75,8 +75,6 @@ inline u64 load_word(u64 address) { return __atomic_load_n(reinterpret_cast<cons
 inline void fence_system() { on_cpu::fence(); }
 inline u64 clock_ns() { return on_cpu::clock_ns(); }
 [[noreturn]] inline void trap() { throw on_cpu::Trapped(); }
-inline void wait_for_previous_kernel() {}
-inline void let_next_kernel_start() {}
 
 inline float float_of_half(u16 bits) {
   const u32 sign = u32{bits & 0x8000u} << 16, magnitude = bits & 0x7fff;

@@ -386,10 +386,6 @@ def test_slow_ranks_groups_and_wrong_answers() -> None:
     assert "RendezvousError: no (1 more ranks have errors)" in text
     found = findings(arrivals, traffic={1: Traffic(problem="x", stage="traffic in tp")}, lost={2: "traffic in tp"})
     assert "its last news: traffic in tp" in found["rank-lost"][0] and "traffic-failed" in found
-    assert (
-        "GPU0 to GPU1"
-        in findings(job(1), measured={1: Measured(peer_failures=["GPU0 to GPU1: wrong"])})["peer-wrong"][0]
-    )
 
 
 def test_outliers_need_both_a_ratio_and_a_distance() -> None:

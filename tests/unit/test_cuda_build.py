@@ -119,13 +119,7 @@ def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(a
             assert accesses.count("st.release.sys.global.u32") >= variants * barriers
             assert accesses.count("ld.acquire.sys.global.u32") >= variants * barriers
         assert "trap;" in body
-        if arch == "sm_90":
-            start, _, rest = body.partition("griddepcontrol.wait;")
-            assert rest, f"{name} doesn't wait for the kernel before it"
-            assert not [each for each in _ACCESS.findall(start) if ".param" not in each]
-            assert "griddepcontrol.launch_dependents;" in rest
-        else:
-            assert "griddepcontrol" not in body
+        assert "griddepcontrol" not in body, f"{name} may overlap with the next one, which shares its epoch"
     functions = "".join(re.findall(r"^\.func[^;]*?^{.*?^}", ptx, re.DOTALL | re.MULTILINE))
     accesses = {each for each in _ACCESS.findall(functions) if ".param" not in each}
     reports_and_clearing = {"st.relaxed.sys.global.b64", "st.relaxed.sys.global.u32", "fence.acq_rel.sys"}

@@ -1,8 +1,8 @@
-"""What ranks make of what they told each other: sharing, NVLink, fabrics, peer access. One process plays all ranks."""
+"""What ranks make of what they told each other: sharing, NVLink, peer access. One process plays all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from device_communicators.machine import group_topology
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology
-from device_communicators.machine.peer_probe import Pair, Probe
 from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
 from tests.machines import machine
@@ -20,24 +19,11 @@ NONE = Topology(problem="there is no libnvidia-ml.so.1")
 Place = tuple[Topology, str | None]
 
 
-def works(pairs: Sequence[Pair], driver_version: str | None) -> Mapping[Pair, Probe]:
-    return dict.fromkeys(pairs, Probe(True, "fine"))
-
-
-def never(pairs: Sequence[Pair], driver_version: str | None) -> Mapping[Pair, Probe]:
-    raise AssertionError(f"{pairs} must not be tried")
-
-
-def agree(
-    places: Sequence[Place], prober: Callable[..., Mapping[Pair, Probe]] = works, **options: Any
-) -> list[GroupTopology]:
+def agree(places: Sequence[Place]) -> list[GroupTopology]:
     """All ranks' agreements; an exchange is played by asking the ranks one after the other."""
     size = len(places)
     devices = [group_topology._device_record(*place) for place in places]
-    views = [
-        group_topology._view_records(rank, devices, places[rank][0], options.get("probe", True), prober)
-        for rank in range(size)
-    ]
+    views = [group_topology._view_records(rank, devices, places[rank][0]) for rank in range(size)]
     found = []
     for rank, place in enumerate(places):
         rounds = iter((devices, views))
@@ -50,13 +36,13 @@ def agree(
         context = GroupContext("tp:0", tuple(range(size)), rank, torch.device("cpu"), 60.0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group_topology, "exchange_facts", exchange)
-            found.append(agree_on_topology(context, *place, probe_peers=prober, **options))
+            found.append(agree_on_topology(context, *place))
     return found
 
 
-def one(places: Sequence[Place], prober: Callable[..., Mapping[Pair, Probe]] = works, **options: Any) -> GroupTopology:
+def one(places: Sequence[Place]) -> GroupTopology:
     """What all ranks say alike."""
-    found = agree(places, prober, **options)
+    found = agree(places)
     assert all(each == found[0] for each in found)
     return found[0]
 
@@ -70,9 +56,7 @@ def test_switches() -> None:
     assert found.nvlink_full_mesh
     assert found.nvlink_full_mesh.reason == "18 or more NVLinks between any two"
     assert found.nvlinks[2] == (18, 18, None, 18, 18, 18, 18, 18)
-    assert found.peer_access.reason == "the driver reports it, and it came back right when tried"
-    assert not found.one_fabric
-    assert found.one_fabric.reason == "rank 0: it belongs to no NVLink domain beyond its host"
+    assert found.peer_access.reason == "the driver reports it"
     assert found.shared_gpus == ()
     assert [gpu.numa_node for gpu in found.gpus] == [0] * 4 + [1] * 4
 
@@ -92,29 +76,6 @@ def test_pcie() -> None:
     assert not found.nvlink_full_mesh
     assert found.peer_access.reason == "from the GPU of rank 0 to that of rank 2: P2P read is chipset not supported"
     assert one(on(machine("l40s-pcie"), 2, 3)).peer_access
-
-
-def test_a_trial_outvotes_the_driver() -> None:
-    pcie = machine("l40s-pcie")
-    bad = (pcie.gpus[1].uuid, pcie.gpus[0].uuid)
-
-    def prober(pairs: Sequence[Pair], driver_version: str | None) -> Mapping[Pair, Probe]:
-        assert driver_version == "535.183.01"
-        return {pair: Probe(pair != bad, "7 words are wrong" if pair == bad else "fine") for pair in pairs}
-
-    found = one(on(pcie, 0, 1), prober)
-    assert not found.peer_access
-    assert found.peer_access.reason == (
-        "from the GPU of rank 1 to that of rank 0: the driver reports peer access, but a trial shows that it doesn't "
-        "work: 7 words are wrong"
-    )
-    untried = one(on(pcie, 0, 1), lambda pairs, _: dict.fromkeys(pairs, Probe(None, "the device is busy")))
-    assert "it couldn't be tried: the device is busy" in untried.peer_access.reason
-    assert one(on(pcie, 0, 1), never, probe=False).peer_access.reason == "the driver reports it; not tried"
-
-
-def test_only_what_the_driver_reports_is_tried() -> None:
-    assert not one(on(machine("l40s-pcie"), 0, 2), never).peer_access
 
 
 def test_one_rank_that_sees_otherwise_is_enough() -> None:
@@ -150,7 +111,7 @@ def test_torch_writes_uuids_without_prefix() -> None:
 def test_slices_of_one_gpu() -> None:
     node = machine("a100-mig")
     parts = node.gpus[0].slices
-    found = one([(node, parts[0].uuid), (node, parts[2].uuid)], never)
+    found = one([(node, parts[0].uuid), (node, parts[2].uuid)])
     assert found.shared_gpus == ((0, 1),)
     assert [gpu.uuid for gpu in found.gpus] == [parts[0].uuid, parts[2].uuid]
     assert "slices of one GPU" in found.peer_access.reason
@@ -162,8 +123,8 @@ def test_ranks_in_one_slice_share_memory_unless_the_slice_is_not_known() -> None
     """Should CUDA name the GPU where it means a slice of it."""
     node = machine("a100-mig")
     (gpu,) = node.gpus
-    assert one([(node, gpu.slices[1].uuid)] * 2, never).peer_access
-    unnamed = one([(node, gpu.uuid)] * 2, never)
+    assert one([(node, gpu.slices[1].uuid)] * 2).peer_access
+    unnamed = one([(node, gpu.uuid)] * 2)
     assert unnamed.shared_gpus == ((0, 1),)
     assert "slices of one GPU" in unnamed.peer_access.reason
 
@@ -172,7 +133,7 @@ def test_a_slice_beside_a_gpu_has_no_peers() -> None:
     node = machine("dgx-h100")
     part = machine("a100-mig").gpus[0].slices[0]
     mixed = replace(node, gpus=(replace(node.gpus[0], mig=True, slices=(part,)), *node.gpus[1:]))
-    found = one([(mixed, part.uuid), (mixed, mixed.gpus[1].uuid)], never)
+    found = one([(mixed, part.uuid), (mixed, mixed.gpus[1].uuid)])
     assert f"{mixed.gpus[0].uuid} is divided into MIG slices" in found.peer_access.reason
     assert found.nvlink_full_mesh.reason == found.peer_access.reason.replace(": GPU", " GPU")
 
@@ -184,28 +145,6 @@ def test_two_hosts() -> None:
     assert found.peer_access.reason == "rank 0 doesn't see the GPU of rank 2: another host or container"
     assert found.nvlink_full_mesh.reason == found.peer_access.reason
     assert found.nvlinks[0] == (None, 18, None, None)
-    assert not found.one_fabric
-
-
-def test_one_fabric_over_two_hosts() -> None:
-    domain = {"cluster": "12" * 16, "clique": 3, "state": 3, "status": 0}
-
-    def host(number: int, **change: Any) -> Topology:
-        return machine(
-            "dgx-h100", fabric={"*": {**domain, **change}}, uuid={str(gpu): f"GPU-{number}{gpu}" for gpu in range(8)}
-        )
-
-    found = one([*on(host(1), 0, 1), *on(host(2), 0)])
-    assert found.one_fabric
-    assert found.one_fabric.reason == f"all are in the NVLink domain {'12' * 16} clique 3"
-    for change, words in (
-        ({"clique": 4}, f"rank 0 is in the NVLink domain {'12' * 16} clique 3, rank 2 in {'12' * 16} clique 4"),
-        ({"cluster": "13" * 16}, "rank 2 in 1313"),
-        ({"state": 2}, "rank 2: registration with the fabric is in progress"),
-    ):
-        other = one([*on(host(1), 0, 1), *on(host(2, **change), 0)])
-        assert not other.one_fabric
-        assert words in other.one_fabric.reason
 
 
 def test_a_rank_without_a_gpu() -> None:
@@ -216,8 +155,8 @@ def test_a_rank_without_a_gpu() -> None:
         ((node, None), "it has no GPU"),
         ((node, "GPU-1"), "NVML doesn't know its device GPU-1"),
     ):
-        found = one([(node, node.gpus[0].uuid), place], never)
-        for vote in (found.nvlink_full_mesh, found.one_fabric, found.peer_access):
+        found = one([(node, node.gpus[0].uuid), place])
+        for vote in (found.nvlink_full_mesh, found.peer_access):
             assert not vote
             assert vote.reason == f"rank 1 has no GPU: {why}"
         assert found.shared_gpus == ()
@@ -227,6 +166,6 @@ def test_a_rank_without_a_gpu() -> None:
 def test_a_group_of_one_needs_nobody() -> None:
     node = machine("one-h200")
     context = GroupContext("tp:0", (5,), 0, torch.device("cpu"), 60.0)
-    found = agree_on_topology(context, node, node.gpus[0].uuid, probe_peers=never)
+    found = agree_on_topology(context, node, node.gpus[0].uuid)
     assert found.nvlink_full_mesh and found.peer_access
     assert found.gpus[0].uuid == node.gpus[0].uuid

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from device_communicators.peer.thresholds import Conditions, Thresholds, conditi
 VERSIONS = {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0"}
 HERE = Conditions("9.0", 8, True, "NV18", **VERSIONS)
 ROW = Thresholds(
-    "9.0", 8, *[1024] * 9, multimem=False, measured=True, source="a test",
+    "9.0", 8, *[1024] * 8, measured=True, source="a test",
     one_gpu_each=True, link="NV18", proven_calls=100_000, own_nccl=True, **VERSIONS,
 )  # fmt: skip
 CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
@@ -29,7 +28,7 @@ CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
 def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], ...] = (), size: int = 8) -> Any:
     gpu, vote = RankGpu(None, None, None, None, None, None), Vote(mesh, "says the test")
     rows = tuple(tuple(0 if one == two else links for two in range(size)) for one in range(size))
-    return GroupTopology((gpu,) * size, shared, rows, vote, vote, vote)
+    return GroupTopology((gpu,) * size, shared, rows, vote, vote)
 
 
 @pytest.fixture(autouse=True)
@@ -82,19 +81,27 @@ def test_kinds_of_links() -> None:
     assert not conditions_of("9.0", topology(18, shared=((0, 1),)), VERSIONS).one_gpu_each
 
 
-def test_the_users_rows_go_before_the_packages_and_a_named_table_alone(
+def test_the_users_rows_are_found_and_a_named_table_goes_in_their_place(
     user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = peer_thresholds.load()
+    assert before.rows == ()
     peer_thresholds.dump([ROW], user, "a test")
-    both = peer_thresholds.load()
-    assert both.rows == (ROW, *before.rows)
-    assert both.digest != before.digest, "ranks with and without it would choose differently"
-    assert both.find("9.0", 8) is both.rows[0]
+    own = peer_thresholds.load()
+    assert own.rows == (ROW,)
+    assert own.digest != before.digest, "ranks with and without it would choose differently"
     named = tmp_path / "named.json"
     peer_thresholds.dump([dataclasses.replace(ROW, push=1)], named, "a test")
     monkeypatch.setenv(settings.PEER_MEMORY_TABLE.name, str(named))
     assert [row.push for row in peer_thresholds.load().rows] == [1]
+
+
+def test_a_row_with_columns_of_an_earlier_version_still_counts(user: Path) -> None:
+    peer_thresholds.dump([ROW], user, "a test")
+    former = json.loads(user.read_text())
+    former["rows"][0].update(symmetric=1024, multimem=False)
+    user.write_text(json.dumps(former))
+    assert covering(peer_thresholds.load().rows, HERE) == ROW
 
 
 @pytest.mark.parametrize("setting", [settings.NCCL, settings.PEER_MEMORY], ids=lambda setting: setting.name)
@@ -175,9 +182,3 @@ def test_own_nccl_is_on_where_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(settings.NCCL.name, "on")
     monkeypatch.setattr(peer_thresholds, "agreed_row", lambda context, setting: pytest.fail("asked"))
     assert catalog._unmeasured_nccl(CONTEXT) is None
-
-
-def test_the_packages_table_has_no_measured_row_yet() -> None:
-    assert not any(row.measured for row in peer_thresholds.load(peer_thresholds.PACKAGED).rows)
-    assert json.loads(peer_thresholds.PACKAGED.read_text())["origin"] == "cited, not measured here"
-    assert SimpleNamespace(**dataclasses.asdict(ROW)).proven_calls >= 100_000

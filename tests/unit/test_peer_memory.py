@@ -116,8 +116,6 @@ def test_gpus_that_have_one_number_in_their_processes_are_told_apart(monkeypatch
 
 
 AT_THE_END = """
-import torch
-from device_communicators import GroupContext
 from device_communicators.peer import memory as peer_memory
 
 class Spy:
@@ -125,8 +123,7 @@ class Spy:
     def __init__(self, name): self.name = name
     def __del__(self): print("freed", self.name)
 
-context = GroupContext("g", (0,), 0, torch.device("cpu"), 1.0)
-kept = [peer_memory.PeerMemory(context, Spy(name), [256], 1, "a test") for name in ("left", "closed", "forgotten")]
+kept = [peer_memory.PeerMemory(Spy(name), [256], 1, "a test") for name in ("left", "closed", "forgotten")]
 kept[0].leave()
 kept[1].close()
 """

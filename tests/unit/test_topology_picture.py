@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators.machine.peer_probe import Probe
 from device_communicators.machine.topology import Topology
 from parallel_state.__main__ import main
 from parallel_state.tools.topology import topology_picture
@@ -46,20 +45,6 @@ def test_lines() -> None:
     assert look(topology_picture(machine("h200-nvl-2x4")))[1] == {"nvlink": 2 * 6, "pcie": 16}
     assert look(topology_picture(machine("l40s-pcie")))[1] == {"pcie": 6}
     assert look(topology_picture(machine("one-h200")))[1] == {}
-
-
-def test_what_was_tried_and_fails_is_red() -> None:
-    found = machine("l40s-pcie")
-    one, two, three, four = (gpu.uuid for gpu in found.gpus)
-    probes = {
-        (one, two): Probe(True, ""),
-        (two, one): Probe(False, "7 words are wrong"),
-        (three, four): Probe(True, ""),
-    }
-    svg = topology_picture(found, probes)
-    assert look(svg)[1] == {"pcie": 6, "fails": 1}
-    assert "7 words are wrong" in svg
-    assert "Red: peer access fails (1)" in svg
 
 
 def test_a_machine_without_gpus_says_why() -> None:

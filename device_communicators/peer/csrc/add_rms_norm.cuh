@@ -272,7 +272,6 @@ __device__ __forceinline__ void norm_rows(const Call& call, Ranks<SIZE> ranks, u
 
 template <class T, Norm NORM>
 __device__ __forceinline__ void add_rms_norm(const Call& call) {
-  begin_kernel();
   const u32 pairs = static_cast<u32>(pieces_of(u64{call.hidden} * T::BYTES, PAIR_BYTES));
   const u32 members = static_cast<u32>(pieces_of(pairs, PART_PACKETS));
   const u32 teams = gridDim.x / members, team = blockIdx.x / members;
@@ -280,7 +279,6 @@ __device__ __forceinline__ void add_rms_norm(const Call& call) {
   if (team < teams && team < call.rows) {
     with_ranks(call.size, [&](auto ranks) { norm_rows<T, NORM>(call, ranks, pairs, members, team, teams); });
   }
-  end_kernel(call);
 }
 
 template <class T>

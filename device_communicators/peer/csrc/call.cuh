@@ -1,4 +1,4 @@
-// What a launch is told, and where things lie in a region. Mirrored in cuda_call.py; a test compares the two.
+// What a launch is told, and where things lie in a region. Mirrored in kernels.py; a test compares the two.
 //
 // Nothing here touches memory: see memory.cuh for how, and epochs.cuh for when. Not run on a GPU.
 #pragma once
@@ -33,18 +33,9 @@ struct Call {
   u32 rank;
   u32 size;
   u32 operation;  // the host's number for this kernel, repeated in a report
-  u32 flags;      // `CallFlag`
   u32 rows;
   u32 hidden;
   float eps;
-  u32 reserved;
-};
-
-enum CallFlag : u32 {
-  // Lets a following kernel that was launched as a programmatic dependent start early. Only where that one waits for
-  // this grid by itself (griddepcontrol.wait) before it does anything: a kernel between two of ours that doesn't would
-  // let these two overlap, and they share an epoch.
-  START_NEXT_EARLY = 1,
 };
 
 // A report is one 64-bit word, written once by each thread that gave up, the last one wins, but for one that waited for
@@ -70,6 +61,6 @@ constexpr u64 STAGES_OFFSET = PACKETS_OFFSET + u64{SLOTS} * MAX_BLOCKS * MAX_RAN
 constexpr u64 REGION_BYTES = STAGES_OFFSET + u64{SLOTS} * MAX_BLOCKS * STAGE_BYTES;
 
 static_assert(sizeof(Control) <= CONTROL_BYTES, "the control area has outgrown its place");
-static_assert(sizeof(Call) == MAX_RANKS * 8 + 11 * 8 + 8 * 4, "no padding");
+static_assert(sizeof(Call) == MAX_RANKS * 8 + 11 * 8 + 6 * 4, "no padding");
 
 }  // namespace parallel_state

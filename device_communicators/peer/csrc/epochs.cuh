@@ -17,9 +17,9 @@
 // Why two slots are enough. What is written in epoch e+2 goes where e's was. The writer has ended e+1, so (Heard) every
 // other block has begun e+1, so it has ended e and read what it wanted: its threads pass a barrier, or end a kernel,
 // between the reads of e and the first write of e+1, and the writer's do likewise between e+1 and e+2. Kernels of one
-// rank follow each other in its stream; a programmatic dependent launch waits for the previous one as a whole, at the
-// top (begin_kernel). Where e+1 was a push, whose packets carry no release, the chain rests on this: a read whose value
-// has been used was performed before a store that follows it behind a barrier, and no GPU makes a store visible early.
+// rank follow each other in its stream, each behind the end of the one before: they are never launched as programmatic
+// dependents. Where e+1 was a push, whose packets carry no release, the chain rests on this: a read whose value has
+// been used was performed before a store that follows it behind a barrier, and no GPU makes a store visible early.
 //
 // Why flags are compared for being equal. A place of a slot is written once in an epoch, and nobody is in e+2 before
 // this block has ended e, so a flag is that of e, or an older one. Packets past the end of a short call, and flags
@@ -28,7 +28,7 @@
 //
 // Blocks spin, so all of a grid must be on the device at once: the host launches no more than fit (cuda_kernels.py).
 // Other kernels on the device only delay that, as long as they end by themselves; kernels of other processes take turns
-// with this one as a whole. A dependent that starts early can't take the room either: it starts when all blocks run.
+// with this one as a whole.
 //
 // Every wait ends: when the flag comes, at the deadline (a report, then a trap, which ends the CUDA context), or when
 // the host sets the abort word (a report, and the kernel returns; its output is undefined). A block that has stopped
@@ -174,14 +174,6 @@ __device__ __forceinline__ Share share_of(u64 count) {
   const u64 each = (count + gridDim.x - 1) / gridDim.x;
   const u64 begin = each * blockIdx.x, end = begin + each;
   return {begin < count ? begin : count, end < count ? end : count};
-}
-
-// First thing in every kernel, before any memory is read or written.
-__device__ __forceinline__ void begin_kernel() { wait_for_previous_kernel(); }
-
-// Last thing, by all threads. The next kernel may start; what it waits for at its top is the end of this one.
-__device__ __forceinline__ void end_kernel(const Call& call) {
-  if (call.flags & START_NEXT_EARLY) let_next_kernel_start();
 }
 
 }  // namespace parallel_state

@@ -21,7 +21,6 @@ __device__ __forceinline__ void store_rows(const Call& call, u64 offset, const W
 }
 
 __device__ __forceinline__ void all_gather_push(const Call& call) {
-  begin_kernel();
   const Tensor input{call.input, call.numel};
   const Ranks<0> ranks{call.size};
   push_all(
@@ -34,11 +33,9 @@ __device__ __forceinline__ void all_gather_push(const Call& call) {
         store_rows(call, pair * PAIR_BYTES, pairs);
         return true;
       });
-  end_kernel(call);
 }
 
 __device__ __forceinline__ void all_gather_pull(const Call& call) {
-  begin_kernel();
   const Tensor input{call.input, call.numel};
   const Ranks<0> ranks{call.size};
   stage_all(call, pieces_of(call.numel, QUAD_BYTES), STAGE_QUADS, [&](Block& block, u64 start, u32 count) {
@@ -51,7 +48,6 @@ __device__ __forceinline__ void all_gather_pull(const Call& call) {
     }
     return true;
   });
-  end_kernel(call);
 }
 
 __device__ __forceinline__ Tensor row_of_input(const Call& call, u32 row, u64 row_bytes) {
@@ -60,7 +56,6 @@ __device__ __forceinline__ Tensor row_of_input(const Call& call, u32 row, u64 ro
 
 template <class T>
 __device__ __forceinline__ void reduce_scatter_push(const Call& call) {
-  begin_kernel();
   const u64 row_bytes = call.numel * T::BYTES;
   const Tensor output{call.output, row_bytes};
   const Ranks<0> ranks{call.size};
@@ -79,13 +74,11 @@ __device__ __forceinline__ void reduce_scatter_push(const Call& call) {
         output.store(pair * PAIR_BYTES, sum.rounded());
         return true;
       });
-  end_kernel(call);
 }
 
 // A stage holds as much of each row: row r's from r * most on.
 template <class T>
 __device__ __forceinline__ void reduce_scatter_pull(const Call& call) {
-  begin_kernel();
   const u64 row_bytes = call.numel * T::BYTES;
   const Tensor output{call.output, row_bytes};
   const u32 most = STAGE_QUADS / call.size;
@@ -100,7 +93,6 @@ __device__ __forceinline__ void reduce_scatter_pull(const Call& call) {
     }
     return true;
   });
-  end_kernel(call);
 }
 
 }  // namespace parallel_state

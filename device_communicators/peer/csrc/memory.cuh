@@ -117,20 +117,6 @@ __device__ __forceinline__ u64 clock_ns() {
 // Ends the kernel with an error that stays with the CUDA context.
 __device__ __forceinline__ void trap() { asm volatile("trap;" : : : "memory"); }
 
-// Until what came before in the stream is complete and its writes are seen; nothing to wait for unless the launch said
-// that this kernel may start early.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
-}
-
 __device__ __forceinline__ float float_of_half(u16 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

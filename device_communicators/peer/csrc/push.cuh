@@ -92,7 +92,6 @@ __device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send,
 
 template <class T>
 __device__ __forceinline__ void all_reduce_push(const Call& call) {
-  begin_kernel();
   const u64 bytes = call.numel * T::BYTES;
   const Tensor input{call.input, bytes}, output{call.output, bytes};
   with_ranks(call.size, [&](auto ranks) {
@@ -108,7 +107,6 @@ __device__ __forceinline__ void all_reduce_push(const Call& call) {
           return true;
         });
   });
-  end_kernel(call);
 }
 
 }  // namespace parallel_state

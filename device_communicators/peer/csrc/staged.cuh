@@ -101,7 +101,6 @@ __device__ __forceinline__ void stage_all(const Call& call, u64 quads, u32 most,
 
 template <class T>
 __device__ __forceinline__ void all_reduce_pull(const Call& call) {
-  begin_kernel();
   const u64 bytes = call.numel * T::BYTES;
   const Tensor input{call.input, bytes}, output{call.output, bytes};
   with_ranks(call.size, [&](auto ranks) {
@@ -114,12 +113,10 @@ __device__ __forceinline__ void all_reduce_pull(const Call& call) {
       return true;
     });
   });
-  end_kernel(call);
 }
 
 template <class T>
 __device__ __forceinline__ void all_reduce_two_shot(const Call& call) {
-  begin_kernel();
   const u64 bytes = call.numel * T::BYTES;
   const Tensor input{call.input, bytes}, output{call.output, bytes};
   with_ranks(call.size, [&](auto ranks) {
@@ -141,7 +138,6 @@ __device__ __forceinline__ void all_reduce_two_shot(const Call& call) {
       return true;
     });
   });
-  end_kernel(call);
 }
 
 }  // namespace parallel_state

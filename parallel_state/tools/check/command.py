@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, and no probe of GPU pairs")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     parser.add_argument("--ranks", type=int, metavar="N", help="local ranks to start; default: what the "
                         "sizes need, else one per GPU, else 2 to 4 by the cores")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")

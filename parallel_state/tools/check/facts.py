@@ -215,8 +215,6 @@ class Measured(msgspec.Struct):
 
     cpu: list[CpuRun] = []
     links: list[Link] = []
-    peer_failures: list[str] = []
-    """Pairs of GPUs between which peer access was tried and failed, each with the reason."""
     clock_offset_s: float | None = None
     """This rank's clock minus the leader's, as the plan came; it came up to half a second late."""
 

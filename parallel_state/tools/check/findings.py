@@ -490,13 +490,8 @@ KINDS: dict[str, Kind] = {
     "peer-access": Kind(
         WARNING, "GPUs of a host can't access each other's memory",
         "Data goes through the host's memory.",
-        "Look at `python -m parallel_state topology --probe`; turn ACS off, and start the fabric manager on NVSwitch "
+        "Look at `python -m parallel_state topology`; turn ACS off, and start the fabric manager on NVSwitch "
         "machines.",
-    ),
-    "peer-wrong": Kind(
-        ERROR, "peer access between two GPUs fails, though the driver offers it",
-        "NCCL hangs, or gives wrong results.",
-        "Turn off IOMMU translation (iommu=pt) and ACS on the bridges; until then NCCL_P2P_DISABLE=1.",
     ),
     "acs-redirect": Kind(
         WARNING, "PCI bridges send traffic between GPUs through the CPU",

@@ -278,13 +278,6 @@ def cpu_quota(evidence: Evidence) -> Iterator[Finding]:
 # GPUs.
 
 
-def peer_failures(evidence: Evidence) -> Iterator[Finding]:
-    for number, measured in evidence.measured.items():
-        host = evidence.host_of(number)
-        for text in measured.peer_failures:
-            yield evidence.about("peer-wrong", f"on {host} {text}", evidence.hosts[host])
-
-
 def gpus(evidence: Evidence) -> Iterator[Finding]:
     with_gpus = [each for each in evidence.arrivals if each.gpus.visible]
     for name, ranks in evidence.hosts.items():
@@ -369,5 +362,4 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     cores,
     cpu_quota,
     gpus,
-    peer_failures,
 )

@@ -31,7 +31,6 @@ _PASSES = 2
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
 """Of the time limit, for the report and the farewell."""
-_PROBE_S = 20.0
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -208,8 +207,6 @@ class Session:
                         known[target] = links.better(known.get(target, link), link)
                 meeting.meet(f"round/{at}", len(mine), len(pairs), min(self._until(0.7), time.monotonic() + 3.0))
             found.links = list(known.values())
-        if not self.options.quick and len(self.facts.gpus.devices) > 1 and self.facts.place.local_rank == 0:
-            found.peer_failures = system.probe_gpus(_PROBE_S)
         found.cpu.append(system.run_cpu())
         return found
 

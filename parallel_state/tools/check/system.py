@@ -549,28 +549,6 @@ def with_own_gpu(found: Facts) -> None:
     found.gpus.own = visible[index] if index < len(visible) else ""
 
 
-def probe_gpus(limit_s: float) -> list[str]:
-    """Tries peer access between all whole GPUs of this host, and returns what failed. Takes seconds the first time."""
-    from device_communicators.machine.peer_probe import probe_peers
-    from device_communicators.machine.topology import read_topology
-
-    topology = read_topology()
-    whole = [gpu for gpu in topology.gpus if not gpu.mig]
-    names = {gpu.uuid: f"GPU{gpu.index}" for gpu in whole}
-    pairs = [
-        (one.uuid, two.uuid)
-        for one in whole
-        for two in whole
-        if one is not two and topology.paths[one.index, two.index].peer_problem is None
-    ]
-    probes = probe_peers(pairs, topology.driver_version, timeout_s=limit_s) if pairs else {}
-    return [
-        f"{names[one]} to {names[two]}: {probe.reason}"
-        for (one, two), probe in probes.items()
-        if probe.works is False
-    ]  # fmt: skip
-
-
 def _listed(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
