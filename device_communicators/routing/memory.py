@@ -7,6 +7,8 @@ torch's dispatcher, which computes deferred values first; what an op writes is c
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,12 @@ QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
 """Dtypes of values that mean nothing without a scale, of which torch makes no plain tensor that could receive them."""
+_BITS = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
+)
+"""Integers of fewer than eight bits, a byte each, which torch can copy as bytes only."""
 DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
 """torch's dispatch keys of tensors whose memory doesn't hold their values."""
 
@@ -42,7 +50,17 @@ def is_dense(x: Tensor) -> bool:
 
 def dense(x: Tensor) -> Tensor:
     """Returns `x` if it `is_dense`, else a copy that is."""
+    if x.dtype in _BITS:
+        return x.view(torch.uint8).contiguous().view(x.dtype)
     return x.contiguous() if holds_values(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def copy_values(out: Tensor, x: Tensor) -> Tensor:
+    """Copies `x` to `out`, of its shape and dtype, as torch's `copy_` of any dtype would; returns `out`."""
+    if x.dtype in _BITS:
+        out.view(torch.uint8).copy_(x.view(torch.uint8))
+        return out
+    return out.copy_(x)
 
 
 def as_bytes(x: Tensor) -> Tensor:

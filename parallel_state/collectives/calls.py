@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from device_communicators.errors import InvalidArgumentError, RemoteError
 from device_communicators.host_calls import host_call
 from device_communicators.routing.communicator import GroupContext, merge_blocks
-from device_communicators.routing.memory import dense, is_dense
+from device_communicators.routing.memory import copy_values, dense, is_dense
 from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
@@ -73,7 +73,7 @@ class GroupFacts:
 
 
 def _copied(out: Tensor, received: Tensor) -> Tensor:
-    return out.copy_(received)
+    return copy_values(out, received)
 
 
 class TensorCalls(GroupFacts):

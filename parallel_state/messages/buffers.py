@@ -14,6 +14,7 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.memory import copy_values
 from parallel_state.collectives import checks
 
 
@@ -111,6 +112,6 @@ def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[s
         raise refused(context, out, problem, "The dict has come, and is lost; the group can be used further")
     for key, x in tensors.items():
         if x is not buffers[key]:
-            buffers[key].copy_(x)
+            copy_values(buffers[key], x)
         received[key] = buffers[key]
     return received

@@ -24,7 +24,7 @@ from device_communicators.errors import (
     InvalidArgumentError,
     MessageDecodeError,
 )
-from device_communicators.routing.memory import as_bytes, dense, dtype_refusal, is_dense
+from device_communicators.routing.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import (
@@ -91,7 +91,7 @@ def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
     if flat is not tensors:
         for tensor, received in zip(tensors, flat, strict=True):
             if received is not tensor:
-                tensor.copy_(received)
+                copy_values(tensor, received)
 
 
 class Messenger:
