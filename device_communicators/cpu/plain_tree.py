@@ -193,14 +193,14 @@ class PlainObjects:
         return bool(self._pack(value, self._address, self._depth, limit))
 
     def packed(self) -> Packed | None:
-        """Returns the head of the message that this thread packed last; None where it has tensors."""
+        """Returns the head of the message that this thread packed last; None if it has tensors, empty ones included."""
         try:
             return self._copied(*self.pieces())
         finally:
             self.free()
 
     def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed | None:
-        if len(pieces) > heads:
+        if len(pieces) > heads or any(isinstance(each, _TENSORS) for each in objects):  # empty ones have no piece
             return None
         start, *body = pieces
         # Every second piece was written by the library, one behind the other, and is overwritten by the next message.

@@ -34,7 +34,8 @@ from device_communicators.hierarchical.leaders import DIRECT_BYTES
 from device_communicators.hierarchical.pairs import Pairs
 from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
-from device_communicators.routing.reductions import as_bytes, reduction_refusal
+from device_communicators.routing.memory import as_bytes
+from device_communicators.routing.reductions import reduction_refusal
 from device_communicators.routing.user_call import current, overlap_error
 
 _CARRIED = frozenset(

@@ -33,7 +33,7 @@ from device_communicators.hierarchical.streams import Frame, FramesDiffer, Strea
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
-from device_communicators.routing.reductions import as_bytes
+from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.user_call import UserCall, begin_sending
 from device_communicators.routing.waiting import abandon
 

@@ -43,10 +43,10 @@ from device_communicators.errors import (
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
 from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, GroupContext, Request, Work
+from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.reductions import (
     REDUCING,
     UNSIGNED,
-    as_bytes,
     is_native,
     reducible,
     reduction_refusal,

@@ -18,7 +18,8 @@ from device_communicators.process_group.checked_pairs import CheckedPairs
 from device_communicators.process_group.plain import PlainProcessGroup
 from device_communicators.process_group.started_calls import Exchange, StartedCalls, fits
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, Work, reduce_in_rank_order
-from device_communicators.routing.reductions import as_bytes, reducible
+from device_communicators.routing.memory import as_bytes
+from device_communicators.routing.reductions import reducible
 from device_communicators.routing.user_call import current, overlap_error
 
 _PLAIN = 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.reductions import as_bytes
+from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.user_call import UserCall, begin_sending, current
 from device_communicators.routing.waiting import Watched
 

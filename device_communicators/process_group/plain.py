@@ -26,7 +26,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, Request, Work
-from device_communicators.routing.reductions import REDUCING, as_bytes, reducible, reduction_refusal
+from device_communicators.routing.memory import as_bytes
+from device_communicators.routing.reductions import REDUCING, reducible, reduction_refusal
 from device_communicators.routing.user_call import begin_sending
 from device_communicators.routing.waiting import Watched, WatchedByThread
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from device_communicators.process_group.checked_calls import Call, Frames, checked, fill, frame_bytes, room_for
 from device_communicators.routing.communicator import GroupContext, reduce_in_rank_order
-from device_communicators.routing.reductions import as_bytes
+from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.user_call import begin_sending
 from device_communicators.routing.waiting import limit_of, until
 

@@ -48,14 +48,6 @@ def is_native(dtype: torch.dtype) -> bool:
     return dtype in _NATIVE
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """Returns a flat view of contiguous `x`."""
-    flat = x if x.dim() == 1 else x.view(-1)
-    if flat.stride(0) != 1:  # one element, or none, is contiguous whatever its stride, but can't be viewed as bytes
-        flat = flat.as_strided((flat.numel(),), (1,))
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-
-
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
     """Returns `x` in a dtype that backends reduce, the op for it, and where to copy the result unless a view."""
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not

@@ -2,8 +2,9 @@
 
 Common to all: every rank of the group calls it, in the same order, with tensors that fit; `src` and `dst` are ranks in
 the group; inputs of any strides, also empty, are left unchanged and results are new contiguous tensors (for a group of
-one rank: the input itself). Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no
-communicator carries raises UnsupportedError; what happens on the way raises a CommunicationError.
+one rank: the input itself). Conjugated and negated views count with their values, as inputs and as what is written to.
+Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no communicator carries raises
+UnsupportedError; what happens on the way raises a CommunicationError.
 With `out`, a tensor of the result's shape and dtype on the same device, of any strides, the result is there and `out`
 is returned. A contiguous one that needs no gradient is written in place; else the result is copied, with its gradient,
 as by `copy_`.
@@ -25,6 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from device_communicators.errors import InvalidArgumentError, RemoteError
 from device_communicators.host_calls import host_call
 from device_communicators.routing.communicator import GroupContext, merge_blocks
+from device_communicators.routing.memory import copy_values, dense, is_dense
 from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
@@ -71,7 +73,7 @@ class GroupFacts:
 
 
 def _copied(out: Tensor, received: Tensor) -> Tensor:
-    return out.copy_(received)
+    return copy_values(out, received)
 
 
 class TensorCalls(GroupFacts):
@@ -511,7 +513,7 @@ class TensorCalls(GroupFacts):
         checks.check_no_transform(self.context, "isend")
         checks.check_tensor(self.context, "isend", x)
         dst = checks.destination(self.context, "isend", dst)
-        return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
+        return self.route.start("isend", dense(x.detach()), dst, self.context.tag(0))
 
     @host_call(_TRANSFER)
     @transfer("irecv")
@@ -538,12 +540,12 @@ class TensorCalls(GroupFacts):
         handles: dict[int, TensorHandle] = {}
         for at in batches.starting_order(self.rank_in_group, found):
             name, x, peer = found[at]
-            flat, tag = x.detach().contiguous(), self.context.tag(0)
+            flat, tag = dense(x.detach()), self.context.tag(0)
             if name == "isend":
                 handles[at] = TensorHandle(self.route.start("isend", flat, peer, tag), x, keep=flat)
             else:
                 handle = self.route.start("irecv_", flat, peer, tag)
-                whole = x.is_contiguous()
+                whole = is_dense(x)
                 handles[at] = TensorHandle(handle, x, None if whole else functools.partial(_copied, x, flat))
         return [handles[at] for at in range(len(found))]
 
@@ -569,7 +571,7 @@ class TensorCalls(GroupFacts):
         x = x.detach()
         if self._is_single_rank():
             return TensorHandle(None, x if x.dim() else x.reshape(1))
-        flat = x.contiguous()
+        flat = dense(x)
         out = x.new_empty((self.world_size, *x.shape))
         handle = self.route.start("iall_gather", out, flat, dim=dim)
         return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
@@ -583,7 +585,7 @@ class TensorCalls(GroupFacts):
         checks.check_divisible(self.context, "reduce_scatter_async", x, dim)
         if self._is_single_rank():
             return TensorHandle(None, x.detach())
-        rows = x.detach().movedim(dim, 0).contiguous()
+        rows = dense(x.detach().movedim(dim, 0))
         out = x.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
         handle = self.route.start("ireduce_scatter", out, rows, op, reduce_op=op, dim=dim)
         return TensorHandle(handle, out, lambda: out.movedim(0, dim).contiguous(), keep=rows)

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
+from device_communicators.routing.memory import dtype_refusal
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
@@ -26,9 +27,9 @@ def check_tensor(context: GroupContext, operation: str, x: object, *, needs_valu
     # torch.compile refuses to look at the layout in the backward of an autograd.Function (regions).
     if torch.compiler.is_compiling():
         return
-    if x.layout != torch.strided or x.is_nested or x.is_quantized:
-        found = "a nested one" if x.is_nested else f"layout {x.layout}"
-        found = f"a quantized one, {x.dtype}; send its int_repr()" if x.is_quantized else found
+    refusal = dtype_refusal(x.dtype)
+    if x.layout != torch.strided or x.is_nested or refusal is not None:
+        found = "a nested one" if x.is_nested else refusal or f"layout {x.layout}"
         raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got {found}")
     if x.is_meta and needs_values and not (context.simulated or context.fake):
         raise InvalidArgumentError(
@@ -53,7 +54,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Takes a tensor with one place in memory per element, which holds the element's value."""
+    """Takes a tensor with one place in memory per element. That of a deferred value is written by torch's `copy_`."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -61,10 +62,10 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
             f"{operation} on {context} writes to its tensor, whose elements must not share memory, but shape "
             f"{list(x.shape)} has strides {list(x.stride())}; clone the expanded tensor first"
         )
-    if x.is_conj() or x.is_neg():
+    if x._is_zerotensor():
         raise InvalidArgumentError(
-            f"{operation} on {context} writes to its tensor, which must hold its values, but is a lazily conjugated or "
-            "negated view; call resolve_conj() or resolve_neg() first"
+            f"{operation} on {context} writes to its tensor, which must have memory, but is torch's efficient zero "
+            "tensor, which has none; clone it first"
         )
 
 
@@ -217,6 +218,11 @@ def check_lengths(context: GroupContext, operation: str, name: str, lengths: obj
 def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgumentError(f"dtype of {operation} on {context} must be a torch.dtype, but is {dtype!r}")
+    refusal = dtype_refusal(dtype)
+    if refusal is not None:
+        raise InvalidArgumentError(
+            f"dtype of {operation} on {context} must be that of a dense tensor, but is that of {refusal}"
+        )
 
 
 def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import leave_to_interpreter
+from device_communicators.routing.memory import DEFERRED_KEYS, with_values
 from device_communicators.routing.reductions import FP8
 from device_communicators.routing.registry import find_route, raise_interruption
 from parallel_state.collectives import checks
@@ -79,12 +80,50 @@ def define(
         if autograd is not None:
             leave_to_interpreter(autograd)
             library.impl(name, autograd, "Autograd")
+        deferred = _deferred_kernel(getattr(getattr(torch.ops, library.ns), name).default)
+        for key in DEFERRED_KEYS if deferred is not None else ():
+            library.impl(name, deferred, key)
     torch.library.register_fake(f"parallel_state::{name}", fake, lib=_LIBRARY)
     mapped = batch_kernel(getattr(_OPS, name).default)
     if mapped is not None:
         leave_to_interpreter(mapped[1])
         _LIBRARY.impl(name, mapped[1], mapped[0])
     torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
+
+
+def _deferred_kernel(op: Any) -> Callable[..., None] | None:
+    """Returns the kernel of an op that writes, for tensors whose memory doesn't hold their values; None for others.
+
+    torch's own kernel for those computes what is read, but can't copy back what an op without a result has written.
+    """
+    arguments = op._schema.arguments
+    written = [at for at, each in enumerate(arguments) if _is_written(each) and each.name != "token"]
+
+    def kernel(*args: Any) -> None:
+        held = [_with_values(arg) for arg in args]
+        with torch._C._AutoDispatchBelowAutograd():
+            op(*held)
+            for at in written:
+                for target, result in zip(_tensors_in(args[at]), _tensors_in(held[at]), strict=True):
+                    if result is not target:
+                        target.copy_(result)
+
+    leave_to_interpreter(kernel)
+    return kernel if written else None
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _with_values(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [_with_values(each) for each in arg]
+    return with_values(arg) if isinstance(arg, Tensor) else arg
+
+
+def _tensors_in(arg: Any) -> Sequence[Tensor]:
+    return [arg] if isinstance(arg, Tensor) else arg
 
 
 def register(

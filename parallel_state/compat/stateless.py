@@ -16,8 +16,9 @@ import torch
 
 from device_communicators.bounded_store import BoundedStore
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.memory import as_bytes, dense
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.wire import bytes_of, flat_bytes
+from parallel_state.messages.wire import bytes_of
 
 _LENGTH = struct.Struct("<q")
 ANSWER_S = 1.0
@@ -25,7 +26,8 @@ ANSWER_S = 1.0
 
 def _to_bytes(obj: Any) -> bytes:
     metadata, tensors = codec.encode(obj, allow_pickle=True)
-    return b"".join([_LENGTH.pack(len(metadata)), metadata, *(bytes_of(flat_bytes(each)) for each in tensors)])
+    bodies = (bytes_of(as_bytes(dense(each.cpu()))) for each in tensors)
+    return b"".join([_LENGTH.pack(len(metadata)), metadata, *bodies])
 
 
 def _from_bytes(data: bytes) -> Any:
@@ -35,7 +37,7 @@ def _from_bytes(data: bytes) -> Any:
     for each in message.tensors:
         tensor = torch.empty(each.shape, dtype=each.dtype, device="cpu")
         size = tensor.numel() * tensor.element_size()
-        flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data[at : at + size] or b"\0"), dtype=torch.uint8)[:size])
+        as_bytes(tensor).copy_(torch.frombuffer(bytearray(data[at : at + size] or b"\0"), dtype=torch.uint8)[:size])
         tensors.append(tensor)
         at += size
     return message.build(tensors)

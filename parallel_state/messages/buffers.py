@@ -14,6 +14,7 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.memory import copy_values
 from parallel_state.collectives import checks
 
 
@@ -47,11 +48,10 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
                 f"out of {method} on {context} must have str keys and tensors, but {key!r} is a "
                 f"{type(buffer).__name__}; other values of the dict are in what the call returns"
             )
-        is_lazy = not torch.compiler.is_compiling() and (buffer.is_conj() or buffer.is_neg())
-        if buffer.requires_grad or buffer.layout is not torch.strided or is_lazy:
+        if buffer.requires_grad or buffer.layout is not torch.strided:
             raise InvalidArgumentError(
-                f"out[{key!r}] of {method} on {context} must be a dense tensor without gradient or lazy bits, which "
-                "is overwritten; pass x.detach(), or a new tensor"
+                f"out[{key!r}] of {method} on {context} must be a dense tensor without gradient, which is overwritten; "
+                "pass x.detach(), or a new tensor"
             )
         checks.check_writable(context, method, buffer)
     return Buffers(method, out)
@@ -112,6 +112,6 @@ def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[s
         raise refused(context, out, problem, "The dict has come, and is lost; the group can be used further")
     for key, x in tensors.items():
         if x is not buffers[key]:
-            buffers[key].copy_(x)
+            copy_values(buffers[key], x)
         received[key] = buffers[key]
     return received

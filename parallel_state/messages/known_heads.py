@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from device_communicators.routing.memory import is_dense
 from parallel_state.messages.codec.types import TensorMetadata
 
 if TYPE_CHECKING:
@@ -60,9 +61,7 @@ def form_of(values: dict[Any, Any]) -> tuple[tuple[Any, ...] | None, list[Tensor
     for key, value in values.items():
         cls = type(value)
         if cls is Tensor:
-            if not value.is_cpu or value.layout is not torch.strided or value.is_nested or not value.is_contiguous():
-                return None, []
-            if value.is_conj() or value.is_neg():
+            if not value.is_cpu or value.layout is not torch.strided or value.is_nested or not is_dense(value):
                 return None, []
             tensors.append(value)
             form += (key, value.dtype, value.shape)
@@ -138,7 +137,7 @@ class Template(NamedTuple):
             if buffer.dtype != wanted.dtype or buffer.shape != wanted.shape:
                 return None
             found[index] = (
-                buffer if buffer.is_contiguous() else torch.empty_like(buffer, memory_format=torch.contiguous_format)
+                buffer if is_dense(buffer) else torch.empty_like(buffer, memory_format=torch.contiguous_format)
             )
         return [found[index] for index in range(len(found))]
 

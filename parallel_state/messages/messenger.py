@@ -24,6 +24,7 @@ from device_communicators.errors import (
     InvalidArgumentError,
     MessageDecodeError,
 )
+from device_communicators.routing.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import (
@@ -72,11 +73,11 @@ _UNWAITED_S = 0.02
 """After this time a thread takes care of a send that nobody has waited for."""
 
 
-def _all_contiguous(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors themselves where all are contiguous, else with copies of those that are not."""
+def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the tensors themselves where all are dense, else with copies of those that are not."""
     for x in tensors:
-        if not x.is_contiguous():
-            return [x.contiguous() for x in tensors]
+        if not is_dense(x):
+            return [dense(x) for x in tensors]
     return tensors
 
 
@@ -90,7 +91,7 @@ def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
     if flat is not tensors:
         for tensor, received in zip(tensors, flat, strict=True):
             if received is not tensor:
-                tensor.copy_(received)
+                copy_values(tensor, received)
 
 
 class Messenger:
@@ -400,7 +401,7 @@ class Messenger:
         context = self.route.context
         outgoing = self.encode(obj)
         parts = [] if outgoing.rest is None else [outgoing.rest]
-        parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
+        parts += [as_bytes(tensor.cpu()) for tensor in outgoing.tensors if tensor.numel()]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=wire.CPU)
         frame = outgoing.frame
         frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED, method=method).view(-1, FRAME_BYTES)
@@ -428,7 +429,7 @@ class Messenger:
         tensors = [self.allocate(metadata, src) for metadata in message.tensors]
         for tensor in tensors:
             if tensor.nbytes:
-                wire.flat_bytes(tensor).copy_(received[offset : offset + tensor.nbytes])
+                as_bytes(tensor).copy_(received[offset : offset + tensor.nbytes])
             offset += tensor.nbytes
         return wire.build(message, tensors, context, src)
 
@@ -446,7 +447,7 @@ class Messenger:
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
-        flat = _all_contiguous(tensors)
+        flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
             self._take_in_earlier(src)
@@ -503,7 +504,7 @@ class Messenger:
             self._broadcast_list(tensors, form, src, call)
 
     def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
-        flat = _all_contiguous(tensors)
+        flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
         if on_cpu and self.route.context.rank == src:
             self._check_dense(on_cpu, _BROADCAST_LIST)
@@ -523,24 +524,19 @@ class Messenger:
         if size_bytes > _PACKED_BYTES:
             return tensors
         if fill:
-            return [torch.cat([wire.flat_bytes(tensor) for tensor in tensors])]
+            return [torch.cat([as_bytes(tensor) for tensor in tensors])]
         return [torch.empty(size_bytes, dtype=torch.uint8, device=wire.CPU)]
 
     def _check_dense(self, tensors: Sequence[Tensor], counted: str) -> None:
         for x in tensors:
-            if x.layout is not torch.strided or x.is_nested:
+            if x.layout is not torch.strided or x.is_nested or dtype_refusal(x.dtype) is not None:
                 raise InvalidArgumentError(f"{counted} on {self.route.context} takes dense tensors; send others apart")
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
         """Returns the message of a list."""
         self._check_dense(tensors, counted)
-        dense = []
-        for x in tensors:
-            if x.is_conj() or x.is_neg():
-                dense.append(x.resolve_conj().resolve_neg().contiguous())
-            else:
-                dense.append(x if x.is_contiguous() else x.contiguous())
-        return Outgoing(wire.head_of_list(form, dense), self._packed(dense), counted=counted)
+        flat = [dense(x) for x in tensors]
+        return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
 
     def _fill(self, incoming: IncomingMessage, tensors: list[Tensor], form: str, src: int) -> None:
         """Fills the tensors with those of a list's message, whose head is known beforehand."""
@@ -558,7 +554,7 @@ class Messenger:
             if received is not tensors:
                 pieces = received[0].split([tensor.nbytes for tensor in tensors])
                 for tensor, piece in zip(tensors, pieces, strict=True):
-                    wire.flat_bytes(tensor).copy_(piece)
+                    as_bytes(tensor).copy_(piece)
         except Exception as error:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.memory import dtype_refusal
 from device_communicators.routing.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
@@ -97,7 +98,7 @@ class TensorDictSpec:
         """Makes the spec of a dict with str keys, of tensors and constants (None, bool, number, str, bytes, tuple)."""
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
-            if isinstance(key, str) and isinstance(value, Tensor):
+            if isinstance(key, str) and isinstance(value, Tensor) and dtype_refusal(value.dtype) is None:
                 entries.append(TensorEntry(key, tuple(value.shape), value.dtype, value.device.type))
             elif isinstance(key, str) and _is_constant(value):
                 entries.append(ConstantEntry(key, value))

@@ -19,6 +19,7 @@ from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import LEFT_TO_PYTHON, POSTED, Expected, Message, Sender, pieces_of
 from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.errors import CollectiveMismatchError, UnsupportedError
+from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
 from device_communicators.routing.stalls import WAITS, end_wait, waiting_for
@@ -173,7 +174,10 @@ class FakeTransport(Transport):
 
 
 class RouteTransport(Transport):
-    """Carries each part as a transfer of its own, over whatever carries the group's tensors."""
+    """Carries each part as a transfer of its own, over whatever carries the group's tensors.
+
+    A tensor without elements is no part: both sides know it from the head.
+    """
 
     takes_many = False
 
@@ -185,7 +189,7 @@ class RouteTransport(Transport):
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         rest = [] if outgoing.rest is None else [outgoing.rest]
-        pieces = [(outgoing.frame, _FRAME), *((piece, _BODY) for piece in [*rest, *outgoing.tensors])]
+        pieces = [(outgoing.frame, _FRAME), *((piece, _BODY) for piece in [*rest, *_parts_of(outgoing.tensors)])]
         tag = self.route.context.tag
         name = outgoing.counted or _SENT
         parts = [self.route.start("isend", piece, dst, tag(kind), part_of=name) for piece, kind in pieces]
@@ -203,7 +207,7 @@ class RouteTransport(Transport):
             parts = _broadcast_each(route, pieces, src, name, method)
         else:
             route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=name, method=method)
-            pieces = ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
+            pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
             parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
         for part in parts:
             part.wait()
@@ -221,10 +225,14 @@ class RouteTransport(Transport):
         return _FramedMessage(self.route, src, counted, call)
 
 
+def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
 def _broadcast_each(route: Route, tensors: Sequence[Tensor], src: int, name: str, method: str) -> list[Handle]:
     """Broadcasts those of the CPU one after the other, as the communicators do that know hosts; starts the others."""
     parts = []
-    for tensor in tensors:
+    for tensor in _parts_of(tensors):
         if tensor.device.type == "cpu":
             route.run("broadcast_", tensor, tensor, src, part_of=name, method=method)
         else:
@@ -255,8 +263,9 @@ class _FramedMessage(IncomingMessage):
         return Head(header, wire.body_of(header, frame, rest), header.tensors > 0)
 
     def read_into(self, tensors: Sequence[Tensor]) -> list[Handle]:
-        parts = [self._start(tensor) for tensor in tensors]
-        for part, tensor in zip(parts, tensors, strict=True):
+        received = _parts_of(tensors)
+        parts = [self._start(tensor) for tensor in received]
+        for part, tensor in zip(parts, received, strict=True):
             if tensor.device.type == "cpu":  # others by who wants them: on the caller's stream, not on this thread's
                 part.wait()
         return parts
@@ -288,8 +297,8 @@ class _PackedMessage(_FramedMessage):
             found = f"{found_bytes} bytes of tensors follow its metadata, which tells of {expected}"
             raise wire.not_a_message(found, self._route.context, self._src)
         for tensor, data in zip(on_cpu, self._tensors.split(sizes), strict=True):
-            wire.flat_bytes(tensor).copy_(data)
-        return [self._start(tensor) for tensor in on_device]
+            as_bytes(tensor).copy_(data)
+        return [self._start(tensor) for tensor in _parts_of(on_device)]
 
 
 # One message of a queue.

@@ -34,6 +34,7 @@ from torch import Tensor
 from device_communicators import settings
 from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError, RemoteError
 from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.memory import as_bytes, dense
 from parallel_state.messages import known_heads
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
@@ -185,7 +186,7 @@ def encode(
         if slices > 1 and all_gather_tensors and isinstance(obj, dict):
             obj, whole = _kept_whole(obj, all_gather_tensors)
         encoded = _encode_checked(obj, allow_pickle, must_be)
-        tensors = [tensor.detach().contiguous() for tensor in encoded.tensors]
+        tensors = [dense(tensor.detach()) for tensor in encoded.tensors]
     except Exception as error:  # whatever it is: the readers wait
         text = str(error).encode(errors="replace")[:_INLINE_BYTES]
         return Outgoing(head_of(Header(_ERROR, 0, 0, len(text), 0), text), [], error)
@@ -365,7 +366,7 @@ def packed(outgoing: Outgoing, most_bytes: int) -> tuple[Tensor, list[Tensor]]:
     head = _view_of(outgoing.head + outgoing.more_head, 0)
     if outgoing.cpu_bytes > most_bytes:
         return head, outgoing.tensors
-    return torch.cat([head, *map(flat_bytes, on_cpu)]) if outgoing.cpu_bytes else head, list(on_device)
+    return torch.cat([head, *map(as_bytes, on_cpu)]) if outgoing.cpu_bytes else head, list(on_device)
 
 
 def unpacked(data: Tensor, context: GroupContext, src: int) -> tuple[Head, Tensor]:
@@ -459,11 +460,6 @@ def head_of(header: Header, *body: bytes) -> bytes:
 def bytes_of(x: Tensor) -> bytes:
     """Returns the bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
-
-
-def flat_bytes(x: Tensor) -> Tensor:
-    """Returns the bytes of a contiguous tensor as a view of it."""
-    return x.view(-1).view(torch.uint8)
 
 
 def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:

@@ -151,6 +151,10 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
   return true;
 }
 
+// The bytes of a contiguous tensor as a flat view of it: one element is contiguous whatever its stride, of which torch
+// would view none as bytes.
+Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
+
 // Where the tensors' bytes lie one behind the other, as those of `x.chunk(n)` do, their beginning; else null.
 void* begin_of_joined(const std::vector<Tensor>& tensors) {
   if (!all_contiguous(tensors)) return nullptr;
@@ -178,7 +182,7 @@ Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& out
   }
   std::vector<Tensor> parts;
   for (const Tensor& tensor : tensors) {
-    if (tensor.numel() != 0) parts.push_back(tensor.contiguous().view({-1}).view(at::kByte));
+    if (tensor.numel() != 0) parts.push_back(as_bytes(tensor.contiguous()));
   }
   return parts.empty() ? at::empty({0}, bytes) : at::cat(parts);
 }
@@ -571,7 +575,7 @@ void Backend::all_gather_padded(const Tensors& outputs, const Tensor& in, const 
   const at::TensorOptions plain = in.options().dtype(at::kByte);
   const auto own = static_cast<std::int64_t>(in.nbytes());
   const Tensor mine = at::zeros({longest}, plain), all = at::empty({size_, longest}, plain);
-  if (own != 0) mine.slice(0, 0, own).copy_(in.view({-1}).view(at::kByte));
+  if (own != 0) mine.slice(0, 0, own).copy_(as_bytes(in));
   over_hosts("all_gather", all, mine);
   for (int rank = 0; rank < size_; ++rank) {
     const Tensor& output = outputs[rank];

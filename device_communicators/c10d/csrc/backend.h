@@ -39,7 +39,7 @@ struct Callbacks {
       split;
 };
 
-class Backend final : public c10d::Backend {
+class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}

@@ -5,7 +5,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 
-#include "backend.h"
+#include "resolving.h"
 
 namespace py = pybind11;
 
@@ -156,8 +156,8 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& library,
                                  const py::object& places, bool spans_hosts, std::chrono::milliseconds timeout,
                                  const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  auto made = c10::make_intrusive<Backend>(rank, size, loaded, group, places_of(places), spans_hosts, timeout,
-                                           callbacks_of(python));
+  c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places_of(places),
+                                                                           spans_hosts, timeout, callbacks_of(python));
   // Python's object of a backend goes with its last user there, the backend with its process group.
   python.attr("shut_down") = py::cpp_function(
       [weak = c10::weak_intrusive_ptr<Backend>(made)] {
@@ -184,6 +184,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
+  py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
+      module, "ResolvingBackend");  // what `make` makes
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("library"), py::arg("group"),
              py::arg("places"), py::arg("spans_hosts"), py::arg("timeout"), py::arg("python"));
 }

@@ -552,7 +552,9 @@ int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
     if (c10::impl::cow::is_cow_data_ptr(x.storage().data_ptr())) return 0;
     form->bytes = static_cast<std::uint64_t>(x.numel()) * x.itemsize();
     form->data = form->bytes == 0 ? nullptr : const_cast<void*>(x.data());
-    form->dtype = static_cast<std::int64_t>(c10::typeMetaToScalarType(x.dtype()));
+    const at::ScalarType dtype = c10::typeMetaToScalarType(x.dtype());
+    if (c10::isQIntType(dtype)) return 0;  // `dtype_refusal` of memory.py
+    form->dtype = static_cast<std::int64_t>(dtype);
     form->dims = x.dim();
     form->sizes = x.sizes().data();
   } catch (const std::exception&) {  // torch says why when Python asks

@@ -126,7 +126,7 @@ class Given {
     // A reference of one's own: another thread may give the object another tensor meanwhile.
     using Owned = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
     *found = Tensor(Owned::unsafe_reclaim_from_nonowning(impl));
-    return !wants_gradient(*found);
+    return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);  // `dtype_refusal` of memory.py
   }
 
   // The op's token, which lies on the group's device and has no gradient.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
+from device_communicators.routing.memory import dense
 from parallel_state import coordinator as ours
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
@@ -308,7 +309,7 @@ class GroupCoordinator:
             for each in (
                 torch.tensor([len(metadata)], device="cpu"),
                 body,
-                *(each.cpu().contiguous() for each in tensors),
+                *(dense(each.cpu()) for each in tensors),
             )
         ]
         for each in () if async_send else started:

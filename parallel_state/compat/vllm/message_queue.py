@@ -37,6 +37,7 @@ from device_communicators.cpu.native_build import usable_cores
 from device_communicators.cpu.segment import Segment, SegmentError
 from device_communicators.errors import CommunicationError, PeerDiedError, UnsupportedError, UsageError
 from device_communicators.host import local_namespace
+from device_communicators.routing.memory import as_bytes, dense, dtype_refusal
 from parallel_state.groups.same_node import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
@@ -523,14 +524,16 @@ def _unlink(segment: Segment, pid: int) -> None:
 def _rebuild(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not len(data):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=dtype).view(shape)
+    flat = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
+    return flat.view(dtype).view(shape)  # frombuffer doesn't know every dtype
 
 
 def _reduce(tensor: Tensor) -> Any:
     """Returns the pickler's words for a tensor: plain CPU ones as their bytes, which travel beside the pickle."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.requires_grad or tensor.is_conj():
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and dtype_refusal(tensor.dtype) is None
+    if not is_plain or tensor.requires_grad:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    view = tensor.contiguous().reshape(-1).view(torch.uint8)
+    view = as_bytes(dense(tensor))
     data: Any = b""
     if view.numel():
         data = (ctypes.c_char * view.numel()).from_address(view.data_ptr())

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from device_communicators.errors import InvalidArgumentError, MessageDecodeError
+from device_communicators.routing.memory import dtype_refusal, with_values
 
 T = TypeVar("T")
 
@@ -155,8 +156,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# A plain tensor can't have a quantized dtype: qint8, quint4x2, …
-_TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items() if not name.startswith("q")}
+_TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items() if dtype_refusal(dtype) is None}
 
 
 class TensorMetadata(NamedTuple):
@@ -178,8 +178,9 @@ def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise UnfitError(f"a tensor of layout {tensor.layout}; only dense strided tensors travel")
     if tensor.is_nested:
         raise UnfitError("a nested tensor; only dense strided tensors travel: send what unbind() gives")
-    if tensor.is_quantized:
-        raise UnfitError("a quantized tensor; only dense strided tensors travel: send int_repr() and its scale")
+    refusal = dtype_refusal(tensor.dtype)
+    if refusal is not None:
+        raise UnfitError(refusal)
     if tensor.is_meta:
         raise UnfitError("a meta tensor, which has no data; send its shape and dtype")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -188,9 +189,7 @@ def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.requires_grad or type(tensor) is torch.nn.Parameter:
         tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():  # then the memory holds other numbers than the tensor
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor
+    return with_values(tensor)
 
 
 def tensor_rows(tensors: Sequence[torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:

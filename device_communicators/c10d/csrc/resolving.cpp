@@ -1,0 +1,317 @@
+#include "resolving.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace parallel_state {
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+bool is_deferred(const Tensor& x) {
+  constexpr DispatchKeySet deferred({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
+  return x.defined() && x.key_set().has_any(deferred);
+}
+
+template <typename Each>
+bool is_deferred(const std::vector<Each>& list) {
+  for (const Each& each : list) {
+    if (is_deferred(each)) return true;
+  }
+  return false;
+}
+
+Tensor with_values(const Tensor& x) { return is_deferred(x) ? x.clone(at::MemoryFormat::Contiguous) : x; }
+
+template <typename Each>
+std::vector<Each> with_values(const std::vector<Each>& list) {
+  std::vector<Each> found;
+  for (const Each& each : list) found.push_back(with_values(each));
+  return found;
+}
+
+// As `with_values`, of what is written.
+Tensor staged(const Tensor& x, ResolvingBackend::Targets* targets) {
+  if (!is_deferred(x)) return x;
+  TORCH_CHECK_VALUE(!x._is_zerotensor(),
+                    "a tensor that is written to must have memory, but is torch's efficient zero tensor: clone it");
+  targets->emplace_back(x, with_values(x));
+  return targets->back().second;
+}
+
+template <typename Each>
+std::vector<Each> staged(const std::vector<Each>& list, ResolvingBackend::Targets* targets) {
+  std::vector<Each> found;
+  for (const Each& each : list) found.push_back(staged(each, targets));
+  return found;
+}
+
+// A work whose results are copied to their targets once, by who first finds it done.
+class Filled final : public c10d::Work {
+ public:
+  Filled(int rank, Backend::Started work, ResolvingBackend::Targets targets)
+      : Work(rank, work->retrieveOpType()), work_(std::move(work)), targets_(std::move(targets)) {}
+
+  bool isCompleted() override {
+    if (!work_->isCompleted()) return false;
+    if (work_->isSuccess()) fill();
+    return true;
+  }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  std::uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
+  std::vector<Tensor> result() override {
+    std::vector<Tensor> found = work_->result();
+    for (Tensor& each : found) each = target_of(each);
+    return found;
+  }
+  void synchronize() override {
+    work_->synchronize();
+    static_cast<void>(isCompleted());
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = work_->wait(timeout);
+    fill();
+    return done;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto self = c10::intrusive_ptr<Filled>::reclaim_copy(this);
+    return work_->getFuture()->then(
+        [self](c10::ivalue::Future& done) {
+          const c10::IValue value = done.value();  // raises what the call failed with
+          self->fill();
+          return self->with_targets(value);
+        },
+        c10::AnyType::get());
+  }
+
+ private:
+  Tensor target_of(const Tensor& x) const {
+    for (const auto& [target, held] : targets_) {
+      if (x.is_same(held)) return target;
+    }
+    return x;
+  }
+
+  // A future's value, tensors or lists of them, with the targets in their places.
+  c10::IValue with_targets(const c10::IValue& value) const {
+    if (value.isTensor()) return target_of(value.toTensor());
+    if (!value.isList()) return value;
+    const c10::List<c10::IValue> list = value.toList();
+    c10::impl::GenericList found(list.elementType());
+    for (const c10::IValue& each : list) found.push_back(with_targets(each));
+    return found;
+  }
+
+  void fill() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_filled_) return;
+    const at::AutoDispatchBelowADInplaceOrView below;  // as what is written in place
+    for (const auto& [target, held] : targets_) target.copy_(held);
+    is_filled_ = true;
+  }
+
+  const Backend::Started work_;
+  const ResolvingBackend::Targets targets_;
+  bool is_filled_ = false;
+};
+
+}  // namespace
+
+// Calls with copies in place of the deferred among the tensors that are written, and read.
+template <typename Written, typename Read, typename Call>
+Backend::Started ResolvingBackend::resolved(Written& written, Read& read, Call call) {
+  if (!is_deferred(written) && !is_deferred(read)) return call(written, read);
+  Targets targets;
+  Written outputs = staged(written, &targets);
+  Read inputs = with_values(read);
+  return filled(call(outputs, inputs), std::move(targets));
+}
+
+Backend::Started ResolvingBackend::filled(Started work, Targets targets) {
+  if (targets.empty()) return work;
+  if (coalescing_) coalesced_.insert(coalesced_.end(), targets.begin(), targets.end());
+  auto made = c10::make_intrusive<Filled>(rank_, std::move(work), std::move(targets));
+  static_cast<void>(made->isCompleted());  // a call that waited is done
+  return made;
+}
+
+Backend::Started ResolvingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  Tensors none;
+  return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::allreduce(held, options); });
+}
+
+Backend::Started ResolvingBackend::allreduce_coalesced(Tensors& tensors,
+                                                       const c10d::AllreduceCoalescedOptions& options) {
+  Tensors none;
+  return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::allreduce_coalesced(held, options); });
+}
+
+Backend::Started ResolvingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  Tensors none;
+  if (rank_ != options.rootRank) {  // reads only
+    return resolved(none, tensors, [&](Tensors&, Tensors& held) { return Backend::reduce(held, options); });
+  }
+  return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::reduce(held, options); });
+}
+
+Backend::Started ResolvingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  Tensors none;
+  if (rank_ == options.rootRank) {  // reads only
+    return resolved(none, tensors, [&](Tensors&, Tensors& held) { return Backend::broadcast(held, options); });
+  }
+  return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::broadcast(held, options); });
+}
+
+Backend::Started ResolvingBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                             const c10d::AllgatherOptions& options) {
+  return resolved(outputs, inputs, [&](auto& out, auto& in) { return Backend::allgather(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                       const c10d::AllgatherOptions& options) {
+  return resolved(outputs, inputs, [&](auto& out, auto& in) { return Backend::allgather_coalesced(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::_allgather_base(Tensor& output, Tensor& input,
+                                                   const c10d::AllgatherOptions& options) {
+  return resolved(output, input, [&](auto& out, auto& in) { return Backend::_allgather_base(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                   const c10d::AllgatherOptions& options) {
+  return resolved(outputs, inputs,
+                  [&](auto& out, auto& in) { return Backend::allgather_into_tensor_coalesced(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::GatherOptions& options) {
+  return resolved(outputs, inputs, [&](auto& out, auto& in) { return Backend::gather(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                           const c10d::ScatterOptions& options) {
+  return resolved(outputs, inputs, [&](auto& out, auto& in) { return Backend::scatter(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                  const c10d::ReduceScatterOptions& options) {
+  return resolved(outputs, inputs, [&](auto& out, auto& in) { return Backend::reduce_scatter(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::_reduce_scatter_base(Tensor& output, Tensor& input,
+                                                        const c10d::ReduceScatterOptions& options) {
+  return resolved(output, input, [&](auto& out, auto& in) { return Backend::_reduce_scatter_base(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                   const c10d::ReduceScatterOptions& options) {
+  return resolved(outputs, inputs,
+                  [&](auto& out, auto& in) { return Backend::reduce_scatter_tensor_coalesced(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::alltoall_base(Tensor& output, Tensor& input,
+                                                 std::vector<std::int64_t>& output_splits,
+                                                 std::vector<std::int64_t>& input_splits,
+                                                 const c10d::AllToAllOptions& options) {
+  return resolved(output, input, [&](auto& out, auto& in) {
+    return Backend::alltoall_base(out, in, output_splits, input_splits, options);
+  });
+}
+
+Backend::Started ResolvingBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  return resolved(outputs, inputs, [&](auto& out, auto& in) { return Backend::alltoall(out, in, options); });
+}
+
+Backend::Started ResolvingBackend::send(Tensors& tensors, int dst, int tag) {
+  Tensors none;
+  return resolved(none, tensors, [&](Tensors&, Tensors& held) { return Backend::send(held, dst, tag); });
+}
+
+Backend::Started ResolvingBackend::recv(Tensors& tensors, int src, int tag) {
+  Tensors none;
+  return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::recv(held, src, tag); });
+}
+
+Backend::Started ResolvingBackend::recvAnysource(Tensors& tensors, int tag) {
+  Tensors none;
+  return resolved(tensors, none, [&](Tensors& held, Tensors&) { return Backend::recvAnysource(held, tag); });
+}
+
+void ResolvingBackend::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+  Backend::startCoalescing();
+}
+
+Backend::Started ResolvingBackend::endCoalescing() {
+  coalescing_ = false;
+  Targets targets;
+  targets.swap(coalesced_);
+  Started work = Backend::endCoalescing();
+  return work ? filled(std::move(work), std::move(targets)) : work;
+}
+
+// torch's own kernel for deferred tensors hands a copy to the backend of a c10d op, and what that writes is lost.
+
+namespace {
+
+// Whether a call is of a group that has this backend for its tensors.
+bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given) {
+  const auto& arguments = op.schema().arguments();
+  std::optional<c10::DeviceType> device;
+  const auto look = [&device](const Tensor& x) {
+    if (!device.has_value() && x.defined()) device = x.device().type();
+  };
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  for (std::size_t at = 0; at < arguments.size(); ++at) {
+    if (arguments[at].name() == "process_group") group = given[at].toCustomClass<c10d::ProcessGroup>();
+    else if (given[at].isTensor()) look(given[at].toTensor());
+    else if (given[at].isTensorList()) {
+      for (const Tensor& each : given[at].toTensorVector()) look(each);
+    }
+  }
+  if (!group || !device.has_value()) return false;
+  try {
+    return dynamic_cast<ResolvingBackend*>(group->getBackend(*device).get()) != nullptr;
+  } catch (const std::exception&) {  // none for the device, as the call itself will say
+    return false;
+  }
+}
+
+// Hands this backend's calls on as they are, and copies in place of the deferred tensors to any other, as torch does.
+template <DispatchKey kKey>
+void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  c10::IValue* const given = stack->data() + (stack->size() - op.schema().arguments().size());
+  if (!is_of_this_backend(op, given)) {
+    for (std::size_t at = 0; at < op.schema().arguments().size(); ++at) {
+      if (given[at].isTensor()) given[at] = with_values(given[at].toTensor());
+      else if (given[at].isTensorList()) given[at] = with_values(given[at].toTensorVector());
+    }
+  }
+  op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kKey), stack);
+}
+
+template <DispatchKey kKey>
+void add_all(torch::Library& library) {
+  for (const char* const name :
+       {"allreduce_", "allreduce_coalesced_", "reduce_", "broadcast_", "allgather_", "allgather_coalesced_",
+        "_allgather_base_", "allgather_into_tensor_coalesced_", "gather_", "scatter_", "reduce_scatter_",
+        "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "send", "recv_",
+        "recv_any_source_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&hand_on<kKey>>());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(c10d, Conjugate, library) { add_all<DispatchKey::Conjugate>(library); }
+TORCH_LIBRARY_IMPL(c10d, Negative, library) { add_all<DispatchKey::Negative>(library); }
+TORCH_LIBRARY_IMPL(c10d, ZeroTensor, library) { add_all<DispatchKey::ZeroTensor>(library); }
+
+}  // namespace parallel_state

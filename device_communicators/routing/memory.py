@@ -1,0 +1,71 @@
+"""A tensor and its memory: does the memory hold the tensor's values, as which bytes, and of which dtypes.
+
+torch defers conjugation, negation and zeros: it notes them on the tensor, and the memory keeps other numbers, or none.
+Whatever hands memory on takes its tensors through `dense`, and its bytes through `as_bytes`. Ops are called through
+torch's dispatcher, which computes deferred values first; what an op writes is copied back by the op: see `ops`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+QUANTIZED = frozenset(
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
+)
+"""Dtypes of values that mean nothing without a scale, of which torch makes no plain tensor that could receive them."""
+_BITS = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
+)
+"""Integers of fewer than eight bits, a byte each, which torch can copy as bytes only."""
+DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
+"""torch's dispatch keys of tensors whose memory doesn't hold their values."""
+
+
+def dtype_refusal(dtype: torch.dtype) -> str | None:
+    """Returns what tensors of a dtype are that can't be sent, in words, or None. Senders and receivers ask it alike."""
+    if dtype in QUANTIZED:
+        return f"a quantized tensor, {dtype}: send its int_repr(), or the integers that it was viewed from"
+    return None
+
+
+def holds_values(x: Tensor) -> bool:
+    """Returns True if the memory of `x` holds its values."""
+    return not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+
+
+def with_values(x: Tensor) -> Tensor:
+    """Returns `x`, or a copy whose memory holds its values."""
+    return x if holds_values(x) else x.clone()
+
+
+def is_dense(x: Tensor) -> bool:
+    """Returns True if the values of `x` are in its memory, one after the other."""
+    return x.is_contiguous() and holds_values(x)
+
+
+def dense(x: Tensor) -> Tensor:
+    """Returns `x` if it `is_dense`, else a copy that is."""
+    if x.dtype in _BITS:
+        return x.view(torch.uint8).contiguous().view(x.dtype)
+    return x.contiguous() if holds_values(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def copy_values(out: Tensor, x: Tensor) -> Tensor:
+    """Copies `x` to `out`, of its shape and dtype, as torch's `copy_` of any dtype would; returns `out`."""
+    if x.dtype in _BITS:
+        out.view(torch.uint8).copy_(x.view(torch.uint8))
+        return out
+    return out.copy_(x)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Returns the bytes of dense `x` as a flat view of it."""
+    flat = x if x.dim() == 1 else x.view(-1)
+    if flat.stride(0) != 1:  # one element, or none, is contiguous whatever its stride, but can't be viewed as bytes
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)

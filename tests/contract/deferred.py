@@ -1,0 +1,38 @@
+"""Tensors of which torch has deferred something: their memory doesn't hold their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def _negative(values: Tensor) -> Tensor:
+    return torch._neg_view(values.neg())
+
+
+def _conjugate(values: Tensor) -> Tensor:
+    return values.conj().resolve_conj().conj()
+
+
+def _negative_strided(values: Tensor) -> Tensor:
+    return torch.complex(torch.ones_like(values), values.neg()).conj().imag
+
+
+def _conjugate_strided(values: Tensor) -> Tensor:
+    return _conjugate(values.repeat_interleave(2, -1))[..., ::2]
+
+
+REAL: dict[str, Callable[[Tensor], Tensor]] = {"negative": _negative, "negative, strided": _negative_strided}
+COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
+    "conjugate": _conjugate,
+    "negative conjugate": lambda values: _negative(_conjugate(values)),
+    "conjugate, strided": _conjugate_strided,
+}
+"""Each kind, made of the values that it is to have."""
+
+
+def zeros(*shape: int) -> Tensor:
+    """Zeros without memory, as torch makes them for derivatives. Nobody can write to them."""
+    return torch._efficientzerotensor(shape)
