@@ -7,15 +7,42 @@ What does not belong here: anything that decides *when* to raise.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class ParallelStateError(Exception):
-    """Base of every error of the library."""
+    """Base of every error of the library.
+
+    Pickle and copy keep its fields, and a cause that is another error of the library or an OSError.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Returns how to make it without `__init__`, whose arguments differ from kind to kind."""
+        cause = self.__cause__
+        is_kept = isinstance(cause, ParallelStateError) or (
+            isinstance(cause, OSError) and type(cause).__module__ == "builtins"
+        )
+        return restore, (type(self), self.args, self.__dict__, cause if is_kept else None)
+
+
+def restore(
+    kind: type[ParallelStateError],
+    arguments: tuple[object, ...],
+    fields: Mapping[str, object],
+    cause: BaseException | None,
+) -> ParallelStateError:
+    """Returns the error of a pickle."""
+    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__  # no other one may make a TimeoutError
+    error: ParallelStateError = new(kind)
+    error.args = arguments
+    error.__dict__.update(fields)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
 
 
 class UsageError(ParallelStateError):
-    """The call is wrong: mend it. Nothing was sent; the group can be used further."""
+    """The call is wrong: mend it. No data was sent; the group can be used further."""
 
 
 class InvalidArgumentError(UsageError, ValueError):

@@ -38,6 +38,7 @@ from device_communicators.errors import (
     UnsupportedError,
     UsageError,
 )
+from device_communicators.routing.failures import error_of
 from device_communicators.routing.registry import on_failure, on_operation, write_record
 from device_communicators.routing.started import TensorHandle
 from parallel_state import metrics
@@ -173,7 +174,8 @@ __all__ = [
     "all_to_all", "bind_to_cores", "broadcast_tensor_dict", "cleanup_dist_env_and_memory",
     "copy_to_tensor_model_parallel_region",
     "create_fsdp_groups", "create_parallel_groups", "current_groups", "destroy_distributed_environment",
-    "destroy_model_parallel", "divide", "ensure_model_parallel_initialized", "gather_from_sequence_parallel_region",
+    "destroy_model_parallel", "divide", "ensure_model_parallel_initialized", "error_of",
+    "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region", "fuse_all_reduce_rms_norm", "get_all_ranks",
     "get_amax_reduction_group", "get_data_parallel_group", "get_data_parallel_group_gloo", "get_data_parallel_rank",
     "get_data_parallel_src_rank", "get_data_parallel_world_size", "get_device_mesh", "get_dp_group",

@@ -10,18 +10,9 @@ LOWER = "device_communicators"
 UPPER = "parallel_state"
 
 GROUND = (
-    "errors",
-    "settings",
-    "cores",
-    "forks",
-    "host",
-    "host_calls",
-    "limits",
-    "member",
-    "build_cache",
-    "helper_threads",
-    "bounded_store",
-)
+    "errors", "settings", "cores", "floating_point", "forks", "host", "host_calls", "limits", "member", "build_cache",
+    "helper_threads", "bounded_store",
+)  # fmt: skip
 """Files at the root of `device_communicators` that every room of both packages may import."""
 
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {

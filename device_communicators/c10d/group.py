@@ -34,7 +34,14 @@ from device_communicators.cpu.native_group import (
     peer_died,
     timed_out,
 )
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ForkedError, PeerDiedError, plain
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ForkedError,
+    PeerDiedError,
+    plain,
+    restore,
+)
 from device_communicators.helper_threads import Call
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
@@ -48,6 +55,7 @@ from device_communicators.routing.failures import (
     failed_earlier,
     is_of_transport,
     kind_of_failure,
+    note_error,
 )
 from device_communicators.routing.user_call import UserCall, set_current_call
 from device_communicators.routing.waiting import abandon
@@ -60,19 +68,36 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns a communication error as one of torch's, too, for programs that catch those; others as they are."""
+    """Returns a communication error as one of torch's, too, for programs that catch those; others as they are.
+
+    `error_of` finds it where torch's autograd keeps no more of it than the text.
+    """
     if not isinstance(error, CommunicationError):
         return error
-    made = _torch_kind(type(error))(*error.args)  # type: ignore[arg-type]
-    made.__dict__.update(error.__dict__)
+    made = _as_torch_error(error)
+    note_error(made)
+    return made
+
+
+def _as_torch_error(error: CommunicationError) -> CommunicationError:
+    made: CommunicationError = restore(_torch_kind(type(error)), error.args, error.__dict__, None)  # type: ignore[arg-type,assignment]
     made.__cause__ = error.__cause__
     return made
 
 
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    def reduced(self: CommunicationError) -> tuple[Any, ...]:
+        """Names the kind that a module has: pickle looks classes up by their names."""
+        _, arguments = kind.__reduce__(self)
+        return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
+
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": reduced}
     return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+def _restore_torch_error(*reduced: Any) -> CommunicationError:
+    return _as_torch_error(restore(*reduced))  # type: ignore[arg-type]
 
 
 class Group:

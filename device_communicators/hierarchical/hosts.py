@@ -157,11 +157,7 @@ class Hosts:
         take = self.leaders.scratch.take
         other = take("other", x.numel(), x.dtype)
         self.broadcast(other, self.ranks[self.host][1])
-        if not reduction.widens:
-            return torch.add(x, other, out=out)
-        part = take(("part", self._parts), x.numel(), reduction.wide)
-        if not reduction.is_native:
-            return part.copy_(x).add_(other.to(reduction.wide))
+        part = take(("part", self._parts), x.numel(), reduction.wide) if reduction.widens else out
         reduction.add_up([x, other], part)
         return part
 

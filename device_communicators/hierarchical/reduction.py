@@ -6,13 +6,15 @@ Nothing here talks to another rank.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from device_communicators.cpu import native
 from device_communicators.cpu.native_group import DTYPES, reducible_in_memory
+from device_communicators.floating_point import default_floating_point
+from device_communicators.routing.reductions import combine_
 from device_communicators.routing.user_call import REDUCE_OPS
 
 ONE_ROUND_BYTES = 64 << 10
@@ -25,12 +27,6 @@ Of two and three hosts on one machine with two cores, one round took 0.3 to 0.7 
 _MOST_SOURCES = 64
 """Of `PartFunction` in csrc/reduce.h."""
 _ROUNDED = ("sum", "avg", "product")
-_COMBINE: Mapping[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
 
 
 class Reduction:
@@ -84,22 +80,27 @@ class Reduction:
 
     def combine(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Writes what the hosts' parts, in their order, come to, to `out`, which may be one of them: rounded once."""
-        combine = _COMBINE[self.op]
-        # torch's maximum of zeros depends on where they lie, which may not be the same on all hosts.
-        is_exact = self.is_native and self._divisor is None and self.op in ("sum", "product")
-        if is_exact and len(parts) == 2 and parts[0].dtype == parts[1].dtype == out.dtype:
-            combine(*parts, out=out)
-        elif self.is_native and len(parts) <= _MOST_SOURCES:
+        if self.is_native and len(parts) <= _MOST_SOURCES:
             self._reduce_part(parts, out, REDUCE_OPS[self.op if self._divisor is None else "avg"], self._ranks)
         else:
-            total = parts[0].to(self.wide)
-            for part in parts[1:]:
-                total = combine(total, part.to(self.wide))
-            out.copy_(total if self._divisor is None else total.div_(self._divisor))
+            total = torch.empty(out.shape, dtype=self.wide, device="cpu")
+            self._fold(parts, total)
+            with default_floating_point():
+                out.copy_(total if self._divisor is None else total.div_(self._divisor))
 
     def add_up(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Writes what parts of dtype `narrow` come to, to `out`, of dtype `wide`."""
-        self._reduce_part(parts, out, REDUCE_OPS[self.op], 0)
+        if self.is_native:
+            self._reduce_part(parts, out, REDUCE_OPS[self.op], 0)
+        else:
+            self._fold(parts, out)
+
+    def _fold(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Reduces parts to `out`, of dtype `wide`, by torch's operators."""
+        with default_floating_point():
+            out.copy_(parts[0])
+            for part in parts[1:]:
+                combine_(out, part.to(self.wide), self.op)
 
     def _reduce_part(self, parts: Sequence[Tensor], out: Tensor, op: int, total: int) -> None:
         sources = (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts])

@@ -80,12 +80,24 @@ class ProcessGroupCommunicator(Communicator):
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         wide, wide_op, narrow = reducible(x, reduce_op)
         frames = self._exchange(call_of("all_reduce", x, reduce_op), wide, wide.nbytes)
-        if frames is None:
+        if frames is None and not _is_extreme_of_floats(wide, wide_op):
             self._plain.flat_all_reduce_(x, reduce_op)
             return
-        wide.view(-1).copy_(reduce_in_rank_order(frames.blocks(wide), wide_op))
+        flat = wide.view(-1)
+        if frames is None:
+            slices = list(flat.tensor_split(self.context.size))
+            self._plain.flat_all_gatherv(slices, self._reduced_slice(flat, [len(each) for each in slices], wide_op))
+        else:
+            flat.copy_(reduce_in_rank_order(frames.blocks(wide), wide_op))
         if narrow is not None:
             narrow.copy_(wide)
+
+    def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
+        """Reduces this rank's slice of `flat`, which has slices of `lengths`, in rank order."""
+        size, mine = self.context.size, lengths[self.context.rank]
+        blocks = flat.new_empty((size, mine))
+        self._plain.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)
+        return reduce_in_rank_order(blocks, reduce_op)
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
         wide, wide_op, narrow = reducible(x, reduce_op)
@@ -104,6 +116,10 @@ class ProcessGroupCommunicator(Communicator):
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         wide, wide_op, _ = reducible(x, reduce_op)
         frames = self._exchange(call_of("reduce_scatter", x, reduce_op), wide, wide.nbytes)
+        if frames is None and _is_extreme_of_floats(wide, wide_op):
+            total = self._reduced_slice(wide.view(-1), [out.numel()] * self.context.size, wide_op)
+            _narrowed(out, total, reduce_op)
+            return
         if frames is None:
             self._plain.flat_reduce_scatter(out, x, reduce_op)
             return
@@ -218,6 +234,11 @@ class ProcessGroupCommunicator(Communicator):
     def close(self) -> None:
         self._started.close()
         end_idle_threads()
+
+
+def _is_extreme_of_floats(wide: Tensor, reduce_op: str) -> bool:
+    """Returns True for reductions of which gloo gives other values: its max and min lose a NaN of some ranks."""
+    return reduce_op in ("max", "min") and wide.is_floating_point()
 
 
 def _narrowed(out: Tensor, total: Tensor, reduce_op: str) -> None:

@@ -23,7 +23,14 @@ from device_communicators.errors import GroupNotInitializedError, UnsupportedErr
 from device_communicators.liveness.health import Death, FailureDomain, Watcher
 from device_communicators.member import GroupMember
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.routing.reductions import (
+    add_rms_norm,
+    combine_,
+    default_state,
+    divide_,
+    dynamic_per_token_fp8_quant,
+    static_fp8_quant,
+)
 
 if TYPE_CHECKING:
     from device_communicators.cpu.host_memory import HostMemory
@@ -290,21 +297,25 @@ class Communicator(ABC):
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
-        return add_rms_norm(self.all_reduce(x, "sum"), residual, weight, eps)
+        total = self.all_reduce(x, "sum")
+        with default_state(x):
+            return add_rms_norm(total, residual, weight, eps)
 
     def all_reduce_add_rms_norm_static_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Returns `(quantised, y)`, see the coordinator's."""
         normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
-        return static_fp8_quant(normed, scale), y
+        with default_state(x):
+            return static_fp8_quant(normed, scale), y
 
     def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns `(quantised, scales, y)`, see the coordinator's."""
         normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
-        return (*dynamic_per_token_fp8_quant(normed), y)
+        with default_state(x):
+            return (*dynamic_per_token_fp8_quant(normed), y)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Returns `[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
@@ -446,7 +457,7 @@ class Communicator(ABC):
     def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
         """Divides the sum of an average, and writes back what was widened: see `reductions.reducible`."""
         if op == "avg":
-            wide.div_(self.context.size)
+            divide_(wide, self.context.size)
         if narrow is not None:
             narrow.copy_(wide)
 
@@ -502,18 +513,19 @@ class Communicator(ABC):
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Reduces dim 0 of `[size, …]`; 16-bit and 8-bit floats are accumulated in float32 and rounded once."""
+    """Reduces dim 0 of `[size, …]` to the bits that the kernels in C++ give (cpu/csrc/reduce.h).
+
+    16-bit and 8-bit floats are accumulated in float32 and rounded once.
+    """
     dtype = blocks.dtype
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
-    if reduce_op == "sum":
-        out = wide.sum(0, dtype=wide.dtype)
-    elif reduce_op == "avg":
-        out = wide.sum(0, dtype=wide.dtype) / wide.shape[0]
-    elif reduce_op == "product":
-        out = wide.prod(0, dtype=wide.dtype)
-    else:
-        out = wide.amax(0) if reduce_op == "max" else wide.amin(0)
-    return out.to(dtype)
+    with default_state(wide):
+        out = wide[0].clone()
+        for row in wide[1:]:  # not torch's sum: that starts from +0, so -0 is lost, and has an order of its own
+            combine_(out, row, reduce_op)
+        if reduce_op == "avg":
+            out = out / wide.shape[0]
+        return out.to(dtype)
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,10 @@ from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupFailedError,
+    ParallelStateError,
     PeerDiedError,
 )
+from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
@@ -23,6 +27,39 @@ ADVICE: dict[type[CommunicationError], str] = {
     PeerDiedError: "look for the first rank that ended",
     CommunicationError: "look for the first rank that failed",
 }
+
+
+_RAISED: deque[CommunicationError] = deque(maxlen=16)
+"""The last errors that were raised through torch's C++. Copies: without the frames that the originals keep alive."""
+
+
+def note_error(error: CommunicationError) -> None:
+    """Keeps a copy for `error_of`."""
+    if all(str(error) != str(kept) for kept in _RAISED):
+        _RAISED.append(copy.deepcopy(error))
+
+
+@host_call(OUTSIDE)
+def error_of(exception: BaseException | None) -> ParallelStateError | None:
+    """Returns this library's error behind `exception`, or None if there is none. Each rank for itself.
+
+    It is the exception itself, or the nearest of its causes and contexts. Or it is an error of the backend
+    "parallel_state" whose text an exception of torch's holds: torch's autograd, and so the backward of DDP and FSDP,
+    raises such an error as a plain DistBackendError. The last 16 of them in this process are kept, without tracebacks.
+    """
+    seen: set[int] = set()
+    link = exception
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, ParallelStateError):
+            return link
+        if isinstance(link, dist.DistError):
+            text = str(link)
+            for error in reversed(_RAISED):
+                if str(error) in text:
+                    return error
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def kind_of_failure(text: str) -> type[CommunicationError]:

@@ -6,10 +6,13 @@ Nothing here talks to another rank.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from device_communicators.floating_point import ONE_THREAD_ELEMENTS, default_floating_point
 
 _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -59,6 +62,36 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
     if x.dtype in _COMPLEX:
         return torch.view_as_real(x), reduce_op, None
     return x.to(_WIDENED[x.dtype]), reduce_op, x
+
+
+def default_state(x: Tensor) -> AbstractContextManager[None]:
+    """Gives this thread the default floating-point state while torch computes with `x`, if that is on the CPU."""
+    return default_floating_point() if x.is_cpu else nullcontext()
+
+
+def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
+    """Reduces `x` into `total`, of the same dtype, to the bits that the kernels in C++ give (cpu/csrc/reduce.h).
+
+    Not torch's maximum and minimum of floats: which zero these return depends on where it lies in memory.
+    """
+    if reduce_op in ("sum", "avg"):
+        total.add_(x)
+    elif reduce_op == "product":
+        total.mul_(x)
+    elif not x.is_floating_point():
+        (torch.maximum if reduce_op == "max" else torch.minimum)(total, x, out=total)
+    else:
+        wins = x > total if reduce_op == "max" else x < total
+        zero = total + x if reduce_op == "max" else -(-total - x)  # -0 is less than +0
+        chosen = torch.where(wins | x.isnan(), x, total)
+        total.copy_(torch.where((x == 0) & (total == 0), zero, chosen))
+
+
+def divide_(x: Tensor, divisor: int) -> None:
+    """Divides contiguous `x` in place, in pieces that torch doesn't give to threads of another state."""
+    with default_state(x):
+        for piece in x.view(-1).split(ONE_THREAD_ELEMENTS) if x.is_cpu else (x,):
+            piece.div_(divisor)
 
 
 def _names(dtypes: Any) -> str:

@@ -71,6 +71,14 @@ class GroupFacts:
             self.route.check_usable()  # raises
         return True
 
+    def _is_single_rank_reducing(self, operation: str, x: Tensor, op: str = "sum") -> bool:
+        """As `_is_single_rank`; raises UnsupportedError where a larger group would."""
+        if not self._is_single_rank():
+            return False
+        if not is_dynamo_compiling():
+            checks.check_reducible(self.context, operation, x, op)
+        return True
+
 
 def _copied(out: Tensor, received: Tensor) -> Tensor:
     return copy_values(out, received)
@@ -92,7 +100,7 @@ class TensorCalls(GroupFacts):
                 return reduced
         checks.check_tensor(self.context, "all_reduce", x)
         op = checks.check_reduce_op(self.context, "all_reduce", op)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("all_reduce", x, op):
             return x
         return _ALL_REDUCE(x, self._token, op, self._key)
 
@@ -103,7 +111,7 @@ class TensorCalls(GroupFacts):
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
         op = checks.check_reduce_op(self.context, "all_reduce_", op)
-        if not self._is_single_rank():
+        if not self._is_single_rank_reducing("all_reduce_", x, op):
             _ALL_REDUCE_IN_PLACE(x, self._token, op, self._key)
         return x
 
@@ -206,7 +214,11 @@ class TensorCalls(GroupFacts):
             if self._goes_into(out, x):
                 _OPS.reduce_scatter_into(x, self._token, out, dim, op, self._key)
                 return out
-        scattered = x if self._is_single_rank() else _REDUCE_SCATTER(x, self._token, dim, op, self._key)
+        scattered = (
+            x
+            if self._is_single_rank_reducing("reduce_scatter", x, op)
+            else _REDUCE_SCATTER(x, self._token, dim, op, self._key)
+        )
         return scattered if out is None else out.copy_(scattered)
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
@@ -236,7 +248,7 @@ class TensorCalls(GroupFacts):
         dim = checks.normal_dim(self.context, "reduce_scatterv", x, dim)
         checks.check_sizes(self.context, "reduce_scatterv", "sizes", sizes)
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("reduce_scatterv", x, op):
             return x
         return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._key)
 
@@ -558,7 +570,7 @@ class TensorCalls(GroupFacts):
         """Starts `all_reduce(x, op)`."""
         checks.check_started(self.context, "all_reduce_async", x)
         op = checks.check_reduce_op(self.context, "all_reduce_async", op)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("all_reduce_async", x, op):
             return TensorHandle(None, x.detach())
         out = x.detach().clone(memory_format=torch.contiguous_format)
         return TensorHandle(self.route.start("iall_reduce_", out, op, reduce_op=op), out)
@@ -583,7 +595,7 @@ class TensorCalls(GroupFacts):
         op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
         checks.check_divisible(self.context, "reduce_scatter_async", x, dim)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("reduce_scatter_async", x, op):
             return TensorHandle(None, x.detach())
         rows = dense(x.detach().movedim(dim, 0))
         out = x.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
@@ -617,7 +629,7 @@ class TensorCalls(GroupFacts):
         computed in float32, are rounded once each. `residual` and `weight` must be equal on all ranks. Differentiable.
         """
         checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("all_reduce_add_rms_norm", x):
             return add_rms_norm(x, residual, weight, eps)
         return _OPS.all_reduce_add_rms_norm(x, self._token, residual, weight, eps, self._key)
 
@@ -632,7 +644,7 @@ class TensorCalls(GroupFacts):
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight)
         checks.check_scale(self.context, operation, scale)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("all_reduce_add_rms_norm_static_fp8_quant", x):
             checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight, scale)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return static_fp8_quant(normed, scale), y
@@ -649,7 +661,7 @@ class TensorCalls(GroupFacts):
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight)
-        if self._is_single_rank():
+        if self._is_single_rank_reducing("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant", x):
             checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return (*dynamic_per_token_fp8_quant(normed), y)

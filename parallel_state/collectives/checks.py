@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 from device_communicators.routing.memory import dtype_refusal
+from device_communicators.routing.reductions import reduction_refusal
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
@@ -130,6 +131,13 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
         f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, or torch's ReduceOp of "
         f"that name, but is {reduce_op!r}"
     )
+
+
+def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op: str) -> None:
+    """Raises UnsupportedError in a group of one rank where a larger one, whose route is asked, would."""
+    refusal = reduction_refusal(x.dtype, reduce_op) if x.is_cpu else None
+    if refusal is not None:
+        raise UnsupportedError(f"{operation} on {context} isn't carried: {refusal}")
 
 
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import host_call
@@ -42,7 +43,9 @@ class MessageCalls(GroupFacts):
         Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
         """
         checks.check_rank(self.context, "broadcast_object", "src", src)
-        return obj if self._is_single_rank() else self._messenger.broadcast(obj, src, "broadcast_object")
+        if self._is_single_rank():
+            return self._checked("broadcast_object", obj)
+        return self._messenger.broadcast(obj, src, "broadcast_object")
 
     @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
@@ -54,7 +57,9 @@ class MessageCalls(GroupFacts):
                 f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
                 f"{type(obj_list).__name__}"
             )
-        if not self._is_single_rank():
+        if self._is_single_rank():
+            self._checked("broadcast_object_list", obj_list, list)
+        else:
             received = self._messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
             if len(received) != len(obj_list):
                 raise InvalidArgumentError(
@@ -77,7 +82,9 @@ class MessageCalls(GroupFacts):
     @host_call(_OBJECTS)
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Returns every rank's object, in rank order, on every rank."""
-        return [obj] if self._is_single_rank() else self._messenger.all_gather(obj, "all_gather_object")
+        if self._is_single_rank():
+            return [self._checked("all_gather_object", obj)]
+        return self._messenger.all_gather(obj, "all_gather_object")
 
     @host_call(_OBJECTS)
     @transfer("send_object")
@@ -137,7 +144,7 @@ class MessageCalls(GroupFacts):
         if spec is not None:
             return by_spec.broadcast(self, tensor_dict, src, spec, buffers, views)
         if self._is_single_rank():
-            return _checked_dict(tensor_dict)
+            return self._checked("broadcast_tensor_dict", tensor_dict, dict)
         return self._broadcast_dict(tensor_dict, src, buffers, views)
 
     @host_call(_SPEC, "broadcast_tensor_dict")
@@ -165,7 +172,7 @@ class MessageCalls(GroupFacts):
         With `spec` no metadata is sent but its digest, and the call compiles.
         """
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
-            return _checked_dict(tensor_dict)
+            return self._checked("send_tensor_dict", tensor_dict, dict)
         if spec is not None:
             dst = checks.destination(self.context, "send_tensor_dict", dst)
             by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
@@ -212,9 +219,9 @@ class MessageCalls(GroupFacts):
         InvalidArgumentError where `out` comes with `views`, or doesn't fit: with `spec` before anything is received,
         else the dict is lost.
         """
+        buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
-        buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
         if spec is not None:
             src = checks.source(self.context, "recv_tensor_dict", src)
             return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec, buffers, views)
@@ -241,7 +248,7 @@ class MessageCalls(GroupFacts):
         In a group of one rank nothing is sent; as vLLM's list of handles, what it returns is empty there.
         """
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
-            _checked_dict(tensor_dict)
+            self._checked("isend_tensor_dict", tensor_dict, dict)
             return NoSend(self._messenger)
         dst = self._destination("isend_tensor_dict", dst)
         if all_gather_group is None:
@@ -268,10 +275,22 @@ class MessageCalls(GroupFacts):
         The sender says what is cut into slices; `all_gather_tensors` is taken for vLLM's callers only. In a group
         of one rank `wait()` gives None, and what vLLM's callers take apart is None and two empty lists.
         """
+        buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return NoReceive()
-        buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
         return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group, buffers, views)
+
+    def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
+        """Returns an object in a group of one rank; raises where a larger group couldn't send it."""
+        if must_be is not None and not isinstance(obj, must_be):
+            what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
+            raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")
+        if not is_dynamo_compiling():  # the graph of a group of one needn't break for this
+            checks.check_no_transform(self.context, operation)
+            error = self._messenger.encode(obj, must_be).error
+            if error is not None:
+                raise error
+        return obj
 
     def _destination(self, operation: str, dst: int | None) -> int:
         dst = checks.destination(self.context, operation, dst)
@@ -291,9 +310,3 @@ class MessageCalls(GroupFacts):
 
 def _is_only_rank(rank: object) -> bool:
     return rank is None or (type(rank) is int and rank == 0)
-
-
-def _checked_dict(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
-    if not isinstance(tensor_dict, dict):
-        raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensor_dict).__name__}")
-    return tensor_dict

@@ -134,7 +134,7 @@ class Member:
     def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
         """Whether the group carries the request, which it must where that is `defined`, and only there."""
         if self.size == 1:
-            return True
+            return defined
         request = Request(operation, x.dtype, x.device.type, x.numel(), reduce_op)
         refusals = {c.name: c.refusal(request) for c in self.group.route.communicators}
         carried = None in refusals.values()

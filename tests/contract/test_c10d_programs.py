@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+import parallel_state as ps
 from tests.contract.test_c10d import torch_world
 from tests.extent import LONG
 from tests.workers import WorkerPool
@@ -816,3 +818,25 @@ def test_transformers_with_a_tensor_parallel_plan(pools: Pools, tmp_path: Path) 
     pytest.importorskip("accelerate", reason="transformers asks for accelerate, which the extra dev brings")
     pools(2).run(save_llama, str(tmp_path))
     pools(2).run(compare, tensor_parallel_llama, str(tmp_path), timeout_s=DEADLINE_S)
+
+
+# Errors.
+
+
+def _ddp_alone(rank: int, size: int) -> tuple[str, str, tuple[int, ...]]:
+    """Rank 0's backward, for which the last rank doesn't come."""
+    model = DistributedDataParallel(Model(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    loss = model(torch.ones(2, 8)).sum()
+    found = None
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError) as caught:
+            loss.backward()
+        found = ps.error_of(caught.value)
+        assert str(found) in str(caught.value)
+    dist.barrier()
+    return str(found), type(found).__name__, getattr(found, "suspect_ranks", ())
+
+
+def test_error_of_finds_what_the_backward_of_ddp_raises(pools: Pools) -> None:
+    text, kind, suspects = pools(2).run(run_over, "parallel_state", _ddp_alone, timeout_s=DEADLINE_S)[0]
+    assert (kind, suspects) == ("CollectiveTimeoutError", (1,)), text

@@ -57,10 +57,12 @@ def _own_compiler() -> Sequence[str]:
 
 
 def _drawn(dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """Numbers of either sign that round at each step, and integers of all bits."""
+    """Numbers of either sign that round at each step, zeros and denormals too, and integers of all bits."""
     if not dtype.is_floating_point:
         return torch.randint(0, 256, (COUNT * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
     numbers = torch.randn(COUNT, dtype=torch.float64, generator=draw)
+    numbers[::8] *= 0  # of either sign
+    numbers[1::8] *= torch.finfo(dtype).tiny
     return (numbers * torch.randint(1, 6, (COUNT,), generator=draw)).to(dtype)
 
 

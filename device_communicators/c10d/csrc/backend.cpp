@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/exception.h>
 
 #include "../../cpu/csrc/call.h"
+#include "../../cpu/csrc/floating_point.h"
 #include "../../cpu/csrc/group.h"
 
 namespace parallel_state {
@@ -403,6 +404,7 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
   if (is_unsigned) all = dtype == at::kUInt64 ? all.view(at::kLong) : all.to(at::kLong);
   if (flips) all = all.bitwise_xor(kHighestBit);
+  const DefaultFloatingPoint state;
   Tensor total = all[0].clone();
   for (int rank = 1; rank < size_; ++rank) {
     const Tensor next = all[rank];

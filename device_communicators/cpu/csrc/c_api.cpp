@@ -389,7 +389,15 @@ int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uin
 // See PartFunction.
 void ps_reduce_part(void* out, const void* const* sources, std::uint64_t wide, int source_count, std::size_t count,
                     int dtype, int op, int total) {
-  part_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op))(out, sources, wide, source_count, count, total);
+  const auto kind = static_cast<Dtype>(dtype);
+  const auto reduction = static_cast<ReduceOp>(op);
+  // Of inputs alone, and without a division by `total`: a whole reduction, which has faster kernels.
+  const bool is_whole = wide == 0 && (total != 0 || wide_size_of(kind) == size_of(kind));
+  if (is_whole && reduction != ReduceOp::kAverage) {
+    reduce_function(kind, reduction)(&out, 1, sources, source_count, count);
+  } else {
+    part_function(kind, reduction)(out, sources, wide, source_count, count, total);
+  }
 }
 
 // The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.

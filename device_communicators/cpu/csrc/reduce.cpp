@@ -7,6 +7,8 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "floating_point.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

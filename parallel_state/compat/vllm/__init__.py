@@ -5,6 +5,8 @@
     ps.ensure_model_parallel_initialized(2, 2)
 
 Names, parameters and return types are vLLM's (0.33); `NOTES` says where one differs, `MISSING` what there isn't.
+A program's `vllm.distributed.…` imports find their names at the same paths here: `utils`, `parallel_state`,
+`communication_op`, `device_communicators.pynccl` and `device_communicators.shm_broadcast`.
 `message_queue` needs no vLLM. `plugin`, `platform` and `communicator`, which import it, run its CPU engine on this
 library: see the setting PARALLEL_STATE_PLUGIN.
 """
@@ -12,7 +14,6 @@ library: see the setting PARALLEL_STATE_PLUGIN.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle as pickle  # vLLM's tree imports it from its utils
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -23,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.errors import GroupNotInitializedError
 from device_communicators.routing.registry import unique_name
-from parallel_state import aliases, state, utilities
+from parallel_state import aliases, state
 from parallel_state.capture import graph_capture as _graph_capture
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
@@ -34,19 +35,24 @@ from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import (
     SHM_PATH,
+    USE_SCHED_YIELD,
     check_shm_free_space,
     cpu_all_reduce_,
     create_tcp_store,
+    divide,
     ensure_divisibility,
     from_bytes_big,
     get_cached_tcp_store_client,
     get_cpu_distributed_timeout_or_none,
     get_distributed_timeout_or_none,
+    get_pp_indices,
     get_worker_rank_suffix,
     init_gloo_process_group,
     is_weak_contiguous,
     memory_fence,
     parallel_config,
+    sched_yield,
+    split_tensor_along_last_dim,
     stateless_destroy_torch_distributed_process_group,
     stateless_init_torch_distributed_process_group,
     verify_group_size_divides_partition,
@@ -60,9 +66,6 @@ from parallel_state.state import (
     set_custom_all_reduce,
 )
 
-divide, split_tensor_along_last_dim = utilities.divide, utilities.split_tensor_along_last_dim
-sched_yield = getattr(os, "sched_yield", None)  # Linux has it
-USE_SCHED_YIELD = True
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
 _QUEUE = "of vLLM's queue within: the ring of this library's is `message_queue`'s"
@@ -242,10 +245,15 @@ def _split_tensor_dict(tensor_dict: dict[str, Any]) -> tuple[list[tuple[str, Any
     return items, [each for each in tensor_dict.values() if isinstance(each, Tensor)]
 
 
+_AXES = ("_TP", "_PP", "_DP", "_PCP", "_DCP", "_EP")
+
+
 def __getattr__(name: str) -> Any:
     if name == "_WORLD":
         world = state.try_get_world_group()
         return None if world is None else GroupCoordinator.of(world)
+    if name in _AXES:  # programs ask whether it is None
+        return globals()[f"get{name.lower()}_group"]() if model_parallel_is_initialized() else None
     if name == "_ENABLE_CUSTOM_ALL_REDUCE":
         return state._CUSTOM_ALL_REDUCE
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -447,19 +455,6 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
         yield capture
 
 
-def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the one after its last; VLLM_PP_LAYER_PARTITION (5,2) says other numbers."""
-    given = os.environ.get("VLLM_PP_LAYER_PARTITION")
-    if not given:
-        return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
-    layers = [int(each) if each.strip().isdecimal() else -1 for each in given.split(",")]
-    if -1 in layers or len(layers) != pp_size or sum(layers) != num_hidden_layers:
-        raise InvalidArgumentError(
-            f"VLLM_PP_LAYER_PARTITION must be {pp_size} numbers with the sum {num_hidden_layers}, but is {given!r}"
-        )
-    return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
-
-
 # communication_op.
 
 
@@ -492,6 +487,7 @@ __all__ = [
     "MISSING",
     "NOTES",
     "SHM_PATH",
+    "USE_SCHED_YIELD",
     "GraphCaptureContext",
     "GroupCoordinator",
     "Handle",
@@ -508,12 +504,14 @@ __all__ = [
     "get_cpu_distributed_timeout_or_none",
     "get_distributed_timeout_or_none",
     "get_node_count",
+    "get_pp_indices",
     "get_worker_rank_suffix",
     "init_gloo_process_group",
     "is_global_first_rank",
     "is_local_first_rank",
     "is_weak_contiguous",
     "memory_fence",
+    "sched_yield",
     "set_custom_all_reduce",
     "split_tensor_along_last_dim",
     "stateless_destroy_torch_distributed_process_group",

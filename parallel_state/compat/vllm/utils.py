@@ -1,4 +1,4 @@
-"""Names that vLLM's tree imports of `distributed.utils` and `shm_broadcast` beside groups and the queue."""
+"""vLLM's `distributed.utils`, and names that its tree imports of `shm_broadcast` beside the queue."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.cpu.segment import DIRECTORY
-from device_communicators.errors import CollectiveTimeoutError
+from device_communicators.errors import CollectiveTimeoutError, InvalidArgumentError
 from device_communicators.helper_threads import Call
 from parallel_state import state, utilities
+from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
 
 SHM_PATH = DIRECTORY
 from_bytes_big = functools.partial(int.from_bytes, byteorder="big")
+divide, split_tensor_along_last_dim = utilities.divide, utilities.split_tensor_along_last_dim
+sched_yield = getattr(os, "sched_yield", None)  # Linux has it
+USE_SCHED_YIELD = True
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _fence = threading.Lock()
 
@@ -69,6 +73,19 @@ def verify_group_size_divides_partition(
             f"the inputs of {layer_name or 'a layer'} on each rank, {input_size_per_partition}, must be a multiple of "
             f"the quantisation's group_size, {group_size}; lower tensor_parallel_size{extra_suggestion}"
         )
+
+
+def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+    """Returns a stage's first layer and the one after its last; VLLM_PP_LAYER_PARTITION (5,2) says other numbers."""
+    given = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    if not given:
+        return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
+    layers = [int(each) if each.strip().isdecimal() else -1 for each in given.split(",")]
+    if -1 in layers or len(layers) != pp_size or sum(layers) != num_hidden_layers:
+        raise InvalidArgumentError(
+            f"VLLM_PP_LAYER_PARTITION must be {pp_size} numbers with the sum {num_hidden_layers}, but is {given!r}"
+        )
+    return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:

@@ -1,0 +1,60 @@
+// The floating-point state of a thread: rounding mode, flushing of denormals, traps.
+#pragma once
+
+#include <cstdint>
+
+namespace parallel_state {
+
+// Gives the calling thread the default state until the end of the scope: round to nearest, keep denormals, no traps.
+//
+// A program can change the state of its thread (torch.set_flush_denormal, fesetround, a library linked with
+// -ffast-math). Ranks that reduce the same inputs under different states would get different bits. Reading the state
+// takes about a nanosecond; it is written only if it isn't the default. The memory clobbers keep loads and stores
+// inside the scope, and with them the arithmetic in between.
+class DefaultFloatingPoint {
+ public:
+  DefaultFloatingPoint() : previous_(read()) {
+    if (differs()) write(kDefault);
+  }
+  ~DefaultFloatingPoint() {
+    if (differs()) write(previous_);
+    else keep_order();
+  }
+  DefaultFloatingPoint(const DefaultFloatingPoint&) = delete;
+  DefaultFloatingPoint& operator=(const DefaultFloatingPoint&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Word = std::uint32_t;                // MXCSR
+  static constexpr Word kDefault = 0x1f80;   // all exceptions are masked
+  static constexpr Word kReported = 0x003f;  // bits that the processor sets to report what happened
+  static Word read() {
+    Word word;
+    asm volatile("stmxcsr %0" : "=m"(word) : : "memory");
+    return word;
+  }
+  static void write(Word word) { asm volatile("ldmxcsr %0" : : "m"(word) : "memory"); }
+#elif defined(__aarch64__)
+  using Word = std::uint64_t;  // FPCR, which holds no reports
+  static constexpr Word kDefault = 0;
+  static constexpr Word kReported = 0;
+  static Word read() {
+    Word word;
+    asm volatile("mrs %0, fpcr" : "=r"(word) : : "memory");
+    return word;
+  }
+  static void write(Word word) { asm volatile("msr fpcr, %0" : : "r"(word) : "memory"); }
+#else
+  using Word = std::uint32_t;
+  static constexpr Word kDefault = 0;
+  static constexpr Word kReported = 0;
+  static Word read() { return kDefault; }
+  static void write(Word) {}
+#endif
+  static void keep_order() { asm volatile("" : : : "memory"); }
+  bool differs() const { return (previous_ & ~kReported) != kDefault; }
+
+  const Word previous_;
+};
+
+}  // namespace parallel_state

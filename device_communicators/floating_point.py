@@ -1,0 +1,57 @@
+"""The floating-point state of a thread, for arithmetic that torch does in place of a kernel of ours.
+
+A program can change the state of its thread: torch.set_flush_denormal, fesetround, a library linked with -ffast-math.
+Ranks that reduce the same inputs under different states get different bits. The kernels in C++ have their own guard
+(cpu/csrc/floating_point.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+ONE_THREAD_ELEMENTS = 32_768
+"""torch runs an operator on up to so many elements in the thread that calls it (at::internal::GRAIN_SIZE)."""
+_STATE_BYTES = 64
+"""More than `fenv_t` has: 32 on x86-64, 8 on 64-bit ARM."""
+_DEFAULT = ctypes.c_void_p(-1)
+"""FE_DFL_ENV of glibc and musl: round to nearest, keep denormals, no traps."""
+
+
+@contextmanager
+def default_floating_point() -> Iterator[None]:
+    """Gives this thread the default floating-point state, and its own back at the end.
+
+    Only this thread: torch's threads for larger operators have the state of the thread that started them.
+    """
+    functions = _functions()
+    if functions is None:
+        yield
+        return
+    get, put = functions
+    state = ctypes.create_string_buffer(_STATE_BYTES)
+    get(state)
+    put(_DEFAULT)
+    try:
+        yield
+    finally:
+        put(state)
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Returns `fegetenv` and `fesetenv`, or None where FE_DFL_ENV isn't known to be -1."""
+    if sys.platform != "linux":
+        return None
+    try:
+        library = ctypes.CDLL("libm.so.6")
+    except OSError:  # musl has them in its libc
+        library = ctypes.CDLL(None)
+    try:
+        return library.fegetenv, library.fesetenv
+    except AttributeError:
+        return None

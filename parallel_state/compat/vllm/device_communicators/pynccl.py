@@ -1,0 +1,117 @@
+"""vLLM's PyNcclCommunicator, with which trainers send weights to an engine, over torch's process groups.
+
+NCCL's calls (`group_start`, windows, the wrapper of its library) aren't here: vLLM's own class has them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _world
+
+from device_communicators.errors import InvalidArgumentError
+from parallel_state.compat.vllm.stateless import StatelessProcessGroup
+from parallel_state.compat.vllm.utils import init_gloo_process_group
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+class PyNcclCommunicator:
+    """Collectives of tensors on one device, among ranks of a StatelessProcessGroup or of a process group.
+
+    NCCL carries those of a GPU and gloo those of the CPU, in a group of its own. Every rank makes it. Calls on a GPU
+    run on the current stream, or on `stream`. A communicator of one rank is `disabled` and moves nothing, as vLLM's.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | StatelessProcessGroup,
+        device: int | str | torch.device,
+        library_path: str | None = None,
+    ) -> None:
+        """`library_path` is for vLLM's callers: torch's NCCL is used. Raises InvalidArgumentError for other groups."""
+        self.group = group
+        self.device = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+        if isinstance(group, StatelessProcessGroup):
+            self.rank, self.world_size, store = group.rank, group.world_size, group.store
+        elif isinstance(group, dist.ProcessGroup) and group in _world.pg_map:
+            self.rank, self.world_size, store = group.rank(), group.size(), _world.pg_map[group][1]
+        else:
+            raise InvalidArgumentError(
+                f"group must be a StatelessProcessGroup or a process group of torch.distributed, but is {group!r}"
+            )
+        self.available = self.world_size > 1
+        self.disabled = not self.available
+        self._group = self._make(store) if self.available else None
+
+    def _make(self, store: Any) -> Any:
+        store = dist.PrefixStore("parallel_state/pynccl", store)
+        if self.device.type == "cpu":
+            return init_gloo_process_group(store, self.rank, self.world_size, _TIMEOUT)
+        torch.cuda.set_device(self.device)
+        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, dist.ProcessGroupNCCL.Options())
+
+    def _run(self, tensor: Tensor, stream: Any, start: Any) -> None:
+        if tensor.device != self.device:
+            raise InvalidArgumentError(f"the tensor must be on {self.device}, but is on {tensor.device}")
+        if stream is None or self.device.type == "cpu":
+            start().wait()
+            return
+        with torch.cuda.stream(stream):
+            start().wait()
+
+    def all_reduce(
+        self, in_tensor: Tensor, out_tensor: Tensor | None = None, op: Any = dist.ReduceOp.SUM, stream: Any = None
+    ) -> Tensor | None:
+        """Returns the reduction of the ranks' `in_tensor`, in `out_tensor` if given; None if disabled."""
+        if self._group is None:
+            return None
+        out = in_tensor.clone() if out_tensor is None else out_tensor.copy_(in_tensor)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._run(in_tensor, stream, lambda: self._group.allreduce([out], options))
+        return out
+
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, stream: Any = None) -> None:
+        """Writes the ranks' `input_tensor`, along dim 0, into contiguous `output_tensor`."""
+        if self._group is not None:
+            self._run(input_tensor, stream, lambda: self._group._allgather_base(output_tensor, input_tensor))
+
+    def reduce_scatter(
+        self, output_tensor: Tensor, input_tensor: Tensor, op: Any = dist.ReduceOp.SUM, stream: Any = None
+    ) -> None:
+        """Writes this rank's part, along dim 0, of the reduction of `input_tensor` into `output_tensor`."""
+        if self._group is not None:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = op
+            self._run(
+                input_tensor, stream, lambda: self._group._reduce_scatter_base(output_tensor, input_tensor, options)
+            )
+
+    def send(self, tensor: Tensor, dst: int, stream: Any = None) -> None:
+        """Sends a contiguous tensor to rank `dst`."""
+        if self._group is not None:
+            self._run(tensor, stream, lambda: self._group.send([tensor], dst, 0))
+
+    def recv(self, tensor: Tensor, src: int, stream: Any = None) -> None:
+        """Receives into a contiguous tensor from rank `src`."""
+        if self._group is not None:
+            self._run(tensor, stream, lambda: self._group.recv([tensor], src, 0))
+
+    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
+        """Broadcasts the contiguous tensor of rank `src` into the others', in place."""
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = src
+            self._run(tensor, stream, lambda: self._group.broadcast([tensor], options))
+
+    def destroy(self) -> None:
+        """Ends the communicator, on this rank. Twice is fine."""
+        group, self._group = self._group, None
+        self.disabled = True
+        if group is not None:
+            group.shutdown()

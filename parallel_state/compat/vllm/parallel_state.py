@@ -1,0 +1,11 @@
+"""vLLM's `distributed.parallel_state` at its own path: the names of the package above."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel_state.compat import vllm
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(vllm, name)
