@@ -241,7 +241,18 @@ def make_default_group(
         if watch is not None:
             agreement = Agreement(met.store, "start", place.rank, watch.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
-            agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)
+            try:
+                agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)
+            except CommunicationError as error:
+                if type(error) is not CommunicationError:
+                    raise
+                raise RendezvousError(
+                    str(error.args[0]),
+                    operation="rendezvous",
+                    rank=place.rank,
+                    suspect_ranks=error.suspect_ranks,
+                    timeout_s=start_timeout_s,
+                ) from error
         options = GroupOptions(backend, timeout_s, high_priority_stream)
         _init_process_group(met, place, options, device if bind_device else None, watch)
     except BaseException as error:

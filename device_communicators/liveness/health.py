@@ -333,7 +333,7 @@ class Watcher:
         server = store.served_by
         watched = set(ranks) | ({server} if server is not None else set())
         is_silent = isinstance(error, StoreSilentError)
-        deaths = self.deaths_of(watched) if is_silent else self.await_death_of(watched)
+        deaths = self.await_death_of(watched, 0.0 if is_silent else None)
         if deaths:
             return kind_of_deaths(deaths, CommunicationError), describe_deaths(deaths), [each.rank for each in deaths]
         text = str(error).splitlines()[0]

@@ -38,6 +38,10 @@ _WRONG = "wrong"
 """The key of a request that can't be: its value is the error."""
 
 
+_OF_DEATHS: dict[str, type[CommunicationError]] = {
+    kind.__name__: kind for kind in (PeerDiedError, HostUnreachableError, CommunicationError)
+}
+"""The classes of errors for deaths, as a verdict names them."""
 _PAUSE_S = 0.002
 _SLICE_S = 0.5
 _LONGEST_PAUSE_S = 0.1
@@ -139,7 +143,7 @@ class Agreement:
                 f"rank {self._rank} asks for {what} ({_words(mine)}), but of the ranks that must ask too, "
                 f"{verdict['text']}. Ask for groups without them, or start again with those that are left "
                 "(reinitialize)",
-                HostUnreachableError if verdict.get("unreachable") else PeerDiedError,
+                _OF_DEATHS[verdict["error"]],
                 verdict["ranks"],
                 started,
                 timeout_s,
@@ -287,7 +291,7 @@ class Agreement:
     ) -> CommunicationError:
         """Returns the error for ranks that didn't come."""
         who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but"
-        if deaths := self._watcher.deaths_of(watched):
+        if deaths := self._watcher.await_death_of(watched, 0.0):
             return self._error(
                 f"{who} {describe_deaths(deaths)}. Make groups without it, or start again with those that are left "
                 "(reinitialize)",
@@ -371,15 +375,12 @@ class Agreement:
                     self._forget(store, *(f"{before}/{name}" for name in shared))
             return self._read(store, f"{key}/verdict", watched, deadline)
         except dist.DistStoreError:
-            store = self.store.within(LAST_WORD_S)
-            deaths = self._watcher.deaths_of(watched)
+            deaths = self._watcher.await_death_of(watched, 0.0)  # with others that follow at once
             if deaths:
-                dead = {
-                    "ranks": [death.rank for death in deaths],
-                    "text": describe_deaths(deaths),
-                    "unreachable": kind_of_deaths(deaths, CommunicationError) is HostUnreachableError,
-                }
-                return self._decide(store, key, {"kind": "dead", **dead})
+                kind = kind_of_deaths(deaths, CommunicationError).__name__
+                dead = {"ranks": [death.rank for death in deaths], "text": describe_deaths(deaths), "error": kind}
+                return self._decide(self.store.within(LAST_WORD_S), key, {"kind": "dead", **dead})
+            store = self.store.within(LAST_WORD_S)
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
             return self._decide(store, key, {"kind": "missing", "ranks": missing})
 

@@ -215,6 +215,7 @@ def _wait_for(
             with contextlib.suppress(dist.DistError):  # who doesn't listen keeps the others from finding anything
                 for key in ("found", "at"):
                     missing = [leader for leader in others if not store.check([f"reach/{key}/{leader}"])] or missing
+            deaths = watch.watcher.await_death_of(everyone, 0.0)  # with others that follow at once
             silent = f"ranks {format_ranks(missing)} did not take part until the deadline of the start"
             raise _unproven(describe_deaths(deaths) or silent, deaths, rank, world_size, missing)
         time.sleep(pause_s)
