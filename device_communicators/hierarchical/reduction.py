@@ -13,6 +13,7 @@ from torch import Tensor
 
 from device_communicators.cpu import native
 from device_communicators.cpu.native_group import DTYPES, reducible_in_memory
+from device_communicators.routing.reductions import divide_
 from device_communicators.routing.user_call import REDUCE_OPS
 
 ONE_ROUND_BYTES = 64 << 10
@@ -95,7 +96,9 @@ class Reduction:
             total = parts[0].to(self.wide)
             for part in parts[1:]:
                 total = combine(total, part.to(self.wide))
-            out.copy_(total if self._divisor is None else total.div_(self._divisor))
+            if self._divisor is not None:
+                divide_(total, self._divisor)
+            out.copy_(total)
 
     def add_up(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Writes what parts of dtype `narrow` come to, to `out`, of dtype `wide`."""

@@ -23,7 +23,12 @@ from device_communicators.errors import GroupNotInitializedError, UnsupportedErr
 from device_communicators.liveness.health import Death, FailureDomain, Watcher
 from device_communicators.member import GroupMember
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.routing.reductions import (
+    add_rms_norm,
+    divide_,
+    dynamic_per_token_fp8_quant,
+    static_fp8_quant,
+)
 
 if TYPE_CHECKING:
     from device_communicators.cpu.host_memory import HostMemory
@@ -445,8 +450,11 @@ class Communicator(ABC):
 
     def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
         """Divides the sum of an average, and writes back what was widened: see `reductions.reducible`."""
+        if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
+            narrow.copy_(wide)  # wraps in the tensor's dtype before it is divided
+            wide, narrow = narrow, None
         if op == "avg":
-            wide.div_(self.context.size)
+            divide_(wide, self.context.size)
         if narrow is not None:
             narrow.copy_(wide)
 
@@ -508,7 +516,8 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
     if reduce_op == "sum":
         out = wide.sum(0, dtype=wide.dtype)
     elif reduce_op == "avg":
-        out = wide.sum(0, dtype=wide.dtype) / wide.shape[0]
+        out = wide.sum(0, dtype=wide.dtype)
+        divide_(out, wide.shape[0])
     elif reduce_op == "product":
         out = wide.prod(0, dtype=wide.dtype)
     else:

@@ -1,6 +1,7 @@
 // Element-wise reduction of several sources into one output, in the order of the sources.
 //
-// 16-bit floats are accumulated in float32 and rounded once; integers wrap. The same sources in the same order give the
+// 16-bit floats are accumulated in float32 and rounded once; integers wrap, and averages of them are divided toward
+// zero. The same sources in the same order give the
 // same bits with every instruction set, so that ranks agree.
 #pragma once
 
