@@ -156,6 +156,11 @@ CPU_BACKEND: Setting[str] = Setting(
     "Backend of the process groups for CPU tensors that groups give to torch.distributed's own calls (cpu_group, and "
     "device_group where the device is the CPU). The same on all ranks.", equal=True,
 )  # fmt: skip
+SHOWN_BACKEND: Setting[str] = Setting(
+    "PARALLEL_STATE_SHOWN_BACKEND", "parallel_state", _one_of("gloo", "parallel_state"), "gloo or parallel_state",
+    "Name that torch.distributed.get_backend() returns to programs for groups of the backend parallel_state: gloo for "
+    "programs that compare it with a list of names. Set it before the first such group is made.",
+)  # fmt: skip
 GROUP_CREATION: Setting[str] = Setting(
     "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"),
     "auto, local, split or global",
@@ -275,10 +280,10 @@ LOG_LEVEL: Setting[str] = Setting(
 
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
-    GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES, BUILD, INSTRUCTIONS,
-    SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN,
-    LOG_LEVEL,
+    SHOWN_BACKEND, GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY,
+    PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES,
+    BUILD, INSTRUCTIONS, SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR,
+    METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """A group of any size in one process: this rank is real, the others are imagined to hold the same tensor.
 
-So a sum multiplies by the size, a product is a power, max, min and avg change nothing, gathers copy, and what only a
-real peer could provide (another rank's broadcast, a receive) is refused. For building and shape-checking model code.
+So a sum multiplies by the size, a product is a power, max and min change nothing, nor does avg unless a sum of integers
+wraps, gathers copy, and what only a real peer could provide (another rank's broadcast, a receive) is refused. For
+building and shape-checking model code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from device_communicators.errors import UnsupportedError
 from device_communicators.routing.communicator import DONE, Communicator, Request, Work
-from device_communicators.routing.reductions import reduction_refusal
+from device_communicators.routing.reductions import divide_, reduction_refusal
 
 
 class SimulatedCommunicator(Communicator):
@@ -36,6 +37,9 @@ class SimulatedCommunicator(Communicator):
         wide = x.float() if x.is_floating_point() and x.itemsize == 1 else x  # float8 has no arithmetic
         if reduce_op == "sum":
             x.copy_(wide * size)
+        elif reduce_op == "avg" and not x.is_floating_point() and not x.is_complex():
+            x.copy_(x * size)  # which may wrap
+            divide_(x, size)
         elif reduce_op == "product":
             x.copy_(wide**size)
 

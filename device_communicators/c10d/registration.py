@@ -1,12 +1,20 @@
-"""Makes torch.distributed know the backend, without loading any of it."""
+"""Makes torch.distributed know the backend, without loading any of it.
+
+Where torch asks for gloo by its name or class, and the backend has the same, it is let in here.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from datetime import timedelta
 from typing import Any
 
+from device_communicators.settings import SHOWN_BACKEND
+
 NAME = "parallel_state"
+_TRUSTED = ("torch", "parallel_state", "device_communicators")
+"""Packages that get the backend's own name: they make further groups of it."""
 
 
 def register() -> None:
@@ -19,6 +27,8 @@ def register() -> None:
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
         _open_monitored_barrier()
+        _open_set_pg_timeout()
+        _open_backend_type()
 
 
 def _open_monitored_barrier() -> None:
@@ -41,7 +51,84 @@ def _open_monitored_barrier() -> None:
     dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
 
 
+def _open_set_pg_timeout() -> None:
+    """Lets `_set_pg_timeout` set this backend's timeout: before torch 2.15 it knows gloo's and NCCL's classes alone."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if hasattr(dist, "set_timeout"):
+        return
+    of_others = distributed_c10d._set_pg_timeout
+
+    @functools.wraps(of_others)
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        made: Any = dist.group.WORLD if group is None else group
+        if dist.get_rank(made) < 0 or not _is_of_this_backend(made):
+            of_others(timeout, group)
+            return
+        if torch.device("cuda") in made._device_types:
+            of_others(timeout, group)
+        _cpu_backend(made)._set_default_timeout(timeout)
+
+    distributed_c10d._set_pg_timeout = _set_pg_timeout
+
+
+def _open_backend_type() -> None:
+    """Returns gloo for this backend from `_get_backend_name`, which says "custom" for every backend of a library.
+
+    ShardedTensor asks it on ranks without a shard, and takes what isn't gloo for a backend of GPUs.
+    """
+    import torch.distributed as dist
+
+    of_torch = dist.ProcessGroup._get_backend_name
+
+    @functools.wraps(of_torch)
+    def _get_backend_name(group: Any) -> str:
+        name = of_torch(group)
+        return "gloo" if name == "custom" and _is_of_this_backend(group) else name
+
+    dist.ProcessGroup._get_backend_name = _get_backend_name  # type: ignore[method-assign, assignment]
+
+
+def _is_of_this_backend(group: Any) -> bool:
+    backend = _cpu_backend(group)
+    return backend is not None and backend.name() == NAME
+
+
+def _cpu_backend(group: Any) -> Any:
+    """Returns the group's backend for CPU tensors, or None. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in checks."""
+    import torch
+
+    device = torch.device("cpu")
+    if device not in group._device_types:
+        return None
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
+
+
+@functools.cache
+def _show_as_gloo() -> None:
+    """Has `dist.get_backend` return gloo for this backend, to all but `_TRUSTED`. Twice is fine."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    of_torch = dist.get_backend
+
+    @functools.wraps(of_torch)
+    def get_backend(group: Any = None) -> Any:
+        name = of_torch(group)
+        if NAME not in name or SHOWN_BACKEND.get() == NAME:
+            return name
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return name if caller in _TRUSTED else dist.Backend(name.replace(NAME, "gloo"))
+
+    dist.get_backend = distributed_c10d.get_backend = get_backend
+
+
 def _create(options: Any, backend_options: Any) -> Any:
     from device_communicators.c10d.creation import create
 
+    if SHOWN_BACKEND.get() != NAME:
+        _show_as_gloo()
     return create(options, backend_options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from device_communicators.cpu import native
 from device_communicators.cpu.native_group import DTYPES, reducible_in_memory
 from device_communicators.floating_point import default_floating_point
-from device_communicators.routing.reductions import combine_
+from device_communicators.routing.reductions import combine_, divide_
 from device_communicators.routing.user_call import REDUCE_OPS
 
 ONE_ROUND_BYTES = 64 << 10
@@ -85,8 +85,10 @@ class Reduction:
         else:
             total = torch.empty(out.shape, dtype=self.wide, device="cpu")
             self._fold(parts, total)
+            if self._divisor is not None:
+                divide_(total, self._divisor)
             with default_floating_point():
-                out.copy_(total if self._divisor is None else total.div_(self._divisor))
+                out.copy_(total)
 
     def add_up(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Writes what parts of dtype `narrow` come to, to `out`, of dtype `wide`."""

@@ -86,7 +86,7 @@ class NcclCommunicator(Communicator):
         if request.device_type != self.context.device.type:
             return f"a tensor on {request.device_type}"
         if request.operation in REDUCING and request.dtype is not None:
-            if request.dtype in UNSIGNED and request.reduce_op != "avg":
+            if request.dtype in UNSIGNED:
                 return None
             return reduction_refusal(request.dtype, request.reduce_op)
         return None
@@ -337,6 +337,10 @@ class NcclCommunicator(Communicator):
 
     # Reductions.
 
+    def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
+        by_nccl = op == "avg" and _op_of(op, wide, narrow) == "avg"
+        super().finish_reduction(wide, "sum" if by_nccl else op, narrow)
+
     def _all_reduce(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
         what = (x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[op])
@@ -352,14 +356,14 @@ class NcclCommunicator(Communicator):
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         if x.numel():
             wide, op, narrow = reducible(x, reduce_op)
-            self._all_reduce(wide, wide, _summed(op))
+            self._all_reduce(wide, wide, _op_of(op, wide, narrow))
             self.finish_reduction(wide, op, narrow)
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
             return DONE
         wide, op, narrow = reducible(x, reduce_op)
-        work = self._run_beside(lambda stream: self._all_reduce(wide, wide, _summed(op), stream), wide)
+        work = self._run_beside(lambda stream: self._all_reduce(wide, wide, _op_of(op, wide, narrow), stream), wide)
         return ContinuedWork(work, lambda: self.finish_reduction(wide, op, narrow))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
@@ -370,7 +374,7 @@ class NcclCommunicator(Communicator):
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         if x.numel():
             wide_out, op, narrow = reducible(out, reduce_op)
-            self._reduce_scatter(wide_out, reducible(x, reduce_op)[0], _summed(op))
+            self._reduce_scatter(wide_out, reducible(x, reduce_op)[0], _op_of(op, wide_out, narrow))
             self.finish_reduction(wide_out, op, narrow)
 
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
@@ -379,7 +383,7 @@ class NcclCommunicator(Communicator):
         wide_out, op, narrow = reducible(out, reduce_op)
         wide = reducible(x, reduce_op)[0]
         work = self._run_beside(
-            lambda stream: self._reduce_scatter(wide_out, wide, _summed(op), stream), wide_out, wide
+            lambda stream: self._reduce_scatter(wide_out, wide, _op_of(op, wide, narrow), stream), wide_out, wide
         )
         return ContinuedWork(work, lambda: self.finish_reduction(wide_out, op, narrow))
 
@@ -391,7 +395,7 @@ class NcclCommunicator(Communicator):
         if rows.numel():
             wide_out, op, narrow = reducible(out, reduce_op)
             wide = reducible(rows, reduce_op)[0]
-            numbers = (DTYPES[wide.dtype], REDUCE_OPS[_summed(op)])
+            numbers = (DTYPES[wide.dtype], REDUCE_OPS[_op_of(op, wide, narrow)])
             with self._launch("reduce_scatterv") as add:
                 for dst, block in enumerate(_blocks(wide, rows, sizes)):
                     if block.numel():
@@ -405,7 +409,7 @@ class NcclCommunicator(Communicator):
         if x.numel():
             self._check(x)
             wide, op, narrow = reducible(x, reduce_op)
-            place, numbers = wide.data_ptr(), (wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[_summed(op)])
+            place, numbers = wide.data_ptr(), (wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[_op_of(op, wide, narrow)])
             self._call("reduce", self.library.ncclReduce, place, place, *numbers, dst)
             if self.context.rank == dst:
                 self.finish_reduction(wide, op, narrow)
@@ -549,9 +553,9 @@ class NcclCommunicator(Communicator):
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
-def _summed(op: str) -> str:
-    """Returns NCCL's op: an average is a sum that is divided afterwards."""
-    return "sum" if op == "avg" else op
+def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
+    """Returns NCCL's op: an average is a sum that is divided afterwards, but for integers in their own dtype."""
+    return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 
 def _blocks(wide: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

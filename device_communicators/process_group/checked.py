@@ -19,7 +19,7 @@ from device_communicators.process_group.plain import PlainProcessGroup
 from device_communicators.process_group.started_calls import Exchange, StartedCalls, fits
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, Work, reduce_in_rank_order
 from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.reductions import reducible
+from device_communicators.routing.reductions import reducible_by_torch
 from device_communicators.routing.user_call import current, overlap_error
 
 _PLAIN = 0
@@ -78,7 +78,7 @@ class ProcessGroupCommunicator(Communicator):
             turn.release()
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        wide, wide_op, narrow = reducible(x, reduce_op)
+        wide, wide_op, narrow = reducible_by_torch(x, reduce_op)
         frames = self._exchange(call_of("all_reduce", x, reduce_op), wide, wide.nbytes)
         if frames is None and not _is_extreme_of_floats(wide, wide_op):
             self._plain.flat_all_reduce_(x, reduce_op)
@@ -100,7 +100,7 @@ class ProcessGroupCommunicator(Communicator):
         return reduce_in_rank_order(blocks, reduce_op)
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
-        wide, wide_op, narrow = reducible(x, reduce_op)
+        wide, wide_op, narrow = reducible_by_torch(x, reduce_op)
         flat = wide.view(-1)
 
         def finish(exchange: Exchange, frames: Frames) -> None:
@@ -114,7 +114,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._started.start(call_of("all_reduce", x, reduce_op), flat, finish)
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        wide, wide_op, _ = reducible(x, reduce_op)
+        wide, wide_op, _ = reducible_by_torch(x, reduce_op)
         frames = self._exchange(call_of("reduce_scatter", x, reduce_op), wide, wide.nbytes)
         if frames is None and _is_extreme_of_floats(wide, wide_op):
             total = self._reduced_slice(wide.view(-1), [out.numel()] * self.context.size, wide_op)
@@ -128,7 +128,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
         size, rank = self.context.size, self.context.rank
-        wide, wide_op, _ = reducible(x, reduce_op)
+        wide, wide_op, _ = reducible_by_torch(x, reduce_op)
         blocks = wide.view(size, -1) if wide.numel() else wide.new_empty((size, 0))
 
         def finish(exchange: Exchange, frames: Frames) -> None:
@@ -243,7 +243,7 @@ def _is_extreme_of_floats(wide: Tensor, reduce_op: str) -> bool:
 
 def _narrowed(out: Tensor, total: Tensor, reduce_op: str) -> None:
     """Writes `total`, of the dtype that `out` is reduced in, to `out`."""
-    wide, _, narrow = reducible(out, reduce_op)
+    wide, _, narrow = reducible_by_torch(out, reduce_op)
     wide.view(-1).copy_(total.view(-1))
     if narrow is not None:
         narrow.copy_(wide)

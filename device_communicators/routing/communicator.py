@@ -456,6 +456,9 @@ class Communicator(ABC):
 
     def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
         """Divides the sum of an average, and writes back what was widened: see `reductions.reducible`."""
+        if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
+            narrow.copy_(wide)  # wraps in the tensor's dtype before it is divided
+            wide, narrow = narrow, None
         if op == "avg":
             divide_(wide, self.context.size)
         if narrow is not None:
@@ -524,7 +527,8 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
         for row in wide[1:]:  # not torch's sum: that starts from +0, so -0 is lost, and has an order of its own
             combine_(out, row, reduce_op)
         if reduce_op == "avg":
-            out = out / wide.shape[0]
+            out = out.contiguous()
+            divide_(out, wide.shape[0])
         return out.to(dtype)
 
 

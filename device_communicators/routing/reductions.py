@@ -18,7 +18,7 @@ _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
 UNSIGNED = frozenset([torch.uint32, torch.uint64])
-"""NCCL alone reduces these, which torch has few operations for; averages aren't defined."""
+"""NCCL alone reduces these, which torch has few operations for."""
 _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
@@ -36,8 +36,6 @@ REDUCING = (
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
     """Returns why `reduce_op` of `dtype` has no defined result here, or None."""
     if dtype in _NATIVE or dtype in _WIDENED:
-        if reduce_op == "avg" and not dtype.is_floating_point:
-            return f"avg needs a floating-point dtype, not {dtype}; sum and divide as you mean it"
         return None
     if dtype in _COMPLEX:
         return None if reduce_op in ("sum", "avg") else f"{reduce_op} of {dtype} is not defined"
@@ -64,6 +62,11 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
     return x.to(_WIDENED[x.dtype]), reduce_op, x
 
 
+def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
+    """Returns the same for a rank that reduces all ranks' tensors by itself: int16 stays, so that its sums wrap."""
+    return (x, reduce_op, None) if x.dtype == torch.int16 else reducible(x, reduce_op)
+
+
 def default_state(x: Tensor) -> AbstractContextManager[None]:
     """Gives this thread the default floating-point state while torch computes with `x`, if that is on the CPU."""
     return default_floating_point() if x.is_cpu else nullcontext()
@@ -87,11 +90,18 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
         total.copy_(torch.where((x == 0) & (total == 0), zero, chosen))
 
 
-def divide_(x: Tensor, divisor: int) -> None:
-    """Divides contiguous `x` in place, in pieces that torch doesn't give to threads of another state."""
-    with default_state(x):
-        for piece in x.view(-1).split(ONE_THREAD_ELEMENTS) if x.is_cpu else (x,):
-            piece.div_(divisor)
+def divide_(total: Tensor, size: int) -> None:
+    """Makes an average of a sum over `size` ranks, in place.
+
+    Integers have NCCL's average: the sum in the tensor's dtype, which wraps, divided toward zero.
+    """
+    if not (total.dtype.is_floating_point or total.dtype.is_complex):
+        total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold 128 ranks
+        return
+    in_pieces = total.is_cpu and total.is_contiguous()  # which torch doesn't give to threads of another state
+    with default_state(total):
+        for piece in total.view(-1).split(ONE_THREAD_ELEMENTS) if in_pieces else (total,):
+            piece.div_(size)
 
 
 def _names(dtypes: Any) -> str:

@@ -90,7 +90,8 @@ class TensorCalls(GroupFacts):
     def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
         """Reduces `x` over all ranks; every rank gets the same new tensor.
 
-        `op`: sum, avg (floating point), max, min or product; on bool tensors sum and max mean or, min and product and.
+        `op`: sum, avg, max, min or product; on bool tensors sum and max mean or, min and product and. An average of
+        integers is NCCL's: the sum in the tensor's dtype, which wraps, divided toward zero.
         torch's `ReduceOp.SUM` and its like are taken, too.
         A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
         """

@@ -34,7 +34,7 @@ def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
         return True
     if dtype in COMPLEX:
         return reduce_op in ("sum", "avg")
-    return dtype in REDUCIBLE and reduce_op != "avg"
+    return dtype in REDUCIBLE and (reduce_op != "avg" or dtype != torch.bool)
 
 
 class Form(NamedTuple):
@@ -159,7 +159,9 @@ def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
         out = stack.prod(0)
     else:
         out = stack.sum(0)
-    if reduce_op == "avg":
+    if reduce_op == "avg" and wide == torch.int64:  # as NCCL's: the sum wraps, and is divided toward zero
+        out = out.to(dtype).to(wide).div(len(xs), rounding_mode="trunc")
+    elif reduce_op == "avg":
         out = out / len(xs)
     return out.to(dtype)
 
@@ -203,7 +205,8 @@ def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = 
 def check_reduced(found: Tensor, expected: Tensor, *inputs: Tensor, reduce_op: str, alone: bool = False) -> None:
     """As check_moved for numbers. An average is rounded, so it may be one rounding off; the rest is exact."""
     check_new(found, expected, *inputs, alone=alone)
-    check_close(found, expected, rtol=torch.finfo(found.dtype).eps if reduce_op == "avg" else 0.0)
+    is_rounded = reduce_op == "avg" and (found.dtype.is_floating_point or found.dtype.is_complex)
+    check_close(found, expected, rtol=torch.finfo(found.dtype).eps if is_rounded else 0.0)
 
 
 def check_new(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:

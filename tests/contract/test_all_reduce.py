@@ -13,6 +13,7 @@ from device_communicators.routing.reductions import UNSIGNED
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import (
     FLOATS,
+    INTEGERS,
     LAYOUTS,
     MOVABLE,
     REDUCIBLE,
@@ -160,7 +161,7 @@ def _not_reducible_body(member: Member) -> None:
         if dtype not in REDUCIBLE and member.size > 1:
             x = torch.zeros(8, dtype=torch.uint8).view(dtype)
             for op in REDUCE_OPS:
-                if member.row == "nccl" and dtype in UNSIGNED and op != "avg":
+                if member.row == "nccl" and dtype in UNSIGNED:
                     continue  # which NCCL alone has, see test_nccl_calls
                 assert not member.carries("all_reduce", x, op, False)
                 member.refuses(f"{op} of {dtype}", lambda x=x, op=op: member.group.all_reduce(x, op))
@@ -170,6 +171,36 @@ def _not_reducible_body(member: Member) -> None:
 
 def test_a_dtype_without_a_sum_is_refused_and_the_group_goes_on(carrier: Carrier) -> None:
     carrier.run(_not_reducible_body)
+
+
+_EXTREMES = [0, 1, -1, 2, -2, 3, -7, 63, -64, 100, 127, -128]
+
+
+def _integer_average_body(member: Member) -> None:
+    """Averages whose sums wrap in the dtype, and odd ones of either sign; uint8 beyond 127."""
+    for dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        numbers = torch.tensor(_EXTREMES).clamp(info.min)
+        limits = torch.tensor([info.max, info.max - 1, info.min, info.min // 2])
+        drawn = torch.cat([numbers, numbers.flip(0), limits]).to(dtype)
+        xs = member.of_ranks(lambda rank, drawn=drawn: drawn.roll(rank))
+        x, expected = xs[member.rank], reduced(xs, "avg")
+        with member.case(f"all_reduce of {dtype}"):
+            check_reduced(member.group.all_reduce(x, "avg"), expected, x, reduce_op="avg", alone=member.size == 1)
+        with member.case(f"all_reduce_ of {dtype}"):
+            assert torch.equal(member.group.all_reduce_(x.clone(), "avg"), expected)
+        with member.case(f"all_reduce_async of {dtype}"):
+            found = member.group.all_reduce_async(x, "avg").wait()
+            assert torch.equal(found, expected), f"{found} is not {expected}"
+        whole = torch.stack([x] * member.size)
+        with member.case(f"reduce_scatter of {dtype}"):
+            assert torch.equal(member.group.reduce_scatter(whole, 0, "avg")[0], expected)
+        with member.case(f"reduce_scatterv of {dtype}"):
+            assert torch.equal(member.group.reduce_scatterv(whole, 0, [1] * member.size, "avg")[0], expected)
+
+
+def test_an_average_of_integers_wraps_and_is_divided_toward_zero(carrier: Carrier) -> None:
+    carrier.run(_integer_average_body)
 
 
 def _large_average_body(member: Member) -> None:

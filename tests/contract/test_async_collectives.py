@@ -107,7 +107,7 @@ def _in_flight() -> dict[str, Any]:
                 attempt(tp.reduce_scatter_async, torch.ones(3)).kind,
                 attempt(tp.broadcast_async, torch.ones(3), 4).kind,
                 attempt(tp.split, torch.ones(3)).kind,
-                attempt(tp.all_reduce_async, torch.ones(2, dtype=torch.int32), "avg").kind,
+                attempt(tp.all_reduce_async, torch.ones(2, dtype=torch.bool), "avg").kind,
             ],
         }
         tp.destroy()

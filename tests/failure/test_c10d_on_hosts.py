@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from device_communicators.c10d import creation
+from tests.contract.cases import reduced
 from tests.contract.test_c10d import _collectives
 from tests.failure.over_torch import OVER_TORCH, torch_world
 from tests.failure.test_killed import killed_in
@@ -27,6 +29,27 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no hosts can be mad
 def _compiled() -> None:
     """Before any deadline starts."""
     creation.load()
+
+
+def _average_and_repeat(rank: int, size: int) -> None:
+    """Averages of integers, of which sums wrap; a tensor twice in one call; several tensors of each rank."""
+    numbers = torch.tensor([127, -128, 3, -7, 100])
+    for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
+        xs = [(numbers + other).to(dtype) for other in range(size)]
+        dist.all_reduce(x := xs[rank].clone(), dist.ReduceOp.AVG)
+        assert x.equal(expected := reduced(xs, "avg")), f"{dtype}: {x} is not {expected}"
+        dist.reduce_scatter_tensor(x := xs[rank].clone(), torch.cat([xs[rank]] * size), dist.ReduceOp.AVG)
+        assert x.equal(expected), f"reduce_scatter of {dtype}: {x} is not {expected}"
+    dist.all_reduce_coalesced([x := torch.tensor([rank + 1.0]), x])
+    assert x.item() == size * (size + 1) / 2
+    group: Any = dist.group.WORLD
+    group.allreduce(both := [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]).wait()
+    assert [x.item() for x in both] == [size * (2 * size - 1)] * 2
+    group.broadcast(both := [torch.tensor([rank]), torch.tensor([rank])]).wait()
+    assert [x.item() for x in both] == [0, 0]
+    lists = [[torch.empty(1) for _ in range(2 * size)] for _ in range(2)]
+    group.allgather(lists, [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]).wait()
+    assert [[x.item() for x in each] for each in lists] == [list(range(2 * size))] * 2
 
 
 def _compare_with_gloo() -> int:
@@ -47,6 +70,7 @@ def _compare_with_gloo() -> int:
         uneven = [torch.empty(rank + 1 if world.world_size > 2 else 1) for rank in range(world.world_size)]
         dist.all_gather(uneven, torch.full((len(uneven[world.rank]),), float(world.rank)))
         assert [out.tolist() for out in uneven] == [[float(rank)] * len(uneven[rank]) for rank in world.ranks]
+        _average_and_repeat(world.rank, world.world_size)
         works = [world.isend(torch.full((9,), float(world.rank)), peer) for peer in world.ranks if peer != world.rank]
         for peer in world.ranks:
             if peer != world.rank:

@@ -140,7 +140,7 @@ def _wrong_body() -> list[str]:
     for call in (
         lambda: group.all_reduce(x, "median"),
         lambda: group.broadcast(x, 9),
-        lambda: group.all_reduce(x.to(torch.int32), "avg"),
+        lambda: group.all_reduce(x.to(torch.bool), "avg"),
     ):
         with pytest.raises(ps.UsageError) as raised:
             call()

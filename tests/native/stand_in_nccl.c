@@ -272,7 +272,7 @@ static uint16_t toBf16(float x) {
 }
 
 #define COMBINE(a, b) \
-  (op == 0 ? (a) + (b) : op == 1 ? (a) * (b) : op == 2 ? ((b) > (a) ? (b) : (a)) : ((b) < (a) ? (b) : (a)))
+  (op == 0 || op == 4 ? (a) + (b) : op == 1 ? (a) * (b) : op == 2 ? ((b) > (a) ? (b) : (a)) : ((b) < (a) ? (b) : (a)))
 #define REDUCE(type, wide, from, to)                                                   \
   for (size_t i = 0; i < count; i++) {                                                 \
     wide sum = from(((const type*)comm->slots)[offset + i]);                           \
@@ -280,12 +280,13 @@ static uint16_t toBf16(float x) {
       wide x = from(((const type*)(comm->slots + (size_t)r * SlotBytes))[offset + i]); \
       sum = (wide)COMBINE(sum, x);                                                     \
     }                                                                                  \
+    if (op == 4) sum = (wide)(sum / (wide)comm->size);                                  \
     ((type*)out)[i] = to(sum);                                                         \
   }                                                                                    \
   break
 
 static int reduceSlots(Comm* comm, void* out, size_t offset, size_t count, int dtype, int op) {
-  if (op < 0 || op > 3) return InvalidArgument;
+  if (op < 0 || op > 4 || (op == 4 && dtype > 5)) return InvalidArgument;  // nobody averages floats by it
   switch (dtype) {
     case 0: REDUCE(int8_t, int8_t, , );
     case 1: REDUCE(uint8_t, uint8_t, , );

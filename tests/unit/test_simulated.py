@@ -159,8 +159,11 @@ def test_reductions_of_other_dtypes(group: ps.GroupCoordinator) -> None:
     for op in ("sum", "max", "min", "product"):
         assert group.all_reduce(torch.tensor([True, False]), op).tolist() == [True, False]
     assert group.all_reduce(torch.empty(0, 3)).shape == (0, 3)
-    with pytest.raises(ps.UnsupportedError, match="avg needs a floating-point dtype"):
-        group.all_reduce(torch.tensor([1]), "avg")
+    for dtype in (torch.uint8, torch.int16, torch.int64, torch.complex64):
+        assert torch.equal(group.all_reduce(torch.tensor([3], dtype=dtype), "avg"), torch.tensor([3], dtype=dtype))
+    assert group.all_reduce(torch.tensor([100, -3], dtype=torch.int8), "avg").tolist() == [-28, -3]  # 400 - 512 = -112
+    with pytest.raises(ps.UnsupportedError, match=r"avg of torch.bool is not defined"):
+        group.all_reduce(torch.tensor([True]), "avg")
     with pytest.raises(ps.InvalidArgumentError, match="op of all_reduce"):
         group.all_reduce(X, "median")
 

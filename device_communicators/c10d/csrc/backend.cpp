@@ -32,7 +32,7 @@ bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   switch (op) {
     case RedOp::SUM: found->op = is_bool ? ReduceOp::kMax : ReduceOp::kSum; break;
     case RedOp::AVG:
-      if (!at::isFloatingType(dtype)) return false;
+      if (is_bool) return false;
       found->op = ReduceOp::kAverage;
       break;
     case RedOp::PRODUCT: found->op = is_bool ? ReduceOp::kMin : ReduceOp::kProduct; break;
@@ -110,15 +110,49 @@ struct Below {
   at::AutoDispatchBelowADInplaceOrView guard;
 };
 
-// Work of gloo's, whose errors `name` turns into the library's where they are gloo's own.
+// Divides in place. Integers are divided toward zero, as NCCL does.
+void divide_(const Tensor& x, std::int64_t divisor) {
+  const at::ScalarType dtype = x.scalar_type();
+  if (!at::isIntegralType(dtype, /*includeBool=*/true)) {
+    x.div_(divisor);
+  } else if (dtype == at::kUInt64) {  // torch can't divide these
+    const Tensor flat = x.contiguous();
+    auto* const numbers = static_cast<std::uint64_t*>(flat.mutable_data_ptr());
+    for (std::int64_t i = 0; i < flat.numel(); ++i) numbers[i] /= static_cast<std::uint64_t>(divisor);
+    if (!flat.is_same(x)) x.copy_(flat);
+  } else {  // int64: int8 can't hold 128 ranks
+    x.copy_(x.to(at::kLong).div_(divisor, "trunc"));
+  }
+}
+
+// Work of gloo's, whose errors `name` turns into the library's where they are gloo's own. When gloo is done, `averaged`
+// are divided by the number of ranks: gloo has no averages.
 class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
 
-  Borrowed(int rank, OpType type, Backend::Started work, Name name)
-      : Work(rank, type), work_(std::move(work)), name_(std::move(name)), started_(Clock::now()) {}
+  Borrowed(int rank, OpType type, Backend::Started work, Name name, std::vector<Tensor> averaged, int size)
+      : Work(rank, type), work_(std::move(work)), name_(std::move(name)), started_(Clock::now()) {
+    if (averaged.empty()) return;
+    c10::intrusive_ptr<c10::ivalue::Future> summed;
+    try {
+      summed = work_->getFuture();
+    } catch (const c10::Error&) {  // gloo's works of reduce_scatter have none, and write their outputs in `wait`
+      averaged_at_wait_ = std::move(averaged);
+      size_ = size;
+      return;
+    }
+    averaged_ = summed->then(
+        [averaged = std::move(averaged), size](c10::ivalue::Future& done) {
+          c10::IValue value = done.value();  // throws what went wrong
+          const Below below;
+          for (const Tensor& x : averaged) divide_(x, size);
+          return value;
+        },
+        summed->elementType());
+  }
 
-  bool isCompleted() override { return work_->isCompleted(); }
+  bool isCompleted() override { return averaged_ ? averaged_->completed() : work_->isCompleted(); }
   bool isSuccess() const override { return work_->isSuccess(); }
   std::exception_ptr exception() const override { return work_->exception(); }
   int sourceRank() const override { return work_->sourceRank(); }
@@ -127,10 +161,16 @@ class Borrowed final : public c10d::Work {
     return is_transfer ? std::vector<Tensor>{} : work_->result();  // gloo's transfers have none
   }
   void synchronize() override { work_->synchronize(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return averaged_ ? averaged_ : work_->getFuture(); }
   bool wait(std::chrono::milliseconds timeout) override {
     try {
-      return work_->wait(timeout);
+      const bool is_done = work_->wait(timeout);
+      if (averaged_) averaged_->wait();
+      std::call_once(waited_, [this] {
+        const Below below;
+        for (const Tensor& x : averaged_at_wait_) divide_(x, size_);
+      });
+      return is_done;
     } catch (const std::exception& error) {
       if (timeout > kNoTimeout && !work_->isCompleted()) throw;  // the wait is over, and not the call
       const double elapsed_s = std::chrono::duration<double>(Clock::now() - started_).count();
@@ -143,6 +183,10 @@ class Borrowed final : public c10d::Work {
   const Backend::Started work_;
   const Name name_;
   const Clock::time_point started_;
+  c10::intrusive_ptr<c10::ivalue::Future> averaged_;
+  std::vector<Tensor> averaged_at_wait_;
+  std::once_flag waited_;
+  int size_ = 1;
 };
 
 bool all_contiguous(const std::vector<Tensor>& tensors) {
@@ -155,6 +199,110 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
 // The bytes of a contiguous tensor as a flat view of it: one element is contiguous whatever its stride, of which torch
 // would view none as bytes.
 Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
+
+// The memory from a tensor's first element to its last one: nothing of it lies elsewhere.
+struct Extent {
+  const char* begin;
+  const char* end;
+};
+
+Extent extent_of(const Tensor& x) {
+  if (x.numel() == 0) return {nullptr, nullptr};
+  std::int64_t last = 0;
+  for (std::int64_t dim = 0; dim < x.dim(); ++dim) last += (x.size(dim) - 1) * x.stride(dim);
+  const auto* const begin = static_cast<const char*>(x.const_data_ptr());
+  return {begin, begin + (last + 1) * static_cast<std::int64_t>(x.element_size())};
+}
+
+bool overlap(const Extent& a, const Extent& b) { return a.begin < b.end && b.begin < a.end; }
+
+bool overlap(const Tensor& a, const Tensor& b) { return overlap(extent_of(a), extent_of(b)); }
+
+bool any_overlap(const std::vector<Tensor>& tensors) {
+  std::vector<Extent> extents;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.numel() != 0) extents.push_back(extent_of(tensor));
+  }
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const char* end = nullptr;
+  for (const Extent& each : extents) {
+    if (each.begin < end) return true;
+    end = std::max(end, each.end);
+  }
+  return false;
+}
+
+// Contiguous `input` for a call that writes `outputs`, of which the one at `own` gets the input itself: a copy where
+// another one, or another place of that one, overlaps it.
+Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
+  const Tensor in = input.contiguous();
+  if (!in.is_same(input)) return in;
+  for (int index = 0; index < static_cast<int>(outputs.size()); ++index) {
+    const bool is_same =
+        index == own && outputs[index].is_contiguous() && outputs[index].const_data_ptr() == in.const_data_ptr();
+    if (!is_same && overlap(outputs[index], in)) return in.clone();
+  }
+  return in;
+}
+
+// As above, of a call whose `whole` output, or input, has an equal part for each rank.
+Tensor apart_from_whole(const Tensor& part, const Tensor& whole, int own) {
+  const auto* const place = static_cast<const char*>(whole.const_data_ptr()) + own * part.nbytes();
+  return place != part.const_data_ptr() && overlap(part, whole) ? part.clone() : part;
+}
+
+// The inputs of calls that run one after the other: copies of those that outputs of earlier calls overlap.
+std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
+                                  const std::function<std::vector<Tensor>(std::size_t call)>& outputs_of) {
+  std::vector<Extent> written;
+  for (std::size_t call = 0; call < inputs.size(); ++call) {
+    const Extent read = extent_of(inputs[call]);
+    const auto is_over = [&](const Extent& each) { return overlap(each, read); };
+    if (std::any_of(written.begin(), written.end(), is_over)) inputs[call] = inputs[call].clone();
+    for (const Tensor& output : outputs_of(call)) written.push_back(extent_of(output));
+  }
+  return inputs;
+}
+
+// Reduces dim 0, in its order. Integers wrap.
+Tensor reduce_rows(const Tensor& rows, RedOp op) {
+  const at::ScalarType dtype = rows.scalar_type();
+  // Unsigned numbers of more than 8 bits have few operators: they are reduced as signed ones of 64 bits. Those that
+  // have 64 themselves keep their order when their highest bit is flipped.
+  const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
+  const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
+  constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
+  Tensor all = rows;
+  if (is_unsigned) all = dtype == at::kUInt64 ? all.view(at::kLong) : all.to(at::kLong);
+  if (at::isFloatingType(dtype) && c10::elementSize(dtype) < 4) all = all.to(at::kFloat);
+  if (flips) all = all.bitwise_xor(kHighestBit);
+  const DefaultFloatingPoint state;
+  Tensor total = all[0].clone();
+  for (std::int64_t row = 1; row < all.size(0); ++row) {
+    const Tensor next = all[row];
+    switch (op) {
+      case RedOp::SUM:
+      case RedOp::AVG: total.add_(next); break;
+      case RedOp::PRODUCT: total.mul_(next); break;
+      case RedOp::MIN: at::minimum_out(total, total, next); break;
+      case RedOp::MAX: at::maximum_out(total, total, next); break;
+      case RedOp::BAND: total.bitwise_and_(next); break;
+      case RedOp::BOR: total.bitwise_or_(next); break;
+      default: total.bitwise_xor_(next); break;
+    }
+  }
+  if (flips) total = total.bitwise_xor(kHighestBit);
+  total = dtype == at::kUInt64 ? total.view(dtype) : total.to(dtype);
+  if (op == RedOp::AVG) divide_(total, rows.size(0));
+  return total;
+}
+
+// What gloo is asked for where it is an average: the sum.
+template <typename Options>
+Options summed(Options options) {
+  if (options.reduceOp == RedOp::AVG) options.reduceOp = RedOp::SUM;
+  return options;
+}
 
 // Where the tensors' bytes lie one behind the other, as those of `x.chunk(n)` do, their beginning; else null.
 void* begin_of_joined(const std::vector<Tensor>& tensors) {
@@ -232,6 +380,17 @@ const Tensor& Backend::only(const Tensors& tensors, const char* method) const {
   return tensors[0];
 }
 
+// Several tensors a rank have one dtype and one size.
+void Backend::check_alike(const Tensors& tensors, const char* method) const {
+  check(!tensors.empty(), method, " takes at least one tensor");
+  for (const Tensor& tensor : tensors) {
+    check_dense(tensor, method);
+    check(tensor.numel() == tensors[0].numel() && tensor.scalar_type() == tensors[0].scalar_type(), method,
+          " needs tensors of one size and dtype, but got ", tensors[0].numel(), " × ", tensors[0].scalar_type(),
+          " and ", tensor.numel(), " × ", tensor.scalar_type());
+  }
+}
+
 void Backend::check_dense(const Tensor& tensor, const char* method) const {
   check(tensor.layout() == at::kStrided, method, " takes dense tensors only, but got one of layout ", tensor.layout());
   check(tensor.is_cpu(), method, " of backend 'parallel_state' takes CPU tensors, but got one on ", tensor.device(),
@@ -248,8 +407,14 @@ void Backend::check_parts(const Tensor& whole, const Tensor& part, const char* m
         ", but got ", whole.scalar_type());
 }
 
-void Backend::check_reduction(const c10d::ReduceOp& op) const {
+void Backend::check_reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const {
   check(op != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  check(op != RedOp::AVG || dtype != at::kBool, "AVG takes numbers, but got ", dtype);
+  check(!at::isComplexType(dtype) || op == RedOp::SUM || op == RedOp::AVG || op == RedOp::PRODUCT,
+        "complex numbers can't be reduced by this reduction: use SUM, AVG or PRODUCT");
+  const bool is_bitwise = op == RedOp::BAND || op == RedOp::BOR || op == RedOp::BXOR;
+  check(!is_bitwise || at::isIntegralType(dtype, /*includeBool=*/true), "bitwise reductions take integers, but got ",
+        dtype);
 }
 
 void Backend::check_root(std::int64_t root, const char* method) const {
@@ -277,7 +442,7 @@ const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  callbacks_.set_timeout(timeout);
+  if (callbacks_.set_timeout) callbacks_.set_timeout(timeout);  // else the group was destroyed
 }
 
 void Backend::done(int status, const char* method, Clock::time_point started) {
@@ -299,6 +464,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   const std::size_t bytes = bytes_of(inputs);
   auto call = c10::make_intrusive<Lane::Call>(rank_, kind.type, kind.title, std::move(inputs), std::move(outputs),
                                               sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
+  call->set_list_length(kind.list_length);
   auto run = [this, timeout_s, body = std::move(body)]() mutable {
     const Below below;
     timeout_s_ = timeout_s;
@@ -327,7 +493,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
 
 // Starts a call of gloo's; `peer` is that of a transfer, or -1.
 template <typename Start>
-Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start) {
+Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start, Tensors averaged) {
   check_usable(method);
   const auto name = [callbacks = callbacks_, method, peer](const char* text, double elapsed_s) {
     return callbacks.gloo_error(text, method, peer, elapsed_s);
@@ -340,7 +506,7 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Sta
     if (const std::exception_ptr named = name(error.what(), 0)) std::rethrow_exception(named);
     throw;
   }
-  return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name));
+  return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name, std::move(averaged), size_));
 }
 
 void Backend::over_hosts(const char* operation, const Tensor& output, const Tensor& input, const char* reduction,
@@ -379,51 +545,25 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int roo
 // What the kernels don't reduce: every rank gets every rank's numbers, and reduces them in the ranks' order.
 void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = x.scalar_type();
-  const bool is_linear = op == RedOp::SUM || op == RedOp::AVG;
-  if (at::isComplexType(dtype)) {
-    check(is_linear || op == RedOp::PRODUCT,
-          "complex numbers can't be reduced by this reduction: use SUM, AVG or PRODUCT");
-    if (is_linear) return all_reduce_flat(at::view_as_real(x), op);
-  }
+  if (at::isComplexType(dtype) && op != RedOp::PRODUCT) return all_reduce_flat(at::view_as_real(x), op);
   if (is_narrow_float(dtype)) {
     const Tensor wide = x.to(at::kFloat);
     all_reduce_flat(wide, op);
     x.copy_(wide);
     return;
   }
-  check(op != RedOp::AVG, "AVG takes floating-point or complex numbers, but got ", dtype);
-  const bool is_bitwise = op == RedOp::BAND || op == RedOp::BOR || op == RedOp::BXOR;
-  check(!is_bitwise || at::isIntegralType(dtype, /*includeBool=*/true), "bitwise reductions take integers, but got ",
-        dtype);
-  Tensor all = at::empty({size_, x.numel()}, x.options());
-  all_gather_into(all, x.view({-1}));
-  // Unsigned numbers of more than 8 bits have few operators: they are reduced as signed ones of 64 bits. Those that
-  // have 64 themselves keep their order when their highest bit is flipped.
-  const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
-  const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
-  constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
-  if (is_unsigned) all = dtype == at::kUInt64 ? all.view(at::kLong) : all.to(at::kLong);
-  if (flips) all = all.bitwise_xor(kHighestBit);
-  const DefaultFloatingPoint state;
-  Tensor total = all[0].clone();
-  for (int rank = 1; rank < size_; ++rank) {
-    const Tensor next = all[rank];
-    switch (static_cast<RedOp>(op)) {
-      case RedOp::SUM: total.add_(next); break;
-      case RedOp::PRODUCT: total.mul_(next); break;
-      case RedOp::MIN: at::minimum_out(total, total, next); break;
-      case RedOp::MAX: at::maximum_out(total, total, next); break;
-      case RedOp::BAND: total.bitwise_and_(next); break;
-      case RedOp::BOR: total.bitwise_or_(next); break;
-      default: total.bitwise_xor_(next); break;
-    }
-  }
-  if (flips) total = total.bitwise_xor(kHighestBit);
-  if (dtype == at::kUInt64) {
-    x.view({-1}).view(at::kLong).copy_(total);
-  } else {
-    x.view({-1}).copy_(total);
-  }
+  x.view({-1}).copy_(reduce_rows(gather_rows({x}), op));
+}
+
+// Every rank's `tensors`, one after the other: [size · tensors.size(), numel].
+Tensor Backend::gather_rows(const Tensors& tensors) {
+  const auto count = static_cast<std::int64_t>(tensors.size());
+  const Tensor mine = at::empty({count, tensors[0].numel()}, tensors[0].options());
+  for (std::int64_t row = 0; row < count; ++row) mine[row].view(tensors[row].sizes()).copy_(tensors[row]);
+  if (size_ == 1) return mine;
+  const Tensor all = at::empty({size_ * count, tensors[0].numel()}, mine.options());
+  all_gather_into(all, mine);
+  return all;
 }
 
 void Backend::all_reduce(const Tensor& x, const c10d::ReduceOp& op) {
@@ -435,14 +575,28 @@ void Backend::all_reduce(const Tensor& x, const c10d::ReduceOp& op) {
 
 Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (!tensors.empty() && tensors[0].layout() != at::kStrided) return allreduce_sparse(tensors, options);
-  const Tensor x = only(tensors, "all_reduce");
-  check_reduction(options.reduceOp);
+  check_alike(tensors, "all_reduce");
+  const Tensor x = tensors[0];
+  const bool is_average = options.reduceOp == RedOp::AVG;
+  check_reduction(options.reduceOp, x.scalar_type());
+  check(!is_average || tensors.size() == 1, "all_reduce takes one tensor a rank for an average, but got ",
+        tensors.size());
   if (is_on_gloo()) {
-    return by_gloo(OpType::ALLREDUCE, "all_reduce", -1,
-                   [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, options); });
+    return by_gloo(
+        OpType::ALLREDUCE, "all_reduce", -1,
+        [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, summed(options)); },
+        is_average ? tensors : Tensors{});
   }
-  return submit({OpType::ALLREDUCE, "all_reduce", "parallel_state:all_reduce"}, {x}, {x}, options.asyncOp,
-                options.timeout, [this, x, op = options.reduceOp] { all_reduce(x, op); });
+  constexpr Kind kKind = {OpType::ALLREDUCE, "all_reduce", "parallel_state:all_reduce"};
+  if (tensors.size() == 1) {
+    return submit(kKind, {x}, {x}, options.asyncOp, options.timeout,
+                  [this, x, op = options.reduceOp] { all_reduce(x, op); });
+  }
+  // As over gloo: all tensors of all ranks are reduced to one result, which each of them gets.
+  return submit(kKind, tensors, tensors, options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
+    const Tensor total = reduce_rows(gather_rows(tensors), op);
+    for (const Tensor& tensor : tensors) tensor.copy_(total.view(tensor.sizes()));
+  });
 }
 
 Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -457,15 +611,27 @@ Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::Allredu
 
 Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   check(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
-  for (const Tensor& tensor : tensors) check_dense(tensor, "all_reduce_coalesced");
-  check_reduction(options.reduceOp);
+  for (const Tensor& tensor : tensors) {
+    check_dense(tensor, "all_reduce_coalesced");
+    check_reduction(options.reduceOp, tensor.scalar_type());
+  }
   if (is_on_gloo()) {
-    return by_gloo(OpType::ALLREDUCE_COALESCED, "all_reduce", -1,
-                   [&](c10d::Backend& gloo) { return gloo.allreduce_coalesced(tensors, options); });
+    return by_gloo(
+        OpType::ALLREDUCE_COALESCED, "all_reduce", -1,
+        [&](c10d::Backend& gloo) { return gloo.allreduce_coalesced(tensors, summed(options)); },
+        options.reduceOp == RedOp::AVG ? tensors : Tensors{});
   }
   return submit({OpType::ALLREDUCE_COALESCED, "all_reduce", "parallel_state:all_reduce_coalesced"}, tensors, tensors,
                 options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
-                  for (const Tensor& tensor : tensors) all_reduce(tensor, op);
+                  if (!any_overlap(tensors)) {
+                    for (const Tensor& tensor : tensors) all_reduce(tensor, op);
+                    return;
+                  }
+                  // In place, what one of them came to would be reduced again as a part of the next.
+                  Tensors totals;
+                  for (const Tensor& tensor : tensors) totals.push_back(tensor.clone(at::MemoryFormat::Contiguous));
+                  for (const Tensor& total : totals) all_reduce_flat(total, op);
+                  for (std::size_t index = 0; index < tensors.size(); ++index) tensors[index].copy_(totals[index]);
                 });
 }
 
@@ -473,9 +639,12 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
   const Tensor x = only(tensors, "reduce");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "reduce");
-  check_reduction(options.reduceOp);
+  check_reduction(options.reduceOp, x.scalar_type());
   if (is_on_gloo()) {
-    return by_gloo(OpType::REDUCE, "reduce", -1, [&](c10d::Backend& gloo) { return gloo.reduce(tensors, options); });
+    const bool averages = options.reduceOp == RedOp::AVG && rank_ == root;
+    return by_gloo(
+        OpType::REDUCE, "reduce", -1, [&](c10d::Backend& gloo) { return gloo.reduce(tensors, summed(options)); },
+        averages ? tensors : Tensors{});
   }
   return submit({OpType::REDUCE, "reduce", "parallel_state:reduce"}, {x}, {x}, options.asyncOp, options.timeout,
                 [this, x, root, op = options.reduceOp] {
@@ -487,33 +656,42 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
 }
 
 Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  const Tensor x = only(tensors, "broadcast");
+  check_alike(tensors, "broadcast");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "broadcast");
+  check(options.rootTensor >= 0 && options.rootTensor < static_cast<std::int64_t>(tensors.size()),
+        "broadcast: the root's tensor must be one of ", tensors.size(), ", but is ", options.rootTensor);
+  const Tensor x = tensors[options.rootTensor];
   if (is_on_gloo()) {
     return by_gloo(OpType::BROADCAST, "broadcast", -1,
                    [&](c10d::Backend& gloo) { return gloo.broadcast(tensors, options); });
   }
-  return submit(
-      {OpType::BROADCAST, "broadcast", "parallel_state:broadcast"}, {x}, {x}, options.asyncOp, options.timeout,
-      [this, x, root] {
-        if (size_ == 1) return;
-        const Tensor flat = x.contiguous();
-        if (spans_hosts_) {
-          over_hosts("broadcast", flat, flat, "", root);
-        } else {
-          const auto started = Clock::now();
-          const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
-          done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root),
-               "broadcast", started);
-        }
-        if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
-      });
+  const auto run = [this, x, root] {
+    if (size_ == 1) return;
+    const Tensor flat = x.contiguous();
+    if (spans_hosts_) {
+      over_hosts("broadcast", flat, flat, "", root);
+    } else {
+      const auto started = Clock::now();
+      const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
+      done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root),
+           "broadcast", started);
+    }
+    if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
+  };
+  constexpr Kind kKind = {OpType::BROADCAST, "broadcast", "parallel_state:broadcast"};
+  if (tensors.size() == 1) return submit(kKind, {x}, {x}, options.asyncOp, options.timeout, run);
+  return submit(kKind, {x}, tensors, options.asyncOp, options.timeout, [run, x, tensors] {
+    run();
+    for (const Tensor& tensor : tensors) {  // the rank's other ones get it as well
+      if (!tensor.is_same(x)) tensor.copy_(x.view_as(tensor));
+    }
+  });
 }
 
 void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
-  const Tensor in = input.contiguous();
   const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+  const Tensor in = apart_from_whole(input.contiguous(), out, rank_);
   if (size_ == 1) {
     out.view({-1}).copy_(in.view({-1}));
   } else if (spans_hosts_) {
@@ -530,7 +708,7 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
 
 // Into a tensor a rank, which may be of different sizes.
 void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
-  const Tensor in = input.contiguous();
+  const Tensor in = apart(input, outputs, rank_);
   if (size_ == 1) {
     outputs[0].copy_(in);
     return;
@@ -594,24 +772,46 @@ void Backend::check_lists(std::size_t outputs, std::size_t inputs, const char* m
 
 Backend::Started Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::AllgatherOptions& options) {
-  check_lists(outputs.size(), inputs.size(), "all_gather");
-  const Tensor x = only(inputs, "all_gather");
-  const Tensors out = outputs[0];
-  check(static_cast<int>(out.size()) == size_, "all_gather needs an output for each of the ", size_, " ranks, but got ",
-        out.size());
-  for (const Tensor& output : out) {
-    check_dense(output, "all_gather");
-    check(output.scalar_type() == x.scalar_type(), "all_gather needs outputs of dtype ", x.scalar_type(), ", but got ",
-          output.scalar_type());
+  constexpr const char* kMethod = "all_gather";
+  check_alike(inputs, kMethod);
+  check(outputs.size() == inputs.size(), kMethod, " needs a list of outputs for each of the ", inputs.size(),
+        " inputs, but got ", outputs.size());
+  const Tensor x = inputs[0];
+  const bool several = inputs.size() > 1;
+  for (const Tensors& out : outputs) {
+    check(out.size() == size_ * inputs.size(), kMethod, " needs an output for each of the ", inputs.size(),
+          " inputs of ", size_, " ranks, but got ", out.size());
+    for (const Tensor& output : out) {
+      check_dense(output, kMethod);
+      check(output.scalar_type() == x.scalar_type(), kMethod, " needs outputs of dtype ", x.scalar_type(), ", but got ",
+            output.scalar_type());
+      check(!several || output.numel() == x.numel(), kMethod, " of several tensors needs outputs of ", x.numel(),
+            " elements, but got ", output.numel());
+    }
   }
-  check(out[rank_].numel() == x.numel(), "this rank's output of all_gather must have the ", x.numel(),
+  const Tensors out = outputs[0];
+  check(several || out[rank_].numel() == x.numel(), "this rank's output of all_gather must have the ", x.numel(),
         " elements of its input, but has ", out[rank_].numel());
   if (is_on_gloo()) {
-    return by_gloo(OpType::ALLGATHER, "all_gather", -1,
+    return by_gloo(OpType::ALLGATHER, kMethod, -1,
                    [&](c10d::Backend& gloo) { return gloo.allgather(outputs, inputs, options); });
   }
-  return submit({OpType::ALLGATHER, "all_gather", "parallel_state:all_gather"}, {x}, out, options.asyncOp,
-                options.timeout, [this, x, out] { all_gather_list(out, x); });
+  constexpr Kind kKind = {OpType::ALLGATHER, kMethod, "parallel_state:all_gather"};
+  if (!several) {
+    return submit(kKind, {x}, out, options.asyncOp, options.timeout, [this, x, out] { all_gather_list(out, x); });
+  }
+  Tensors flat;
+  for (const Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
+  Kind kind = kKind;
+  kind.list_length = out.size();
+  return submit(kind, inputs, flat, options.asyncOp, options.timeout, [this, inputs, outputs] {
+    const Tensor all = gather_rows(inputs);
+    for (const Tensors& list : outputs) {
+      for (std::size_t index = 0; index < list.size(); ++index) {
+        list[index].copy_(all[static_cast<std::int64_t>(index)].view(list[index].sizes()));
+      }
+    }
+  });
 }
 
 Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -637,12 +837,17 @@ Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
   }
   Tensors flat;
   for (const Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
-  return submit({OpType::ALLGATHER_COALESCED, "all_gather", "parallel_state:all_gather_coalesced"}, inputs, flat,
-                options.asyncOp, options.timeout, [this, outputs, inputs] {
-                  for (std::size_t index = 0; index < inputs.size(); ++index) {
+  return submit({OpType::ALLGATHER_COALESCED, "all_gather", "parallel_state:all_gather_coalesced",
+                 size_ == 1 ? 0 : inputs.size()},
+                inputs, flat, options.asyncOp, options.timeout, [this, outputs, inputs] {
+                  const auto outputs_of = [&](std::size_t index) {
                     Tensors of_ranks;
                     for (const Tensors& list : outputs) of_ranks.push_back(list[index]);
-                    all_gather_list(of_ranks, inputs[index]);
+                    return of_ranks;
+                  };
+                  const Tensors in = before_writes(inputs, outputs_of);
+                  for (std::size_t index = 0; index < in.size(); ++index) {
+                    all_gather_list(outputs_of(index), in[index]);
                   }
                 });
 }
@@ -670,9 +875,8 @@ Backend::Started Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   }
   return submit({OpType::COALESCED, "all_gather", "parallel_state:all_gather_into_tensor_coalesced"}, inputs, outputs,
                 options.asyncOp, options.timeout, [this, outputs, inputs] {
-                  for (std::size_t index = 0; index < inputs.size(); ++index) {
-                    all_gather_into(outputs[index], inputs[index]);
-                  }
+                  const Tensors in = before_writes(inputs, [&](std::size_t index) { return Tensors{outputs[index]}; });
+                  for (std::size_t index = 0; index < in.size(); ++index) all_gather_into(outputs[index], in[index]);
                 });
 }
 
@@ -697,7 +901,7 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   }
   return submit({OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
                 [this, x, out, root] {
-                  const Tensor in = x.contiguous();
+                  const Tensor in = apart(x, out, rank_);
                   Tensors staged;
                   for (const Tensor& output : out) {
                     staged.push_back(output.is_contiguous() ? output : at::empty(output.sizes(), output.options()));
@@ -760,12 +964,14 @@ Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
 }
 
 void Backend::reduce_scatter_into(const Tensor& output, const Tensor& input, const c10d::ReduceOp& op) {
-  const Tensor in = input.contiguous();
+  Tensor in = input.contiguous();
   Native how;
   if (size_ == 1) {
     output.view_as(output).copy_(in.view(output.sizes()));
     return;
   }
+  const auto* const own = static_cast<const char*>(in.const_data_ptr()) + rank_ * output.nbytes();
+  if (own != output.const_data_ptr() && overlap(output, in)) in = in.clone();
   if (!native_of(in.scalar_type(), op, &how)) {
     const Tensor total = in.is_same(input) ? in.clone() : in;
     all_reduce_flat(total, op);
@@ -794,7 +1000,7 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   const Tensors in = inputs[0];
   check(static_cast<int>(in.size()) == size_, "reduce_scatter needs an input for each of the ", size_,
         " ranks, but got ", in.size());
-  check_reduction(options.reduceOp);
+  check_reduction(options.reduceOp, out.scalar_type());
   bool is_even = true;
   for (const Tensor& input : in) {
     check_dense(input, "reduce_scatter");
@@ -805,8 +1011,10 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   check(in[rank_].numel() == out.numel(), "reduce_scatter needs this rank's input to have the ", out.numel(),
         " elements of its output, but it has ", in[rank_].numel());
   if (is_on_gloo()) {
-    return by_gloo(OpType::REDUCE_SCATTER, "reduce_scatter", -1,
-                   [&](c10d::Backend& gloo) { return gloo.reduce_scatter(outputs, inputs, options); });
+    return by_gloo(
+        OpType::REDUCE_SCATTER, "reduce_scatter", -1,
+        [&](c10d::Backend& gloo) { return gloo.reduce_scatter(outputs, inputs, summed(options)); },
+        options.reduceOp == RedOp::AVG ? outputs : Tensors{});
   }
   return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out}, options.asyncOp,
                 options.timeout, [this, out, in, is_even, op = options.reduceOp] {
@@ -824,10 +1032,12 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
 Backend::Started Backend::_reduce_scatter_base(Tensor& output, Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
   check_parts(input, output, "reduce_scatter_tensor", "input");
-  check_reduction(options.reduceOp);
+  check_reduction(options.reduceOp, input.scalar_type());
   if (is_on_gloo()) {
-    return by_gloo(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", -1,
-                   [&](c10d::Backend& gloo) { return gloo._reduce_scatter_base(output, input, options); });
+    return by_gloo(
+        OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", -1,
+        [&](c10d::Backend& gloo) { return gloo._reduce_scatter_base(output, input, summed(options)); },
+        options.reduceOp == RedOp::AVG ? Tensors{output} : Tensors{});
   }
   return submit({OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "parallel_state:_reduce_scatter_base"}, {input},
                 {output}, options.asyncOp, options.timeout,
@@ -838,20 +1048,21 @@ Backend::Started Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::ReduceScatterOptions& options) {
   check(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
-  check_reduction(options.reduceOp);
   for (std::size_t index = 0; index < inputs.size(); ++index) {
     check_parts(inputs[index], outputs[index], "reduce_scatter_tensor_coalesced", "input");
+    check_reduction(options.reduceOp, inputs[index].scalar_type());
   }
   if (is_on_gloo()) {
-    return by_gloo(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", -1,
-                   [&](c10d::Backend& gloo) { return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
+    return by_gloo(
+        OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", -1,
+        [&](c10d::Backend& gloo) { return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, summed(options)); },
+        options.reduceOp == RedOp::AVG ? outputs : Tensors{});
   }
   return submit(
       {OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", "parallel_state:reduce_scatter_tensor_coalesced"},
       inputs, outputs, options.asyncOp, options.timeout, [this, outputs, inputs, op = options.reduceOp] {
-        for (std::size_t index = 0; index < inputs.size(); ++index) {
-          reduce_scatter_into(outputs[index], inputs[index], op);
-        }
+        const Tensors in = before_writes(inputs, [&](std::size_t index) { return Tensors{outputs[index]}; });
+        for (std::size_t index = 0; index < in.size(); ++index) reduce_scatter_into(outputs[index], in[index], op);
       });
 }
 
@@ -898,12 +1109,13 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
                     output.copy_(input.view(output.sizes()));
                     return;
                   }
+                  const Tensor in = overlap(output, input) ? input.clone() : input;
                   const auto started = Clock::now();
                   const Told told =
                       told_of(Method::kAllToAll, input.dim() > 1 ? input.sizes().slice(1) : at::IntArrayRef{},
                               static_cast<int>(input.scalar_type()));
                   done(library_->all_to_all(group_, told.word, told.shape, output.mutable_data_ptr(),
-                                            input.const_data_ptr(), out_bytes.data(), in_bytes.data()),
+                                            in.const_data_ptr(), out_bytes.data(), in_bytes.data()),
                        "all_to_all", started);
                 });
 }

@@ -43,6 +43,12 @@ class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
+    Options(const Options& other) : c10d::Backend::Options(other) {}  // of no backend
+    // Torch from 2.15 on copies options by this before it changes them for a child group. Older ones don't know it, so
+    // it can't be marked `override`.
+    virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
+    // Gives a backend its new timeout; null for options of no backend.
+    std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
   // `group` is the number of the shared-memory group, 0 where there is none; `library` may be null then.
@@ -52,7 +58,9 @@ class Backend : public c10d::Backend {
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: torch before 2.15 writes a child group's timeout and name into what its parent's backend returns here.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
+  const c10::intrusive_ptr<Options>& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   bool supportsSplitting() const override { return true; }
   // torch asks in batch_isend_irecv only, whose coalescing manager stays open where an exception leaves it.
@@ -105,6 +113,7 @@ class Backend : public c10d::Backend {
     c10d::OpType type;
     const char* method;
     const char* title;
+    std::size_t list_length = 0;  // see Operation::set_list_length
   };
 
   template <typename Body>
@@ -113,8 +122,9 @@ class Backend : public c10d::Backend {
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
 
+  // `averaged`: tensors that hold sums when gloo is done, and averages when the returned work is.
   template <typename Start>
-  Started by_gloo(c10d::OpType type, const char* method, int peer, Start start);
+  Started by_gloo(c10d::OpType type, const char* method, int peer, Start start, Tensors averaged = {});
   void over_hosts(const char* operation, const at::Tensor& output, const at::Tensor& input, const char* reduction = "",
                   int root = -1);
 
@@ -127,10 +137,11 @@ class Backend : public c10d::Backend {
   template <typename... Parts>
   void check(bool holds, const Parts&... parts) const;
   const at::Tensor& only(const Tensors& tensors, const char* method) const;
+  void check_alike(const Tensors& tensors, const char* method) const;
   void check_dense(const at::Tensor& tensor, const char* method) const;
   void check_lists(std::size_t outputs, std::size_t inputs, const char* method) const;
   void check_parts(const at::Tensor& whole, const at::Tensor& part, const char* method, const char* which) const;
-  void check_reduction(const c10d::ReduceOp& op) const;
+  void check_reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
   void check_root(std::int64_t root, const char* method) const;
   void end(bool in_order);
   void done(int status, const char* method, Clock::time_point started);
@@ -139,6 +150,7 @@ class Backend : public c10d::Backend {
   void all_reduce(const at::Tensor& x, const c10d::ReduceOp& op);
   void all_reduce_flat(const at::Tensor& x, const c10d::ReduceOp& op, int root = -1);
   void reduce_by_gathering(const at::Tensor& x, const c10d::ReduceOp& op);
+  at::Tensor gather_rows(const Tensors& tensors);
   void all_gather_into(const at::Tensor& output, const at::Tensor& input);
   void all_gather_list(const Tensors& outputs, const at::Tensor& input);
   void all_gather_padded(const Tensors& outputs, const at::Tensor& in, const std::vector<std::size_t>& bytes);

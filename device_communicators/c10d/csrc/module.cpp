@@ -152,12 +152,17 @@ QueuePlaces places_of(const py::object& given) {
   return places;
 }
 
-c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& library, std::uint64_t group,
-                                 const py::object& places, bool spans_hosts, std::chrono::milliseconds timeout,
-                                 const py::object& python) {
+c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, std::vector<std::uint64_t> global_ranks,
+                                 const std::string& library, std::uint64_t group, const py::object& places,
+                                 bool spans_hosts, std::chrono::milliseconds timeout, const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
   c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places_of(places),
                                                                            spans_hosts, timeout, callbacks_of(python));
+  made->options()->group_name = name;
+  made->options()->global_ranks_in_group = std::move(global_ranks);
+  made->options()->apply_timeout = [weak = c10::weak_intrusive_ptr<Backend>(made)](std::chrono::milliseconds timeout) {
+    if (const auto backend = weak.lock()) backend->setTimeout(timeout);
+  };
   // Python's object of a backend goes with its last user there, the backend with its process group.
   python.attr("shut_down") = py::cpp_function(
       [weak = c10::weak_intrusive_ptr<Backend>(made)] {
@@ -180,12 +185,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.get())), raised.get());
     }
   });
+  using Options = Backend::Options;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(module, "Options")
+      .def_property(
+          "_timeout", [](const Options& self) { return self.timeout; },
+          [](Options& self, std::chrono::milliseconds timeout) {
+            self.timeout = timeout;
+            if (self.apply_timeout) self.apply_timeout(timeout);
+          })
+      .def("__copy__", &Options::clone)
+      .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.clone(); });
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(module, "Backend")
+      .def_property_readonly("options", &Backend::options)
       .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
   py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
       module, "ResolvingBackend");  // what `make` makes
-  module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("library"), py::arg("group"),
-             py::arg("places"), py::arg("spans_hosts"), py::arg("timeout"), py::arg("python"));
+  module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
+             py::arg("library"), py::arg("group"), py::arg("places"), py::arg("spans_hosts"), py::arg("timeout"),
+             py::arg("python"));
 }

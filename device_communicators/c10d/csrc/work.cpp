@@ -64,11 +64,20 @@ void Operation::announce(const c10::intrusive_ptr<c10::ivalue::Future>& future) 
   if (future) complete_future(*future);
 }
 
+c10::IValue Operation::value() const {
+  if (list_length_ == 0) return c10::IValue(outputs_);
+  std::vector<std::vector<at::Tensor>> lists;
+  for (auto at = outputs_.begin(); at != outputs_.end(); at += static_cast<std::ptrdiff_t>(list_length_)) {
+    lists.emplace_back(at, at + static_cast<std::ptrdiff_t>(list_length_));
+  }
+  return c10::IValue(lists);
+}
+
 void Operation::complete_future(c10::ivalue::Future& future) const {
   if (exception_ != nullptr) {
     future.setError(exception_);
   } else {
-    future.markCompleted(c10::IValue(outputs_));
+    future.markCompleted(value());
   }
 }
 
@@ -78,7 +87,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      future_ = c10::make_intrusive<c10::ivalue::Future>(value().type());
       complete = done_.load(std::memory_order_relaxed);
       if (!complete) future_to_complete_ = future_;
     }

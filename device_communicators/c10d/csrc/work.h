@@ -52,17 +52,21 @@ class Operation : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   void set_source_rank(int rank) { source_rank_ = rank; }
+  // Before the call starts: its future's value is lists of so many outputs, not one list of all.
+  void set_list_length(std::size_t length) { list_length_ = length; }
 
  protected:
   // Returns once the call is done, or false at the deadline; by default what `wait` does without one.
   virtual bool await(std::optional<Clock::time_point> deadline) = 0;
 
  private:
+  c10::IValue value() const;
   void complete_future(c10::ivalue::Future& future) const;
 
   std::atomic<bool> done_{false};
   std::vector<at::Tensor> outputs_;
   std::uint64_t sequence_;
+  std::size_t list_length_ = 0;  // 0: one list of all outputs
   int source_rank_ = -1;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // this, the next and the error: by mutex_
   c10::intrusive_ptr<c10::ivalue::Future> future_to_complete_;

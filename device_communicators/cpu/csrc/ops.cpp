@@ -25,7 +25,7 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   else if (name == "max") op = ReduceOp::kMax;
   else if (name == "min") op = ReduceOp::kMin;
   else if (name == "product") op = ReduceOp::kProduct;
-  else if (name == "avg" && at::isFloatingType(dtype)) op = ReduceOp::kAverage;
+  else if (name == "avg" && dtype != at::kBool) op = ReduceOp::kAverage;
   else return false;
   const int told = static_cast<int>(op);
   switch (dtype) {

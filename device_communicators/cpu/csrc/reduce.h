@@ -1,9 +1,9 @@
 // Element-wise reduction of several sources into one output, in the order of the sources.
 //
-// 16-bit floats are accumulated in float32 and rounded once; integers wrap. The same sources in the same order give the
-// same bits with every instruction set, so that ranks agree, and under every floating-point state of the calling thread
-// (see floating_point.h). Of zeros, max gives +0 unless all are -0, min the reverse. Which NaN comes out isn't
-// promised.
+// 16-bit floats are accumulated in float32 and rounded once; integers wrap, and averages of them are divided toward
+// zero. The same sources in the same order give the same bits with every instruction set, so that ranks agree, and
+// under every floating-point state of the calling thread (see floating_point.h). Of zeros, max gives +0 unless all are
+// -0, min the reverse. Which NaN comes out isn't promised.
 #pragma once
 
 #include <cstddef>
