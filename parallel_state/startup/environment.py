@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from device_communicators.errors import InvalidArgumentError, SettingError
 from parallel_state.startup.reserved import ReservedPort, address_of
+from parallel_state.store.client import JOB_STORE
 
 Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
@@ -189,12 +190,17 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
     if init_method.startswith("tcp://"):
         parts = urlsplit(init_method)
         return (parts.hostname, parts.port) if parts.hostname and parts.port else None
-    return None if init_method != "env://" or launcher_serves_store() else place.master
+    return None if init_method != "env://" or launcher_serves_store(place.master) else place.master
 
 
-def launcher_serves_store() -> bool:
-    """Returns True where torchrun or `launch` hosts the store, which rank 0 must not do then."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def launcher_serves_store(address: tuple[str, int] | None) -> bool:
+    """Returns True where torchrun or `launch` hosts the store at an address, which rank 0 must not do then.
+
+    torchrun says so by its variable, `launch` by having handed over the store: programs that a rank starts inherit
+    variables, and torch would look for the launcher's store at whatever address they have of their own.
+    """
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_agents or (address is not None and JOB_STORE.try_get(*address) is not None)
 
 
 def expand_hostlist(text: str) -> Iterator[str]:

@@ -103,9 +103,9 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfds here")
 def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
-        pidfd = os.pidfd_open(ended.pid)
         watcher = Watcher()
-        watcher._pids, watcher._processes = {2: ended.pid}, {pidfd: 2}  # without a thread
+        watcher._pids = {2: ended.pid}
+        watcher._ends.add(2, ended.pid)  # without a thread
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(3), 0)] == [1]
         ended.kill()
