@@ -6,6 +6,7 @@ What does not belong here: anything that decides *when* to raise.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 
@@ -157,6 +158,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
+
+
+def int_advice(value: object) -> str:
+    """Returns the form in which a rank or a size is taken that numpy, torch or a string holds; else nothing."""
+    if isinstance(value, int):
+        return ""
+    try:
+        number = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return ""
+    return f"; pass {number}, a Python int, as int(…) returns it"
 
 
 def plain(error: BaseException) -> str:

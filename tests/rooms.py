@@ -9,7 +9,7 @@ from __future__ import annotations
 LOWER = "device_communicators"
 UPPER = "parallel_state"
 
-GROUND = ("errors", "settings", "cores", "forks", "host", "host_calls", "limits", "member", "build_cache")
+GROUND = ("errors", "settings", "cores", "exits", "forks", "host", "host_calls", "limits", "member", "build_cache")
 """Files at the root of `device_communicators` that every room of both packages may import."""
 
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from device_communicators import exits
 from device_communicators.errors import CommunicationError, PeerDiedError
 from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES, ProcessEnds
 
@@ -157,6 +158,7 @@ class Watcher:
     """The ranks of one world, as far as this process can tell that they are gone."""
 
     def __init__(self) -> None:
+        exits.prepare()
         self._deaths: dict[int, Death] = {}
         self._news = threading.Condition()
         self._ends = ProcessEnds()  # by global rank

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.errors import InvalidArgumentError, int_advice
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 
@@ -134,7 +134,7 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
     """Checks that `rank` is a rank *in the group*."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
-        hint = ""
+        hint = int_advice(rank)
         if isinstance(rank, int) and rank in context.ranks:
             hint = f"; global rank {rank} is rank {context.ranks.index(rank)} of this group"
         raise InvalidArgumentError(

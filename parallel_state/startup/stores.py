@@ -61,10 +61,11 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
     doesn't resolve.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
-        if "://" not in init_method:
+        scheme = init_method.partition("://")[0]
+        if "://" not in init_method or (scheme != scheme.lower() and scheme.lower() in ("env", "tcp", "file")):
             raise InvalidArgumentError(
                 "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
-                f"but is {init_method!r}"
+                f"but is {init_method!r}{_method_advice(init_method)}"
             )
         return StoreWay(init_method, partial(_torch_rendezvous, init_method, place, timeout_s, deadline))
     address = _address(init_method, place)
@@ -79,6 +80,25 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
     run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
     connect = partial(open_store, address, place, deadline)
     return StoreWay(where, connect, f"parallel_state/{run or 0}", None if by_launcher else address)
+
+
+def _method_advice(init_method: str) -> str:
+    """Returns the form that works of a method without '://': of an address, a file, or a method's name."""
+    scheme, _, rest = init_method.partition(":")
+    _, _, port = init_method.rpartition(":")
+    if init_method.rstrip(":/").lower() == "env":
+        form = "env://"
+    elif scheme.lower() == "tcp" and rest:
+        form = f"tcp://{rest.lstrip('/')}"
+    elif scheme.lower() == "file" and rest:
+        form = f"file://{os.path.abspath(rest)}"
+    elif "/" in init_method:
+        form = f"file://{os.path.abspath(init_method)}"
+    elif port.isdecimal() and ":" in init_method:
+        form = f"tcp://{init_method}"
+    else:
+        return ""
+    return f"; write {form!r}"
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
@@ -111,8 +131,11 @@ def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or port is None:
-        raise InvalidArgumentError(f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}")
+    if not host or not port:
+        why = "; give a port that all ranks know: no other rank could find one that the system picks"
+        raise InvalidArgumentError(
+            f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}{why if port == 0 else ''}"
+        )
     return host, port
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from device_communicators import exits
 from device_communicators.host import connect_anew
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
 from device_communicators.liveness.links import LinkPlace, LinkPort, Links
@@ -276,5 +277,6 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
+    exits.prepare()
     threading.Thread(target=run, daemon=True, name=name).start()
     return future

@@ -23,6 +23,8 @@ _LINES = b"\r\n\r\n"
 """Sent after `_QUIET_S`: a service that reads lines answers then. To a TCPStore it is the begin of another PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
+_LEAST_S = 0.1
+"""A last look, at the deadline, takes so long: else it would report silence, whatever the looks before it found."""
 _SHOWN_BYTES = 48
 
 
@@ -38,7 +40,8 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     a proxy whose server isn't there yet.
     """
     nonce = os.urandom(_NONCE_BYTES)
-    with connect_to(address, max(0.01, deadline - time.monotonic())) as connection:
+    deadline = max(deadline, time.monotonic() + _LEAST_S)
+    with connect_to(address, deadline - time.monotonic()) as connection:
         connection.sendall(struct.pack("<BIB", _VALIDATE, _MAGIC_NUMBER, _PING) + nonce)
         answer = _receive(connection, _NONCE_BYTES, min(deadline, time.monotonic() + _QUIET_S))
         if not answer and time.monotonic() < deadline:
