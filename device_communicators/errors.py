@@ -6,7 +6,6 @@ What does not belong here: anything that decides *when* to raise.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Sequence
 
@@ -165,8 +164,8 @@ def int_advice(value: object) -> str:
     if isinstance(value, int):
         return ""
     try:
-        number = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+        number = int(value) if isinstance(value, str) else value.__index__()  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         return ""
     return f"; pass {number}, a Python int, as int(…) returns it"
 

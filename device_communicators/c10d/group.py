@@ -308,12 +308,8 @@ class Group:
         if self._gloo is not None:
             return self._gloo
         store = dist.PrefixStore("gloo", self._store)
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        options._devices = [_gloo_device(self._world.address)]
-        gloo = dist.ProcessGroupGloo(store, self._members.rank, len(self._members.ranks), options)
-        gloo._set_sequence_number_for_group()
-        return gloo
+        rank, size = self._members.rank, len(self._members.ranks)
+        return make_gloo(store, rank, size, self._timeout, self._world.address)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Returns once all ranks have come; rank 0 gives them `timeout`, and names the first that didn't, or all.
@@ -368,6 +364,16 @@ class Group:
         if os.getpid() == self._pid:
             self.leave()
             self._memory.close()
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    """Returns a gloo backend, which listens at `address`, as other hosts reach this process, if that is known."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [_gloo_device(address)]
+    gloo = dist.ProcessGroupGloo(store, rank, size, options)
+    gloo._set_sequence_number_for_group()
+    return gloo
 
 
 def _gloo_device(address: str) -> Any:

@@ -42,12 +42,12 @@ _PF_EXITING = 4
 
 
 class WakeEvent:
-    """Wakes a thread that polls `fileno()`: an eventfd, or a pipe on systems that have none. Nobody reads it."""
+    """Wakes a thread that polls `fileno()`: an eventfd, or a pipe where there is none. Nobody reads it."""
 
     def __init__(self) -> None:
-        if hasattr(os, "eventfd"):
+        try:
             self._reader = self._writer = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        else:
+        except (AttributeError, OSError):  # another system; a sandbox
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,7 +18,6 @@ from urllib.parse import urlsplit
 
 from device_communicators.errors import InvalidArgumentError, SettingError
 from parallel_state.startup.reserved import ReservedPort, address_of
-from parallel_state.store.client import JOB_STORE
 
 Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
@@ -199,8 +199,10 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
     torchrun says so by its variable, `launch` by having handed over the store: programs that a rank starts inherit
     variables, and torch would look for the launcher's store at whatever address they have of their own.
     """
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return is_agents or (address is not None and JOB_STORE.try_get(*address) is not None)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return True
+    client = sys.modules.get("parallel_state.store.client")  # a worker of `launch` has imported it
+    return client is not None and address is not None and client.JOB_STORE.try_get(*address) is not None
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
