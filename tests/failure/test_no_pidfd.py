@@ -50,7 +50,7 @@ def without(code: int, function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
 @pytest.mark.parametrize("code", CODES)
-def test_row_01_rank_3_is_killed(ranks: Ranks, tmp_path: Path, code: int, route: str) -> None:
+def test_row_57_rank_3_is_killed(ranks: Ranks, tmp_path: Path, code: int, route: str) -> None:
     def trial(folder: Path) -> float:
         results = ranks.survivors(without, code, killed_in, "all_reduce", route, [3], str(folder), timeout_s=DEADLINE_S)
         return latest(ranks, results, [3], folder, "0" if route == OVER_TORCH else "tp:0")
@@ -59,7 +59,7 @@ def test_row_01_rank_3_is_killed(ranks: Ranks, tmp_path: Path, code: int, route:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
+def test_row_57_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
     def trial(folder: Path) -> float:
         with held_port() as port:
             results = ranks.survivors(
@@ -73,7 +73,7 @@ def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: 
 @pytest.mark.parametrize(("operation", "route"), [
     ("all_reduce of 4 MiB", ROUTES[0]), ("send and recv", ROUTES[1]), ("send_tensor_dict", ROUTES[0]),
 ])  # fmt: skip
-def test_row_03_in_other_operations(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
+def test_row_57_in_other_operations(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
     def trial(folder: Path) -> float:
         results = ranks.survivors(
             without, CODES[0], killed_in, operation, route, [2], str(folder), timeout_s=DEADLINE_S
@@ -84,7 +84,7 @@ def test_row_03_in_other_operations(ranks: Ranks, tmp_path: Path, operation: str
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
+def test_row_57_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
     def trial(folder: Path) -> float:
         results = ranks.survivors(
             without, CODES[1], wait_for_a_live_rank, "recv", route, str(folder), timeout_s=DEADLINE_S
@@ -101,7 +101,7 @@ def _seen_by_the_library_alone(folder: str) -> Any:
     return _reader_dies("one message", folder)
 
 
-def test_row_33_the_reader_dies_and_no_thread_of_python_sees_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_row_57_the_reader_dies_and_no_thread_of_python_sees_it(ranks: Ranks, tmp_path: Path) -> None:
     def trial(folder: Path) -> float:
         results = ranks.survivors(without, CODES[1], _seen_by_the_library_alone, str(folder), timeout_s=DEADLINE_S)
         outcome, at_s = results[0]
@@ -112,7 +112,7 @@ def test_row_33_the_reader_dies_and_no_thread_of_python_sees_it(ranks: Ranks, tm
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_row_05_killed_amid_any_call(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+def test_row_57_killed_amid_any_call(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     def trial(folder: Path) -> float:
         ranks.begin(without, CODES[seed], _mixed_calls, ROUTES[seed], seed, str(folder))
         victim, killed_s = kill_one(ranks, seed, folder)

@@ -87,7 +87,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
     watcher = Watcher()
     try:
         assert other.stdout is not None and other.stdout.read(1)
-        while Path(f"/proc/{other.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+        while Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
             time.sleep(0.01)
         watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would tell of the end
         watcher.report(1, "has ended")
