@@ -62,7 +62,7 @@ class Footprint(NamedTuple):
 
     @classmethod
     def now(cls) -> Footprint:
-        with open("/proc/self/status") as file:
+        with open("/proc/self/status", encoding="utf-8") as file:
             status = dict(line.split(":", 1) for line in file)
         # listdir has a descriptor open itself
         return cls(int(status["Threads"]), len(os.listdir("/proc/self/fd")) - 1, int(status["VmRSS"].split()[0]))

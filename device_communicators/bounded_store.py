@@ -10,7 +10,6 @@ No other file calls a method of a torch store (tests/unit/test_bounded_store.py)
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators.helper_threads import Call
+from device_communicators.host import connect_to
 
 OPERATION_S = 5.0
 """An operation without a deadline of its caller's fails after this time."""
@@ -116,7 +116,7 @@ class BoundedStore:
             try:
                 if getattr(server, "host", "") and getattr(server, "port", 0):
                     left_s = max(0.01, deadline - time.monotonic())
-                    socket.create_connection((server.host, server.port), timeout=left_s).close()
+                    connect_to((server.host, server.port), left_s).close()
             except OSError:
                 return None
             made = made or Call(self.raw.clone)

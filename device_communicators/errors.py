@@ -186,6 +186,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
 
 
+def int_advice(value: object) -> str:
+    """Returns the form in which a rank or a size is taken that numpy, torch or a string holds; else nothing."""
+    if isinstance(value, int):
+        return ""
+    try:
+        number = int(value) if isinstance(value, str) else value.__index__()  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return ""
+    return f"; pass {number}, a Python int, as int(…) returns it"
+
+
 def plain(error: BaseException) -> str:
     """Returns the first line of what torch or gloo says, without its decoration and the places in its source."""
     first = (str(error).splitlines() or [type(error).__name__])[0]

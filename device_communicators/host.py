@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
@@ -18,7 +19,7 @@ _LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 def boot_id() -> str:
     """Returns the id of the running system, which no other host or boot has."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
         return ""
@@ -41,10 +42,30 @@ def namespace_id(kind: str) -> str:
 def start_time(pid: int) -> str:
     """Returns when a process of this PID namespace began; empty where there is none. Tells reused pids apart."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
+    """Returns what `socket.getaddrinfo` does; all look-ups of names go through here.
+
+    Raises OSError also for what can't be a name: Python raises a UnicodeError for an empty label, or one of 64 letters.
+    """
+    try:
+        return list(socket.getaddrinfo(host, port, type=kind))
+    except UnicodeError as error:
+        reason = error.__cause__ or error
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} can't be a host name: {reason}") from error
+
+
+def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Returns a connection to a name or an address. Raises OSError, also for what can't be a name."""
+    try:
+        return socket.create_connection(address, timeout=timeout_s)
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, f"{address[0]!r} can't be a host name: {error}") from error
 
 
 def address_towards(server: tuple[str, int] | None) -> str:
@@ -52,7 +73,7 @@ def address_towards(server: tuple[str, int] | None) -> str:
     if server is None:
         return ""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, where = resolve(*server, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing: it picks the interface
             return str(probe.getsockname()[0])
@@ -72,7 +93,7 @@ def addresses_of(interface: str) -> Iterator[str]:
     ipv4 = ipv4_of(interface)
     if ipv4 is not None:
         yield ipv4
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as file:
         for digits, _, _, scope, _, owner in map(str.split, file):
             if owner == interface and scope != _LINK_LOCAL:
                 yield str(ipaddress.IPv6Address(int(digits, 16)))
@@ -81,7 +102,7 @@ def addresses_of(interface: str) -> Iterator[str]:
 @functools.lru_cache(maxsize=1)
 def _address_of(name: str) -> str:
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, where in resolve(name):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(where)
                 return str(where[0])

@@ -7,10 +7,12 @@ becomes one sentence. Who raises, and what it falls back to, is decided where it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import resource
+import sys
 from collections.abc import Iterator
 
 from device_communicators.errors import ParallelStateError, ResourceLimitError
@@ -30,6 +32,8 @@ _TEXTS = {
     "File too large": errno.EFBIG,
 }
 """By which errors that bring no number, as those of torch, gloo and threads, are known."""
+_CLONE3 = 435
+"""The number of the system call, on all architectures."""
 _FOLDERS = "/dev/shm", "/tmp"
 
 
@@ -136,6 +140,12 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
         )
     if number == errno.ENFILE:
         return "files ran out: the machine has no more; raise fs.file-max (sysctl), or look for who holds them"
+    if number == errno.EAGAIN and _clone3_is_forbidden():
+        return (
+            "the sandbox forbids the system call clone3 with EPERM, by which new threads are made: use a container "
+            "runtime whose filter answers ENOSYS (Docker 20.10.10 or later), or run without it "
+            "(`--security-opt seccomp=unconfined`)"
+        )
     if number == errno.EAGAIN:
         return (
             f"processes and threads ran out: this user may have {_limit(resource.RLIMIT_NPROC)} in all, and this "
@@ -154,6 +164,17 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
             "limit (`ulimit -f`)"
         )
     return f"space ran out: {_space(path)}; free some, choose another TMPDIR, or give a container more (`--shm-size`)"
+
+
+def _clone3_is_forbidden() -> bool:
+    """Returns True if a filter answers EPERM to clone3: glibc takes clone instead for ENOSYS alone.
+
+    Without arguments the kernel itself answers EINVAL.
+    """
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_CLONE3, None, ctypes.c_size_t(0)) < 0 and ctypes.get_errno() == errno.EPERM
 
 
 def _limit(which: int) -> str:

@@ -7,6 +7,8 @@ What other programs define (RANK, MASTER_ADDR, SLURM_PROCID, …) is read in `pa
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from typing import Generic, TypeVar
 
 from device_communicators.cores import parse_list
 from device_communicators.errors import SettingError
+
+logger = logging.getLogger("parallel_state")
 
 T = TypeVar("T")
 
@@ -292,3 +296,14 @@ def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
     known = {setting.name for setting in ALL}
     names = os.environ if environ is None else environ
     return sorted(name for name in names if name.startswith(PREFIX) and name not in known)
+
+
+def warn_about_unknown_names() -> None:
+    """Warns of each such variable of this process, once."""
+    for name in unknown_names():
+        _warn_about(name)
+
+
+@functools.cache
+def _warn_about(name: str) -> None:
+    logger.warning("%s is not a setting of parallel_state and has no effect", name)

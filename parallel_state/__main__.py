@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> int:
     """Runs the command of this process; returns its exit code, which for a closed pipe is that of SIGPIPE."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
+            stream.reconfigure(errors="replace")
     try:
         try:
             exit_code = main()

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.errors import InvalidArgumentError, int_advice
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
@@ -48,7 +48,7 @@ def simulate(
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
     layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
     if not isinstance(rank, int):
-        raise InvalidArgumentError(f"rank must be an int, but is {rank!r}")
+        raise InvalidArgumentError(f"rank must be an int, but is {rank!r}{int_advice(rank)}")
     layout.coordinates(rank)  # raises for a rank that isn't in it
 
     def make(name: str, _: ParallelGroups | None = None) -> GroupCoordinator | None:

@@ -117,8 +117,7 @@ def init_distributed_environment(
             f"the distributed environment is initialised already ({_WORLD.context}); "
             "call destroy_distributed_environment() first"
         )
-    for name in settings.unknown_names():
-        logger.warning("%s is not a setting of parallel_state and has no effect", name)
+    settings.warn_about_unknown_names()
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
     watch: StartWatch | None = None

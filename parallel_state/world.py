@@ -30,6 +30,7 @@ from device_communicators.errors import (
     PeerDiedError,
     RendezvousError,
     format_ranks,
+    int_advice,
     plain,
 )
 from device_communicators.liveness.health import describe_deaths, kind_of_deaths
@@ -90,7 +91,9 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
     """Returns where this process stands: from the arguments, or, where they are -1, from what started it."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
-            raise InvalidArgumentError(f"{name} must be an int, -1 for what the environment says, but is {number!r}")
+            raise InvalidArgumentError(
+                f"{name} must be an int, -1 for what the environment says, but is {number!r}{int_advice(number)}"
+            )
     if not isinstance(init_method, str):
         raise InvalidArgumentError(f"distributed_init_method must be a str such as 'env://', but is {init_method!r}")
     if (world_size == -1) != (rank == -1):

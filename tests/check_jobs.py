@@ -121,7 +121,7 @@ def run_check(
 
 
 def _content(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _run_rank(

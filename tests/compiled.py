@@ -29,7 +29,7 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
         content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     folder = _folder()
     target = folder / f"{content.hexdigest()[:24]}-{name}"
-    with open(folder / f"{target.name}.lock", "w") as lock:
+    with open(folder / f"{target.name}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as work:

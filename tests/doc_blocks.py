@@ -48,7 +48,7 @@ def ranks_of(how: str) -> Ranks | None:
 
 
 def blocks_of(path: Path) -> list[Block]:
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     page = str(path.relative_to(ROOT))
     found: list[Block] = []
     at = 0

@@ -14,7 +14,7 @@ WITH_ENGINES = sorted(set(FOLDER.glob("*.py")) - set(WITH_TORCH_ALONE))
 
 def promised(example: Path) -> list[str]:
     """Returns the lines that an example's docstring has below "It prints …:"."""
-    text = ast.get_docstring(ast.parse(example.read_text())) or ""
+    text = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or ""
     found = re.search(r"^It prints.*:\n\n((?:    .*\n?)+)", text, re.MULTILINE)
     assert found, f"{example.name} must say in its docstring what it prints"
     return [line.strip() for line in found[1].splitlines()]

@@ -295,7 +295,7 @@ def _serve_on_host(host_pid: int, host: Host, connection: Connection, environmen
 
 def _children(pid: int) -> list[int]:
     try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="utf-8") as file:
             return [int(child) for child in file.read().split()]
     except OSError:  # it has ended
         return []
@@ -307,7 +307,7 @@ def enter(pid: int) -> None:
     folder = os.getcwd()
     with contextlib.ExitStack() as stack:
         there = (path for name in _NAMESPACES if os.path.exists(path := f"/proc/{pid}/ns/{name}"))
-        files = [stack.enter_context(open(path)) for path in there]
+        files = [stack.enter_context(open(path, encoding="utf-8")) for path in there]
         for file in files:
             if library.setns(file.fileno(), 0) != 0:
                 error = ctypes.get_errno()

@@ -111,7 +111,7 @@ def _be_nice(niceness: int) -> None:
     """Lowers what this process gets of the cores; where each session gets the same share, that of its session."""
     os.nice(niceness)
     with suppress(OSError):  # no autogroups
-        Path("/proc/self/autogroup").write_text(str(niceness))
+        Path("/proc/self/autogroup").write_text(str(niceness), encoding="utf-8")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -142,7 +142,7 @@ class Run:
                 *(f"--ignore={path}" for path in lane.but),
             ]
             command += ["-o", f"cache_dir={self._cache}", "--cache-clear", *options]
-        with open(self.log, "w") as log:
+        with open(self.log, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes

@@ -51,7 +51,7 @@ def symbols_of(library: Path) -> list[str]:
 
 def header_facts(header: Path, folder: Path) -> dict[str, Any]:
     """What the header says; `folder` is for a program that prints what a compiler makes of it."""
-    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(), flags=re.DOTALL)
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(encoding="utf-8"), flags=re.DOTALL)
     fields = _config_fields(text)
     numbers = {key: _enumerators(text, name) for key, name in _ENUMS.items()}
     names = ["sizeof(ncclConfig_t)", "sizeof(ncclUniqueId)", "NCCL_VERSION_CODE"]

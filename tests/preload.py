@@ -32,7 +32,7 @@ def collapse_heap() -> None:
     that takes 26 ms, and for most of it in huge ones 8 ms.
     """
     madvise = ctypes.CDLL(None).madvise
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]
         if access.startswith("rw") and name.strip() in ("", "[heap]"):
             first, end = (int(address, 16) for address in addresses.split("-"))

@@ -10,8 +10,8 @@ LOWER = "device_communicators"
 UPPER = "parallel_state"
 
 GROUND = (
-    "errors", "settings", "cores", "floating_point", "forks", "host", "host_calls", "limits", "member", "build_cache",
-    "helper_threads", "bounded_store",
+    "errors", "settings", "cores", "floating_point", "exits", "forks", "host", "host_calls", "limits", "member",
+    "build_cache", "helper_threads", "bounded_store",
 )  # fmt: skip
 """Files at the root of `device_communicators` that every room of both packages may import."""
 

@@ -61,7 +61,7 @@ def run(
     """Returns what became of the tests, all of them or `names`; what they print is added to `log`."""
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
-    with tempfile.TemporaryFile("w+") as chosen, open(log, "a") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
         chosen.write("\n".join(names))
         chosen.seek(0)
         command = [sys.executable, "-m", "tests.torch_suite", backend, str(size), *(["--rpc"] if rpc else [])]

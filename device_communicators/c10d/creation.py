@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib.util
+import logging
 import sys
 import sysconfig
 import time
@@ -22,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import settings
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.build_cache import CacheError
-from device_communicators.c10d.group import Group
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.build_cache import CacheError, about_cache
+from device_communicators.c10d.group import Group, make_gloo
 from device_communicators.c10d.store_exchange import StoreExchange
 from device_communicators.c10d.world import World
 from device_communicators.cpu import native, native_build
@@ -39,7 +40,11 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
+from device_communicators.helper_threads import Call
 
+logger = logging.getLogger("parallel_state")
+
+_ADVICE = ". It needs a C++ compiler and Python's headers"
 _SOURCES = Path(__file__).parent / "csrc"
 _MODULE = "parallel_state_c10d"
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -48,10 +53,10 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
 
-    `options` are torch's DistributedBackendOptions; `backend_options` are not used. Raises UnsupportedError where the
-    compiled part can't be had, and CommunicationError where ranks don't come.
+    `options` are torch's DistributedBackendOptions; `backend_options` are not used. Where a rank of the world has no
+    compiled part, all groups of that world are gloo's, with one warning. Raises CommunicationError where ranks don't
+    come.
     """
-    module = load()
     size, rank = options.group_size, options.group_rank
     timeout = options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
@@ -62,12 +67,27 @@ def create(options: Any, backend_options: Any = None) -> Any:
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
     world = World.of(store, ranks, is_default)
     begins = not world.begun
+    module, problem = try_load()
+    if begins:
+        settings.warn_about_unknown_names()
+        if size > 1:
+            store.set(f"compiled/{rank}", problem)  # the ranks' meeting follows
+        elif problem:
+            world.over_gloo = f"global rank {ranks[0]} {problem}"
+    if world.over_gloo:
+        return _over_gloo(world, store, rank, size, timeout)
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1:
             everyone = sorted(world.domain.ranks)
             _exchange_over(store, memory, world, everyone)
             if begins:
+                found = [bytes(each).decode() for each in store.multi_get([f"compiled/{each}" for each in range(size)])]
+                without = next((each for each, said in enumerate(found) if said), None)
+                if without is not None:
+                    world.over_gloo = f"global rank {ranks[without]} {found[without]}"
+                    memory.close()
+                    return _over_gloo(world, store, rank, size, timeout)
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
     except BaseException:
@@ -112,6 +132,21 @@ def _exchange_over(store: BoundedStore, memory: HostMemory, world: World, watche
     exchange.close()
 
 
+def _over_gloo(world: World, store: BoundedStore, rank: int, size: int, timeout: Any) -> Any:
+    """Returns a gloo backend in place of ours. Deaths are noticed by broken connections and at deadlines there."""
+    if not world.has_warned:
+        world.has_warned = True
+        logger.warning(
+            'the backend "parallel_state" of torch.distributed goes over gloo, without shared memory and without the '
+            "watch of deaths: %s",
+            world.over_gloo,
+        )
+    call = Call(lambda: make_gloo(store.prefixed("gloo"), rank, size, timeout, world.address))
+    if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S, bool):
+        raise StoreSilentError(f"{store} did not let the ranks connect over gloo")
+    return call.result()
+
+
 @atexit.register
 def _shut_down() -> None:
     """Ends threads before the interpreter, whose lock an error of theirs would need, and says that this rank goes.
@@ -151,20 +186,28 @@ def _recipe() -> Recipe:
 
 
 @cache
-def load() -> Any:
-    """Returns the compiled module, compiled now if need be. Raises UnsupportedError."""
+def try_load() -> tuple[Any, str]:
+    """Returns the compiled module, compiled now if need be, or why this process can't have it."""
     try:
         path, problem = native.find_or_compile(_recipe())
     except (OSError, BuildError, CacheError) as error:
-        path, problem = None, str(error)
+        path, problem = None, about_cache(error)
+        advice = "" if isinstance(error, OSError) else _ADVICE
+    else:
+        advice = _ADVICE
     if path is None:
-        raise UnsupportedError(
-            f'the backend "parallel_state" of torch.distributed can\'t be compiled here: {problem}. Use "gloo", or '
-            "install a C++ compiler and Python's headers"
-        )
+        return None, f"has no compiled part: {problem}{advice}"
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
-        raise UnsupportedError(f"{path} is no module of Python")
+        return None, f"has no compiled part: {path} is no module of Python"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module, ""
+
+
+def load() -> Any:
+    """Returns the compiled module, compiled now if need be. Raises UnsupportedError."""
+    module, problem = try_load()
+    if module is None:
+        raise UnsupportedError(f'the backend "parallel_state" of torch.distributed {problem}')
     return module

@@ -334,18 +334,13 @@ class Group:
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        options._devices = [_gloo_device(self._world.address)]
         started, members = time.monotonic(), self._members
         rank, size = members.rank, len(members.ranks)
-        call = Call(lambda: dist.ProcessGroupGloo(store.raw, rank, size, options))
+        call = Call(lambda: make_gloo(store, rank, size, self._timeout, self._world.address))
         # gloo's own deadline is the same, but its operations at the store have none.
         deadline = started + self._timeout.total_seconds() + LAST_WORD_S
         if call.wait(deadline, lambda: bool(self._context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
-            gloo = call.result()
-            gloo._set_sequence_number_for_group()
-            return gloo
+            return call.result()
         if self._context.deaths():
             raise as_torch_error(died(self._context, "new_group", started))
         silent = StoreSilentError(f"{store} did not let the ranks connect over gloo")
@@ -424,6 +419,16 @@ class Group:
         if os.getpid() == self._pid:
             self.leave()
             self._memory.close()
+
+
+def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    """Returns a gloo backend, which listens at `address`, as other hosts reach this process, if that is known."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [_gloo_device(address)]
+    gloo = dist.ProcessGroupGloo(store.raw, rank, size, options)
+    gloo._set_sequence_number_for_group()
+    return gloo
 
 
 def _gloo_device(address: str) -> Any:

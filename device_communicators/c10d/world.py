@@ -36,6 +36,9 @@ class World:
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank on this host, a bit each."""
         self.begun = False
+        self.over_gloo = ""
+        """The reason that all groups are gloo's: a rank without the compiled part."""
+        self.has_warned = False
         self._store: BoundedStore | None = store
 
     @classmethod

@@ -29,13 +29,8 @@ from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
 from device_communicators.errors import CommunicationError, ConfigMismatchError, plain
 from device_communicators.host import local_namespace
 from device_communicators.limits import describe_address_space
-from device_communicators.liveness.health import (
-    HAS_PIDFDS,
-    FailureDomain,
-    Watcher,
-    describe_deaths,
-    kind_of_deaths,
-)
+from device_communicators.liveness.health import FailureDomain, Watcher, describe_deaths, kind_of_deaths
+from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES
 from device_communicators.routing.waiting import gather_bytes
 
 logger = logging.getLogger("parallel_state")
@@ -192,7 +187,7 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those of the pidfds."""
+        """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those that it sees."""
         self._watcher, self._domain = watcher, domain
         watcher.on_death.append(self._pass_on)
         self._pass_on()
@@ -337,7 +332,7 @@ class _Meeting:
             {
                 "name": name,
                 "pid": os.getpid(),
-                "namespace": local_namespace("pid") if HAS_PIDFDS else 0,  # whose processes can watch each other
+                "namespace": local_namespace("pid") if CAN_WATCH_PROCESSES else 0,  # where ranks watch each other
                 "cores": f"{sum(1 << core for core in cores.usable_cores()):x}",
                 "areas_by": settings.AREAS.get(),
                 "area": cores.area_of(frozenset(cores.usable_cores())),

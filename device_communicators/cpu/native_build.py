@@ -172,7 +172,7 @@ def compile_library(
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=BUILD_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{command[0]} can't be run: {error}") from error
     if done.returncode != 0:

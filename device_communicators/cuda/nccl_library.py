@@ -172,7 +172,7 @@ class NcclLibrary:
     def text_of(self, result: int) -> str:
         """Returns what a result means, and what NCCL says about the last failure."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
-        meaning = (self.ncclGetErrorString(result) or b"").decode(errors="replace")
+        meaning = (self.ncclGetErrorString(result) or b"").decode(errors="surrogateescape")
         last = (self.ncclGetLastError(None) or b"").decode(errors="replace").strip()
         return f"{name}, {meaning}" + (f": {' '.join(last.split())}" if last else "")
 
@@ -230,7 +230,7 @@ def candidates() -> list[str]:
 def _loaded() -> list[str]:
     """Returns the libraries called libnccl that this process has mapped."""
     try:
-        with open("/proc/self/maps") as file:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = [line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line]
     except OSError:
         return []

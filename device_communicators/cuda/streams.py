@@ -170,7 +170,10 @@ def enter(device: torch.device) -> None:
 
 def _from_runtime() -> Any:
     """Returns the function in the CUDA runtime that torch has loaded, where it isn't visible to the whole process."""
-    with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as file:
+    with (
+        contextlib.suppress(OSError, AttributeError),
+        open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         for line in file:
             if "libcudart.so" in line:
                 return ctypes.CDLL(line.split(maxsplit=5)[5].strip()).cudaThreadExchangeStreamCaptureMode

@@ -52,7 +52,7 @@ from torch import Tensor
 from device_communicators import limits, settings
 from device_communicators.cpu import native
 from device_communicators.errors import CommunicationError, plain
-from device_communicators.host import gloo_addresses
+from device_communicators.host import gloo_addresses, resolve
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
 from device_communicators.routing.waiting import all_gather_bytes
@@ -379,7 +379,7 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
                 for at in (gloo_addresses() if address is None else [address])[: min(wanted, _MOST_ADDRESSES)]:
                     if not at:
                         raise OSError("the interface in GLOO_SOCKET_IFNAME has no address")
-                    family = socket.getaddrinfo(at, 0, type=socket.SOCK_STREAM)[0][0]
+                    family = resolve(at, 0)[0][0]
                     listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
                     listeners.append(stack.enter_context(listener))
             except OSError as error:
@@ -454,7 +454,7 @@ def _not_connected(context: GroupContext, text: str, missing: Sequence[int], sta
 
 def _greet(context: GroupContext, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
     """Makes a connection of this number to a rank that listens at `end`, an address and a port."""
-    family, kind, protocol, _, target = socket.getaddrinfo(end[0], end[1], type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, target = resolve(end[0], end[1])[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
         connection.setblocking(False)

@@ -1,6 +1,6 @@
 """Notes the ranks that have ended: one thread per process watches the others and fills a table that waits look at.
 
-Ranks on this host are watched by pidfd, which tells of their end at once; hosts by the heartbeats of `heartbeat`.
+Ranks on this host are watched by `process_ends`, hosts by the heartbeats of `heartbeat`.
 Nobody asks here on a fast path: who waits looks at `deaths_of` between two slices of its wait. A rank that left on
 purpose (`leave` in its own process) is no death: what it owed the others has been sent.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from device_communicators import exits
 from device_communicators.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.errors import (
     CollectiveTimeoutError,
@@ -29,6 +29,7 @@ from device_communicators.errors import (
 )
 from device_communicators.helper_threads import Call
 from device_communicators.liveness.condition import condition_of
+from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES, ProcessEnds
 
 logger = logging.getLogger("parallel_state")
 
@@ -48,17 +49,14 @@ _HOST_TOGETHER_S = 0.25
 _PF_EXITING = 4
 """Of the flags in /proc/PID/stat."""
 
-HAS_PIDFDS = hasattr(os, "pidfd_open")
-"""False outside of Linux: there ranks of one host hear of each other's ends as those of several hosts do."""
-
 
 class WakeEvent:
-    """Wakes a thread that polls `fileno()`: an eventfd, or a pipe on systems that have none. Nobody reads it."""
+    """Wakes a thread that polls `fileno()`: an eventfd, or a pipe where there is none. Nobody reads it."""
 
     def __init__(self) -> None:
-        if hasattr(os, "eventfd"):
+        try:
             self._reader = self._writer = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        else:
+        except (AttributeError, OSError):  # another system; a sandbox
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
 
@@ -175,9 +173,10 @@ class Watcher:
     """The ranks of one world, as far as this process can tell that they are gone."""
 
     def __init__(self) -> None:
+        exits.prepare()
         self._deaths: dict[int, Death] = {}
         self._news = threading.Condition()
-        self._processes: dict[int, int] = {}  # pidfd -> global rank
+        self._ends = ProcessEnds()  # by global rank
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._linked: set[int] = set()
         self.linked_apart: list[list[int]] = []
@@ -226,12 +225,12 @@ class Watcher:
         self._pids = dict(pids)
         for rank, pid in pids.items():
             try:
-                self._processes[os.pidfd_open(pid)] = rank
+                self._ends.add(rank, pid)
             except ProcessLookupError:
                 self.report(rank, f"(pid {pid}) has ended")
-            except (OSError, AttributeError) as error:  # no pidfds here, or no descriptor: the deadline is left
+            except OSError as error:  # no descriptor, or neither pidfds nor /proc: the deadline is left
                 logger.warning("rank %d can't be watched (%s): its end is noticed at deadlines only", rank, error)
-        if self._processes:
+        if self._ends.ranks:
             self._wake = WakeEvent()
             self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
             self._thread.start()
@@ -245,19 +244,19 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if the end of each of these ranks would be noticed at once: by its pidfd, or by a link."""
-        return set(ranks) <= set(self._processes.values()) | self._linked
+        """Returns True if the end of each of these ranks would be noticed at once: by its process, or by a link."""
+        return set(ranks) <= self._ends.ranks | self._linked
 
     def explain(self, ranks: Iterable[int]) -> str:
         """Returns how the ends of these global ranks are noticed where the system has no pidfds; else nothing."""
-        if HAS_PIDFDS:
+        if CAN_WATCH_PROCESSES:
             return ""
         how = "by their connections" if self.watches(ranks) else "by heartbeats"
         return f"ends of ranks are noticed {how}: {sys.platform} has no pidfds"
 
     def is_neighbour(self, rank: int) -> bool:
-        """Returns True for a rank of this host whose process is watched: it is dead only if its pidfd says so."""
-        return rank in self._processes.values()
+        """Returns True for a rank of this host whose process is watched: it is dead only if that has ended."""
+        return rank in self._ends.ranks
 
     def link(self, rank: int, up: bool) -> None:
         """Notes that a connection to a rank of another host tells of its end, or no longer does."""
@@ -311,11 +310,9 @@ class Watcher:
 
         And what has ended without the thread having had the time to say so.
         """
-        poll, processes = select.poll(), self._processes
-        for pidfd in list(processes):
-            poll.register(pidfd, select.POLLIN)
-        ended = {processes[pidfd] for pidfd, event in poll.poll(0) if event & select.POLLIN}
-        if processes is not self._processes:  # closed meanwhile
+        ends = self._ends
+        ended = ends.ended()
+        if ends is not self._ends:  # closed meanwhile
             return
         for rank, pid in self._pids.items():
             is_late = rank in ranks and rank not in self._deaths and (rank in ended or is_ending(pid))
@@ -359,10 +356,8 @@ class Watcher:
         if thread is not None and self._wake is not None and self._pid == os.getpid():
             self._wake.set()
             thread.join(1.0)
-        for pidfd in self._processes:
-            with contextlib.suppress(OSError):
-                os.close(pidfd)
-        self._processes = {}
+        ends, self._ends = self._ends, ProcessEnds()
+        ends.close()
         self._pids = {}
         self.has_left = lambda rank: False
         wake, self._wake = self._wake, None
@@ -370,17 +365,12 @@ class Watcher:
             wake.close()
 
     def _watch(self) -> None:
-        poll = select.poll()
-        wake = self._wake.fileno() if self._wake is not None else None
-        processes = dict(self._processes)
-        for descriptor in (wake, *processes):
-            if descriptor is not None:
-                poll.register(descriptor, select.POLLIN)
-        while processes:
-            for descriptor, _ in poll.poll():
-                if descriptor == wake:
-                    return
-                poll.unregister(descriptor)
-                rank = processes.pop(descriptor)
+        wake, ends = self._wake, self._ends
+        if wake is None:
+            return
+        left = set(ends.ranks)
+        while left and self._thread is not None:  # None: `close` has woken this thread
+            for rank in ends.wait(None, [wake.fileno()]):
+                left.discard(rank)
                 if not self.has_left(rank):
                     self.report(rank, "has ended")

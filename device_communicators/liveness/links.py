@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from device_communicators.bounded_store import BoundedStore
+from device_communicators.host import connect_to, resolve
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")
@@ -83,7 +84,7 @@ class LinkPort:
 
     def __init__(self, address: str) -> None:
         """`address`: this rank's, as other hosts reach it. Raises OSError."""
-        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        family = resolve(address, 0)[0][0]
         self.listener = socket.create_server((address, 0), family=family, backlog=4 * MOST_PEERS)
         self.listener.setblocking(False)
         self.place = LinkPlace(address, self.listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
@@ -193,7 +194,7 @@ class Links:
         """Returns True once connected, False where nobody listens any more, None where that can't be told."""
         where = self._where[peer]
         try:
-            link = socket.create_connection((where.host, where.port), timeout=limit_s)
+            link = connect_to((where.host, where.port), limit_s)
         except OSError as error:
             return False if error.errno == errno.ECONNREFUSED else None
         try:
@@ -246,7 +247,7 @@ class Links:
             if peer > self._rank and peer in self._where and peer not in self._links.values():
                 where = self._where[peer]
                 try:
-                    socket.create_connection((where.host, where.port), timeout=_MISSING_S).close()
+                    connect_to((where.host, where.port), _MISSING_S).close()
                 except ConnectionRefusedError:
                     self._watcher.report(peer, "has ended: nobody listens at its port")
                 except OSError:  # the heartbeats will tell

@@ -114,7 +114,7 @@ class Nvml:
     def _sysfs_numa_node(self, gpu: int) -> int:
         """Returns the node that the kernel knows, for drivers that don't."""
         domain, bus, device = self.ask("pci_id", gpu).lower().split(":")
-        return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text())
+        return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text(encoding="utf-8"))
 
     def _cores(self, gpu: int) -> list[int]:
         """Returns the cores of the CPU next to the GPU."""

@@ -160,7 +160,10 @@ def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
     """Writes a table that `load` reads."""
     lines = [json.dumps({field.name: getattr(row, field.name) for field in fields(row)}) for row in rows]
     body = ",\n    ".join(lines)
-    path.write_text(f'{{\n  "format": {FORMAT},\n  "origin": {json.dumps(origin)},\n  "rows": [\n    {body}\n  ]\n}}\n')
+    path.write_text(
+        f'{{\n  "format": {FORMAT},\n  "origin": {json.dumps(origin)},\n  "rows": [\n    {body}\n  ]\n}}\n',
+        encoding="utf-8",
+    )
 
 
 def _row(facts: dict[str, Any]) -> Thresholds:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from device_communicators.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.errors import InvalidArgumentError, UnsupportedError, int_advice
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 from device_communicators.routing.memory import dtype_refusal
 from device_communicators.routing.reductions import reduction_refusal
@@ -143,7 +143,7 @@ def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op:
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
     """Checks that `rank` is a rank *in the group*."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
-        hint = ""
+        hint = int_advice(rank)
         if isinstance(rank, int) and rank in context.ranks:
             hint = f"; global rank {rank} is rank {context.ranks.index(rank)} of this group"
         raise InvalidArgumentError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from device_communicators import cores, limits, settings
-from device_communicators.errors import InvalidArgumentError, LaunchError, ParallelStateError
+from device_communicators.errors import InvalidArgumentError, LaunchError, ParallelStateError, int_advice
 from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.layout.axes import DEFAULT_ORDER
 
@@ -133,6 +133,10 @@ def launch(
 
 def _resolved(config: LaunchConfig) -> LaunchConfig:
     """Returns a copy with `nproc` and `world_size` filled in. Raises for what can't work."""
+    numbers = ("nproc", "world_size", "rank_offset", "master_port", "preferred_port")
+    for name, number in ((name, getattr(config, name)) for name in numbers):
+        if number is not None and not hasattr(number, "__index__"):
+            raise InvalidArgumentError(f"{name} must be an int, but is {number!r}{int_advice(number)}")
     nproc = config.nproc if config.nproc is not None else torch.accelerator.device_count() or 1
     world = config.world_size if config.world_size is not None else nproc
     last = world - nproc

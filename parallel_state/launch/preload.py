@@ -2,6 +2,8 @@
 
 Its heap is frozen: a collector that ran in a rank would else write into each of its objects, and copy all their pages.
 
+It can't learn that ranks end while SIGCHLD is blocked, as a program may have it that waits for it by sigwait.
+
 That server starts with SIGINT blocked, so that Ctrl-C while it imports torch prints no traceback of its. From here
 on it ignores SIGINT by itself, and its children must find the signal unblocked, those of other code as well.
 """
@@ -11,6 +13,7 @@ import signal
 
 gc.collect()
 gc.freeze()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
     _handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that is pending
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -10,6 +10,7 @@ in whole seconds, so that the first failure can't be told from what it did to th
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import select
@@ -25,10 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from device_communicators import limits
 from device_communicators.errors import LaunchError
+from parallel_state.launch.inheritance import Inheritance, blocked_signals
 from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report, Start, read_report, read_result, work
 
 if TYPE_CHECKING:
     from parallel_state.launch.launcher import LaunchConfig
+
+logger = logging.getLogger("parallel_state")
 
 _POLL_S = 0.5  # children of a spawned worker can hold its sentinel open, so exit codes are looked at now and then
 _SETTLE_S = 0.3  # after the first failure, for the others to report theirs
@@ -53,7 +57,7 @@ def _nameless_file() -> Any:
     """Opens a file in memory where there are such, as /tmp may be full, with room for a report as yet."""
     file: Any = None
     if hasattr(os, "memfd_create"):
-        with suppress(PermissionError, NotImplementedError):  # in a sandbox
+        with suppress(OSError):  # in a sandbox, which may say EPERM or ENOSYS
             file = os.fdopen(os.memfd_create("parallel_state"), "w+b", 0)
     file = file or tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     file.write(bytes(REPORT_BYTES))
@@ -142,14 +146,19 @@ class Ranks:
 
     def start(self) -> None:
         """Starts the processes. Raises LaunchError where one can't be."""
-        context = multiprocessing.get_context(self._start_method)
         try:
             self._check_descriptors()
             if self._start_method == "forkserver":
                 start_fork_server()
+                if not _learns_of_ends():
+                    logger.warning("this program's fork server has SIGCHLD blocked and can't learn that ranks end: "
+                                   "they are spawned instead")  # fmt: skip
+                    self._start_method = "spawn"
+            context = multiprocessing.get_context(self._start_method)
+            inheritance = Inheritance.of_this_process()
             for rank, environ in zip(self.ranks, self._environs, strict=True):
                 files = (Inherited(file.fileno()) for file in (self._leash_end, rank.records, rank.stacks_file))
-                start = Start(self._content, rank.name, environ, self._secret, *files)
+                start = Start(self._content, rank.name, environ, self._secret, inheritance, *files)
                 process = context.Process(target=work, args=(start,), name=rank.name)  # type: ignore[attr-defined]
                 _start(process)
                 rank.process = process
@@ -247,7 +256,14 @@ def signals_raise() -> Iterator[None]:
     SIGINT, which is Python's KeyboardInterrupt already, stay as they are.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    ignores_ends = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if threading.current_thread() is not threading.main_thread():  # which may not have handlers
+        if ignores_ends:
+            raise LaunchError(
+                "this process ignores SIGCHLD, so that its system keeps no exit codes of ranks; launch from the main "
+                "thread, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) there before",
+                rank=0,
+            )
         yield
         return
     ours = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
@@ -255,12 +271,16 @@ def signals_raise() -> Iterator[None]:
     try:
         for number in ours:
             signal.signal(number, _raise_signal)
+        if ignores_ends:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
     except _SignalReceived as caught:
         received = caught.received
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+        if ignores_ends:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if received is not None:
         signal.raise_signal(received)
         raise SystemExit(128 + received)  # the first process of a container survives it
@@ -291,6 +311,19 @@ def _ends(pid: int) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def _learns_of_ends() -> bool:
+    """Returns False for a fork server that runs already, of the program's own, and has SIGCHLD blocked.
+
+    One that this library starts unblocks it itself, at the end of its imports: here the mask may have signals pending,
+    whose handlers must not run.
+    """
+    server = forkserver._forkserver
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):
+        return True
+    return not blocked_signals(pid) >> (signal.SIGCHLD - 1) & 1
 
 
 def start_fork_server() -> None:

@@ -72,7 +72,8 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
                 store.reach(time.monotonic() + start_s)
             except dist.DistNetworkError as error:
                 raise _not_reached(config, start_s, error) from error
-        yield {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port), AGENT_STORE: "True"}, secret
+        address = {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port)}
+        yield {**address, AGENT_STORE: str(not secret)}, secret  # with one, `JOB_STORE` is how a rank finds it
         if several:
             _leave_together(store, config, min(deadline, time.monotonic() + start_s))
     finally:

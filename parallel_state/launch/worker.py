@@ -32,6 +32,7 @@ import torch
 
 from device_communicators import limits, settings
 from device_communicators.errors import InvalidArgumentError, LaunchError
+from parallel_state.launch.inheritance import Inheritance
 from parallel_state.startup.binding import bind_to_cores
 from parallel_state.store.client import JOB_STORE, ControlStore
 from parallel_state.torch_internals import find_stores_by
@@ -66,6 +67,7 @@ class Start:
     name: str
     environ: dict[str, str]
     secret: bytes = field(repr=False)  # of the job's store; empty: torch's store, which has none
+    inheritance: Inheritance
     leash: Inherited
     records: Inherited
     stacks: Inherited
@@ -210,6 +212,7 @@ def work(start: Start) -> None:
     _die_with_launcher(start.leash.fd, start.name)
     records, stacks, environ = start.records.fd, start.stacks.fd, start.environ
     _write(records, Report("running"))
+    start.inheritance.take_over()
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGTERM, stacks, chain=True)  # where a rank was that had to be stopped
     try:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isqrt, prod
 
-from device_communicators.errors import InvalidArgumentError, LayoutError, format_ranks
+from device_communicators.errors import InvalidArgumentError, LayoutError, format_ranks, int_advice
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,10 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
 def check_size(name: str, size: object) -> None:
     """Raises LayoutError unless `size` is a positive int."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise LayoutError(f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}")
+        raise LayoutError(
+            f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}"
+            f"{int_advice(size)}"
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.errors import InvalidArgumentError, int_advice
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class GroupOptions:
         for name, least in (("cga_cluster_size", 0), ("min_ctas", 1), ("max_ctas", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InvalidArgumentError(f"{name} must be an int of at least {least}, or None, but is {value!r}")
+                raise InvalidArgumentError(
+                    f"{name} must be an int of at least {least}, or None, but is {value!r}{int_advice(value)}"
+                )
         if not isinstance(self.high_priority_stream, bool):
             raise InvalidArgumentError(f"high_priority_stream must be a bool, but is {self.high_priority_stream!r}")
         if self.min_ctas is not None and self.max_ctas is not None and self.min_ctas > self.max_ctas:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -189,12 +190,19 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
     if init_method.startswith("tcp://"):
         parts = urlsplit(init_method)
         return (parts.hostname, parts.port) if parts.hostname and parts.port else None
-    return None if init_method != "env://" or launcher_serves_store() else place.master
+    return None if init_method != "env://" or launcher_serves_store(place.master) else place.master
 
 
-def launcher_serves_store() -> bool:
-    """Returns True where torchrun or `launch` hosts the store, which rank 0 must not do then."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def launcher_serves_store(address: tuple[str, int] | None) -> bool:
+    """Returns True where torchrun or `launch` hosts the store at an address, which rank 0 must not do then.
+
+    torchrun says so by its variable, `launch` by having handed over the store: programs that a rank starts inherit
+    variables, and torch would look for the launcher's store at whatever address they have of their own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return True
+    client = sys.modules.get("parallel_state.store.client")  # a worker of `launch` has imported it
+    return client is not None and address is not None and client.JOB_STORE.try_get(*address) is not None
 
 
 def expand_hostlist(text: str) -> Iterator[str]:

@@ -196,7 +196,7 @@ def _nccl_environment(
 
 
 def _is_up(name: str) -> bool:
-    with contextlib.suppress(OSError), open(f"/sys/class/net/{name}/operstate") as file:
+    with contextlib.suppress(OSError), open(f"/sys/class/net/{name}/operstate", encoding="utf-8") as file:
         return file.read().strip() == "up"
     return False
 

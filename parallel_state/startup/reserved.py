@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Iterator
 
-from device_communicators.host import address_towards, is_loopback
+from device_communicators.host import address_towards, is_loopback, resolve
 
 logger = logging.getLogger("parallel_state")
 
@@ -101,7 +101,7 @@ def interface_of(host: str) -> str | None:
 
 def is_own_name(host: str) -> bool:
     """Returns True if an address of this name is this host's own."""
-    for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+    for family, kind, _, _, where in resolve(host, 0):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(where)
             return True
@@ -111,7 +111,7 @@ def is_own_name(host: str) -> bool:
 def _bind(host: str | None) -> socket.socket:
     on_all = host is None and socket.has_dualstack_ipv6()
     wildcard = "::" if on_all else "0.0.0.0"
-    family, kind, _, _, where = socket.getaddrinfo(host or wildcard, 0, type=socket.SOCK_STREAM)[0]
+    family, kind, _, _, where = resolve(host or wildcard, 0)[0]
     held = socket.socket(family, kind)
     try:
         if on_all:

@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from device_communicators.errors import InvalidArgumentError, RendezvousError
+from device_communicators.host import connect_to, resolve
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.reserved import interface_of, listener_at
 from parallel_state.startup.watch import in_thread
+from parallel_state.store.answers import ForeignServiceError, ask_for_store
 from parallel_state.store.client import JOB_STORE
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ logger = logging.getLogger("parallel_state")
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
 _RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up to 30 s
+_STRANGER_S = 0.2  # for what has rank 0's port to say what it is
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
@@ -58,14 +61,15 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
     doesn't resolve.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
-        if "://" not in init_method:
+        scheme = init_method.partition("://")[0]
+        if "://" not in init_method or (scheme != scheme.lower() and scheme.lower() in ("env", "tcp", "file")):
             raise InvalidArgumentError(
                 "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
-                f"but is {init_method!r}"
+                f"but is {init_method!r}{_method_advice(init_method)}"
             )
         return StoreWay(init_method, partial(_torch_rendezvous, init_method, place, timeout_s, deadline))
-    by_launcher = init_method == "env://" and launcher_serves_store()
     address = _address(init_method, place)
+    by_launcher = init_method == "env://" and launcher_serves_store(address)
     where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
     if by_launcher and JOB_STORE.try_get(*address) is not None:
         where += ", the store of launch, which takes ranks with the job's secret"
@@ -76,6 +80,25 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
     run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
     connect = partial(open_store, address, place, deadline)
     return StoreWay(where, connect, f"parallel_state/{run or 0}", None if by_launcher else address)
+
+
+def _method_advice(init_method: str) -> str:
+    """Returns the form that works of a method without '://': of an address, a file, or a method's name."""
+    scheme, _, rest = init_method.partition(":")
+    _, _, port = init_method.rpartition(":")
+    if init_method.rstrip(":/").lower() == "env":
+        form = "env://"
+    elif scheme.lower() == "tcp" and rest:
+        form = f"tcp://{rest.lstrip('/')}"
+    elif scheme.lower() == "file" and rest:
+        form = f"file://{os.path.abspath(rest)}"
+    elif "/" in init_method:
+        form = f"file://{os.path.abspath(init_method)}"
+    elif port.isdecimal() and ":" in init_method:
+        form = f"tcp://{init_method}"
+    else:
+        return ""
+    return f"; write {form!r}"
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
@@ -108,8 +131,11 @@ def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or port is None:
-        raise InvalidArgumentError(f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}")
+    if not host or not port:
+        why = "; give a port that all ranks know: no other rank could find one that the system picks"
+        raise InvalidArgumentError(
+            f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}{why if port == 0 else ''}"
+        )
     return host, port
 
 
@@ -137,11 +163,16 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
-            if in_use and time.monotonic() + 0.2 < give_up:
+            stranger = _stranger_at(address) if in_use else ""
+            if in_use and not stranger and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world of this process may be just closing its server
                 gc.collect()  # or a call that failed in another thread meanwhile, and its error, still hold it
                 continue
-            what = "is in use by another process" if in_use else f"can't be served: {str(error).splitlines()[0]}"
+            what = (
+                f"is in use by another process{stranger}"
+                if in_use
+                else f"can't be served: {str(error).splitlines()[0]}"
+            )
             raise _error_of(
                 0,
                 f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "
@@ -159,6 +190,17 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                 ) from error
 
 
+def _stranger_at(address: tuple[str, int]) -> str:
+    """Returns what listens at an address that is in use, if it isn't a store that is just being closed."""
+    try:
+        ask_for_store(address, time.monotonic() + _STRANGER_S)
+    except ForeignServiceError as error:
+        return f" ({error})"
+    except OSError:
+        pass
+    return ""
+
+
 def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
     """Finds out whether a connection to `address` comes to `listener`, of this process; RendezvousError if not.
 
@@ -168,7 +210,7 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
     why = ""
     for _ in looks(deadline):  # an address in front of this host may come to lead here only in a while
         try:
-            with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
+            with connect_to(address, max(0.01, deadline - time.monotonic())):
                 poll = select.poll()  # `select` takes no descriptor above 1,023
                 poll.register(listener, select.POLLIN)
                 came = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
@@ -192,14 +234,21 @@ def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
     """
     if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    family, _, _, _, where = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, where = resolve(host or "0.0.0.0", port)[0]
     return socket.create_server(where[:2], family=family, backlog=backlog)
 
 
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    # A look first: while nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
-    with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
-        pass
+    # While nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
+    try:
+        ask_for_store(address, deadline)
+    except ForeignServiceError as error:
+        where = f"{address[0]}:{address[1]}"
+        raise _error_of(
+            place.rank,
+            f"of {place.world_size} must meet the others at {where}, but {error}. Otherwise choose another MASTER_PORT "
+            "(the same on every rank)",
+        ) from error
     return within(deadline, partial(_tcp_store, address, place, deadline), _GRACE_S)
 
 
@@ -236,10 +285,12 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
     told = False
     for _ in looks(give_up):
         try:
-            found = within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
+            found = within(deadline, partial(resolve, *address))
             return sorted({str(entry[4][0]) for entry in found})
         except OSError as error:
             problem = error
+            if isinstance(error.__cause__, UnicodeError):  # it will never be a name
+                break
         if not told:
             told = True
             logger.warning(

@@ -1,7 +1,7 @@
 """The watch over a start: each of its waits ends when a rank ends or gives up, and at the latest at its deadline.
 
 Ranks tell their process ids as the first thing they say in a meeting (`rendezvous`); from then on those that can see
-each other's processes watch them by pidfd. Who sees an end, and who gives up by itself, tells the others through the
+each other's processes watch them. Who sees an end, and who gives up by itself, tells the others through the
 store. What was heard goes into the world's `Watcher`, where all waits look.
 
 What belongs elsewhere: deaths after the start (`device_communicators.liveness.health`, `heartbeat`).
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,10 +20,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from device_communicators import exits
 from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
-from device_communicators.host import start_time
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
 from device_communicators.liveness.links import LinkPlace, LinkPort, Links
+from device_communicators.liveness.process_ends import ProcessEnds
 from parallel_state.startup.interfaces import Address
 
 T = TypeVar("T")
@@ -46,7 +45,7 @@ class Processes:
 
     def __init__(self, own: Address) -> None:
         self._own_place = own
-        self._descriptors: dict[int, int] = {}
+        self._ends = ProcessEnds()
         self._known: set[int] = set()
         self._ended: list[int] = []
 
@@ -61,35 +60,22 @@ class Processes:
 
     def _open(self, rank: int, pid: int, began: str) -> None:
         try:
-            descriptor = os.pidfd_open(pid)
+            self._ends.add(rank, pid, began)
         except ProcessLookupError:
             self._ended.append(rank)
-        except (OSError, AttributeError) as error:  # no pidfds here, or no descriptor: the deadline is left
+        except OSError as error:  # no descriptor, or neither pidfds nor /proc: the deadline is left
             logger.debug("rank %d can't be watched while it starts: %s", rank, error)
-        else:
-            if start_time(pid) == began:
-                self._descriptors[descriptor] = rank
-            else:  # its pid is another one's by now
-                os.close(descriptor)
-                self._ended.append(rank)
 
     def watches(self, rank: int) -> bool:
-        return rank in self._descriptors.values()
+        return rank in self._ends.ranks and rank not in self._ended
 
     def ended(self, wait_s: float = 0.0, *wake: int) -> list[int]:
         """Returns all that have ended so far; waits so long for one more, or until a descriptor is readable."""
-        poll = select.poll()
-        for descriptor in (*self._descriptors, *wake):
-            poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(int(wait_s * 1000)):
-            if descriptor in self._descriptors:
-                self._ended.append(self._descriptors.pop(descriptor))
-                os.close(descriptor)
+        self._ended += self._ends.wait(wait_s, wake)
         return sorted(self._ended)
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[0])
+        self._ends.close()
 
 
 class StartWatch:
@@ -310,5 +296,6 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
+    exits.prepare()
     threading.Thread(target=run, daemon=True, name=name).start()
     return future

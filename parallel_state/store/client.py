@@ -16,7 +16,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from device_communicators.host import connect_to
 from parallel_state.store import protocol
+from parallel_state.store.answers import ForeignServiceError, in_words
 
 _PAUSE_S = 0.02
 _CONNECT_S = 2.0
@@ -50,7 +52,10 @@ class ControlStore(dist.Store):
                 self._give_back(self._connect(deadline))
                 return
             except dist.DistNetworkError as error:
-                if isinstance(error.__cause__, PermissionError) or time.monotonic() + _PAUSE_S > deadline:
+                if (
+                    isinstance(error.__cause__, (PermissionError, ForeignServiceError))
+                    or time.monotonic() + _PAUSE_S > deadline
+                ):
                     raise
                 time.sleep(_PAUSE_S)
 
@@ -158,6 +163,8 @@ class ControlStore(dist.Store):
                 if time.monotonic() + _PAUSE_S > deadline:
                     raise dist.DistNetworkError(f"{self} closes each connection") from error
                 time.sleep(_PAUSE_S)
+            except ForeignServiceError as error:
+                raise dist.DistNetworkError(f"{self} can't be reached: {error}") from error
             except PermissionError as error:
                 raise dist.DistNetworkError(f"{self} and this process don't share a secret: {error}") from error
             except OSError as error:
@@ -168,7 +175,7 @@ class _Connection:
     """A connection whose handshake has been done. Raises OSError, TimeoutError among them, and EOFError."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, deadline: float) -> None:
-        self._socket = socket.create_connection(address, timeout=_left_s(deadline))
+        self._socket = connect_to(address, _left_s(deadline))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._shake_hands(secret, deadline)
@@ -177,9 +184,11 @@ class _Connection:
             raise
 
     def _shake_hands(self, secret: bytes, deadline: float) -> None:
-        greeting = self._receive(protocol.GREETING_BYTES, deadline)
-        if not greeting.startswith(protocol.MAGIC):
-            raise PermissionError("what listens there is no store of this library")
+        greeting = bytearray()
+        while len(greeting) < protocol.GREETING_BYTES:
+            greeting += self._receive_some(protocol.GREETING_BYTES - len(greeting), deadline)
+            if not greeting.startswith(protocol.MAGIC[: len(greeting)]):  # at once: more may never come
+                raise ForeignServiceError(in_words(bytes(greeting)))
         own = os.urandom(protocol.NONCE_BYTES)
         nonces = bytes(greeting[len(protocol.MAGIC) :]) + own
         self._send(own + protocol.proof(secret, b"client", nonces), deadline)
@@ -209,12 +218,15 @@ class _Connection:
     def _receive(self, count: int, deadline: float) -> bytearray:
         received = bytearray()
         while len(received) < count:
-            self._socket.settimeout(_left_s(deadline))
-            data = self._socket.recv(min(count - len(received), 1 << 20))
-            if not data:
-                raise EOFError("the other side closed the connection")
-            received += data
+            received += self._receive_some(count - len(received), deadline)
         return received
+
+    def _receive_some(self, at_most: int, deadline: float) -> bytes:
+        self._socket.settimeout(_left_s(deadline))
+        data = self._socket.recv(min(at_most, 1 << 20))
+        if not data:
+            raise EOFError("the other side closed the connection")
+        return data
 
 
 def _left_s(deadline: float) -> float:

@@ -68,7 +68,9 @@ def _ancestors(pid: int) -> set[int]:
     while pid > 1 and pid not in found:
         found.add(pid)
         try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
+            pid = int(
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()[1]
+            )
         except OSError:
             break
     return found

@@ -69,7 +69,7 @@ def run(
     facts.update(compute(), start_s=time.monotonic() - began)
     write(folder / f"{world.rank}.json", facts)
     if world.rank == 0:
-        with open(folder / "sizes", "a") as file:
+        with open(folder / "sizes", "a", encoding="utf-8") as file:
             file.write(f"{world.world_size}\n")
     while world.world_size < until:  # ended by the launcher, for another round
         world.barrier()

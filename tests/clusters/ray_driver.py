@@ -88,7 +88,9 @@ def main() -> None:
             ends.append("died")
         except ray.exceptions.RayTaskError as error:
             ends.append(str(error))
-    Path(options.folder, "driver.json").write_text(json.dumps({"ends": ends, "gpus": [gpus for _, gpus in places]}))
+    Path(options.folder, "driver.json").write_text(
+        json.dumps({"ends": ends, "gpus": [gpus for _, gpus in places]}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def touched_slots(name: str, size: int) -> list[list[float]]:
     page, size_bytes = os.sysconf("SC_PAGESIZE"), mapped_bytes(library, size)
     starts = [
         int(low, 16)
-        for line in Path("/proc/self/maps").read_text().splitlines()
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         if name in line
         for low, high in [line.split()[0].split("-")]
         if int(high, 16) - int(low, 16) == size_bytes

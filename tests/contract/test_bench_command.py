@@ -86,7 +86,7 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
     while len(workers) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        workers = [int(pid) for pid in children.read_text().split()]
+        workers = [int(pid) for pid in children.read_text(encoding="utf-8").split()]
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
     said, _ = process.communicate(60)

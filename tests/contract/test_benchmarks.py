@@ -31,7 +31,7 @@ def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, A
     program = Program(before + script(ROOT / "benchmarks" / f"{name}.py", options), environment)
     out, err = program.communicate(DEADLINE_S)
     assert program.returncode == 0, out + err
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert content["machine"]["cores"] > 0
     assert content["versions"]["torch"]
     assert content["commit"]

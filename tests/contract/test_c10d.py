@@ -354,7 +354,7 @@ def test_a_wait_for_any_rank_sleeps(pools: Pools) -> None:
 def shared_mappings() -> int:
     """Counts the parts of shared memory that this process has mapped."""
     gc.collect()
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         return sum("/parallel_state-" in line for line in maps)
 
 

@@ -68,7 +68,7 @@ class Footprint(NamedTuple):
 
 def _footprint() -> Footprint:
     gc.collect()
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8") as file:
         status = dict(line.split(":", 1) for line in file)
     return Footprint(int(status["Threads"]), len(os.listdir("/proc/self/fd")), int(status["VmRSS"].split()[0]))
 

@@ -50,7 +50,11 @@ def processes_named(prefix: str) -> list[int]:
 
 def listening(port: int | None = None) -> list[str]:
     """The addresses that somebody listens on, as the kernel prints them; on `port` alone where it is given."""
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text(encoding="utf-8").splitlines()
+    ]
     own = {
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
@@ -490,7 +494,7 @@ def test_an_interrupt_leaves_the_others_time_to_clean_up(name, tmp_path):
 def has_ended(pid: int) -> bool:
     """A zombie has: it is there until the fork server, its parent, has been told, which is not the launcher's doing."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -612,13 +616,13 @@ if "forkserver" in sys.orig_argv[-1]:
 
 def start_program(path: Path, text: str = PROGRAM, **values: object) -> Program:
     """A launcher that is forked, with torch, and so is its fork server."""
-    path.write_text(text.format(**values))
+    path.write_text(text.format(**values), encoding="utf-8")
     return Program(f"{FORK_SERVERS}{script(path, [])}", environment_of(path))
 
 
 def start_interpreter(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
     """A launcher of which the end counts, too: by a signal, or a traceback."""
-    path.write_text(text.format(**values))
+    path.write_text(text.format(**values), encoding="utf-8")
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, str(path)],

@@ -221,7 +221,7 @@ def _report(path: str, call: Callable[[], object]) -> None:
         told = "ok"
     except CommunicationError as error:
         told = f"{type(error).__name__} {error.suspect_ranks} {error}"
-    Path(path).write_text(f"{time.monotonic() - started:.3f} {told}")
+    Path(path).write_text(f"{time.monotonic() - started:.3f} {told}", encoding="utf-8")
 
 
 def _dies(path: str, rank: int, size: int, outcomes: str, who: str) -> None:

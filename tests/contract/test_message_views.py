@@ -23,7 +23,7 @@ ROWS = 64 << 10  # of 4 bytes each: 256 KiB
 
 
 def _lies_in_shared_memory(x: Tensor) -> bool:
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             start, end = (int(each, 16) for each in line.split()[0].split("-"))
             if start <= x.data_ptr() < end:
@@ -33,7 +33,7 @@ def _lies_in_shared_memory(x: Tensor) -> bool:
 
 def _backing_of(x: Tensor) -> str:
     """Returns the file behind a tensor, by its inode: that of its owner's segment."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         return next(
             line.split()[4]
             for line in maps
@@ -143,7 +143,7 @@ def test_who_holds_many_gets_copies(pools: Pools) -> None:
 
 
 def _resident_shared_bytes() -> int:
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
 
 

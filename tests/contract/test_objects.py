@@ -785,7 +785,7 @@ def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: st
             group.recv_object(0)
         assert raised.value.suspect_ranks == (0,)
         check_failed(group, raised.value)
-        shared = Path("/proc/self/status").read_text().partition("RssShmem:")[2].split()[0]
+        shared = Path("/proc/self/status").read_text(encoding="utf-8").partition("RssShmem:")[2].split()[0]
         assert int(shared) << 10 < 4 * numel / 4
 
 

@@ -149,7 +149,7 @@ def _huge_bytes() -> tuple[int, int, bool]:
         small.fill_(1.0)
         x.fill_(1.0)
         right = bool((group.all_reduce_(x) == 2).all()) and bool((group.all_reduce_(small) == 2).all())
-        rollup = Path("/proc/self/smaps_rollup").read_text()
+        rollup = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
         return native.load().ps_want_huge_pages(), int(rollup.split("ShmemPmdMapped:")[1].split()[0]) << 10, right
 
 
@@ -358,7 +358,7 @@ def _dies(moment: str, count: int, outcomes: str) -> tuple[str, list[int], float
         while True:
             told = attempt(group.all_reduce, torch.ones(count))
             if told.kind != "ok":
-                Path(outcomes, str(group.rank)).write_text(repr(told))
+                Path(outcomes, str(group.rank)).write_text(repr(told), encoding="utf-8")
                 return told.kind, list(told.suspect_ranks), told.seconds
 
 
@@ -435,7 +435,7 @@ def _routes() -> dict[str, Any]:
 
 def _mapped_segments() -> set[str]:
     """Returns inodes: the kernel may show neighbours of one segment as one mapping."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return {line.split()[4] for line in maps if "parallel_state-" in line}
 
 

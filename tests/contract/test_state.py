@@ -104,7 +104,7 @@ def _sockets() -> set[str]:
     """What listens in this process, by its inode."""
     listening = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with open(table) as lines:
+        with open(table, encoding="utf-8") as lines:
             listening |= {f"socket:[{line.split()[9]}]" for line in lines if line.split()[3] == "0A"}
     return {link for link in map(_link, os.listdir("/proc/self/fd")) if link in listening}
 

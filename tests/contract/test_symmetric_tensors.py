@@ -35,7 +35,7 @@ def _filled(group: ps.GroupCoordinator, size: list[int], dtype: torch.dtype, see
 
 def _mapped(x: Tensor) -> bool:
     """Whether the tensor lies in memory that others have mapped."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             span, *_, name = line.split()
             start, end = (int(each, 16) for each in span.split("-"))
@@ -141,7 +141,7 @@ def _kept_beyond_the_group() -> tuple[int, float]:
         group = ps.get_tp_group()
         kept = group.empty((40_000,)).fill_(7)
         group.empty((100 << 20,), torch.uint8).fill_(1)
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("RssShmem:")[2].split()[0]) >> 10, float(kept.min())
 
 

@@ -37,7 +37,7 @@ def make() -> Path:
     folder = place()
     python = folder / "bin" / "python"
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "making", "w") as making:
+    with open(folder / "making", "w", encoding="utf-8") as making:
         fcntl.flock(making, fcntl.LOCK_EX)  # of two runs, one makes it
         if not (folder / "ready").exists():
             print(f"the engines' environment is made in {folder}: 1.5 GB are fetched", file=sys.stderr)

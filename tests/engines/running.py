@@ -83,7 +83,7 @@ class Started:
     @property
     def output(self) -> str:
         """Returns all it has written so far, to stdout and stderr."""
-        return Path(self._log.name).read_text(errors="replace")
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float) -> str:
         """Returns its output when it has ended well; AssertionError with its last lines if not, or if it is late."""

@@ -79,7 +79,7 @@ def in_place() -> Iterator[None]:
 
 def functions(file: Path, *names: str) -> dict[str, Any]:
     """Returns functions of a test file, without their decorators, on the CPU and on our names."""
-    tree = ast.parse(file.read_text().replace('"cuda"', '"cpu"').replace('f"cuda:{rank}"', '"cpu"'))
+    tree = ast.parse(file.read_text(encoding="utf-8").replace('"cuda"', '"cpu"').replace('f"cuda:{rank}"', '"cpu"'))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and (not names or node.name in names)]
     for node in found:
         node.decorator_list = []

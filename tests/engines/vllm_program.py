@@ -78,7 +78,7 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
     rank = get_world_group().rank
     if rank == get_world_group().world_size - 1:
         time.sleep(0.5)  # the others wait
-        Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), ""]))
+        Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), ""]), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if rank == 0:
@@ -88,7 +88,7 @@ def wait_for_the_dead(worker: Any, folder: str) -> None:
         error = ""
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
-    Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), error]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), error]), encoding="utf-8")
 
 
 def workers() -> list[int]:

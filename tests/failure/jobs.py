@@ -33,7 +33,7 @@ def compute(folder: str, own_init: bool) -> int:
     group, store, steps, more = ps.get_tp_group(), default_store(), 0, STEPS_AFTER
     while more:
         if group.rank == 0 and steps == 1:  # the job is running now
-            Path(folder, "port.new").write_text(os.environ["MASTER_PORT"])
+            Path(folder, "port.new").write_text(os.environ["MASTER_PORT"], encoding="utf-8")
             Path(folder, "port.new").rename(Path(folder, "port"))
         flag = float(group.rank == 0 and Path(folder, "stop").exists())
         stopped, total = group.all_reduce(torch.tensor([flag, float(group.rank + steps)])).tolist()
@@ -84,7 +84,7 @@ def running_job(folder: Path, start: Callable[[], list[int]]) -> Iterator[int]:
 
 
 def pids_then_compute(folder: str) -> int:
-    Path(folder, f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    Path(folder, f"{os.environ['RANK']}.pid").write_text(str(os.getpid()), encoding="utf-8")
     return compute(folder, False)
 
 

@@ -72,7 +72,7 @@ def names_of_others() -> set[str]:
         if pid in ours:
             continue
         with suppress(OSError):  # it has ended, or is another user's
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
             links = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
             found |= {line.rpartition("/dev/shm/")[2] for line in (*lines, *links) if "/dev/shm/" in line}
     return found
@@ -80,7 +80,11 @@ def names_of_others() -> set[str]:
 
 def listening() -> set[str]:
     """This process' listening sockets, by inode: those of others end with them."""
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text(encoding="utf-8").splitlines()
+    ]
     inodes = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
     own = set()
     for descriptor in os.listdir("/proc/self/fd"):
@@ -115,5 +119,7 @@ def _in_words(left: tuple[set[int], set[str], set[str]]) -> str:
     lines = []
     for pid in left[0]:
         with suppress(OSError):
-            lines.append(f"{pid} ({Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]})")
+            lines.append(
+                f"{pid} ({Path(f'/proc/{pid}/cmdline').read_text(encoding='utf-8').replace(chr(0), ' ')[:200]})"
+            )
     return ", ".join([*lines, *left[1], *left[2]])

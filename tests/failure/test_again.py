@@ -60,9 +60,9 @@ def _set_aside() -> None:
 
 def _footprint() -> Footprint:
     gc.collect()
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8") as file:
         status = dict(line.split(":", 1) for line in file)
-    with open("/proc/self/maps") as file:
+    with open("/proc/self/maps", encoding="utf-8") as file:
         maps = sum("parallel_state-" in line for line in file)
     return Footprint(len(os.listdir("/proc/self/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0]), maps)
 

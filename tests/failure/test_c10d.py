@@ -113,7 +113,7 @@ def _in_a_chain(joined: bool, folder: str) -> tuple[Told, float] | None:
         told = None
         if world.rank == 3:
             time.sleep(LOOPS_S)
-            Path(folder, "3").write_text(repr(time.monotonic()))
+            Path(folder, "3").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         elif joined and world.rank == 1:
             group = ps.get_pp_group()

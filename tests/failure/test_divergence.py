@@ -239,7 +239,7 @@ def _one_reads(folder: str) -> str:
     with _world("shared memory") as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 4}, timeout=DEADLINE_S).tp
         group.barrier()
-        Path(folder, str(group.rank)).write_text(str(os.getpid()))
+        Path(folder, str(group.rank)).write_text(str(os.getpid()), encoding="utf-8")
         if group.rank == 3:
             _read_until(Path(folder, "goes on"))
         return attempt(group.all_reduce, SMALL).kind

@@ -155,7 +155,7 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
     group.barrier()
     started = time.monotonic()
     if group.rank in dying:
-        Path(folder, f"new-{group.rank}").write_text(str(os.getpid()))
+        Path(folder, f"new-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
         Path(folder, f"new-{group.rank}").rename(Path(folder, f"pid-{group.rank}"))
         while group.rank == dying[0] and len(pids := list(Path(folder).glob("pid-*"))) < len(dying):
             time.sleep(0.001)

@@ -285,7 +285,7 @@ def _listening(pid: int) -> list[int]:
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             sockets.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
     return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 

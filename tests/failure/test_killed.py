@@ -43,7 +43,10 @@ def killed_in(
         call = calls_of_all(group)[operation]
         if group.rank in victims:  # the others may still be in their first call when it dies
             call()
-            later(LOOPS_S, lambda: (Path(folder, f"{group.rank}").write_text(repr(time.monotonic())), kill_me()))
+            later(
+                LOOPS_S,
+                lambda: (Path(folder, f"{group.rank}").write_text(repr(time.monotonic()), encoding="utf-8"), kill_me()),
+            )
         told = until_it_fails(group, call)
         left = time.monotonic()
     return told, time.monotonic() - left
@@ -126,7 +129,7 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
         group.barrier()
         if rank == 3:
             time.sleep(LOOPS_S)
-            Path(folder, "3").write_text(repr(time.monotonic()))
+            Path(folder, "3").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         told = None
         if rank == 0:

@@ -63,7 +63,7 @@ def _fail_amid(how: str, noted: Path) -> None:
     group = ps.get_tp_group()
     for step in range(1_000_000):
         if step == 100 and group.rank == 2:
-            noted.write_text(str(time.monotonic()))
+            noted.write_text(str(time.monotonic()), encoding="utf-8")
             if how == "sys.exit":
                 sys.exit(1)
             if how == "os._exit":
@@ -115,7 +115,7 @@ def _refuse_to_end(noted: Path) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     group.barrier()
     if group.rank == 3:
-        noted.write_text(str(time.monotonic()))
+        noted.write_text(str(time.monotonic()), encoding="utf-8")
         raise ValueError("the reason")
     while True:
         if group.rank == 1:

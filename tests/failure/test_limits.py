@@ -38,7 +38,7 @@ def _limit_with(which: int, spare: int) -> int:
         free = (descriptor for descriptor in range(1 << 16) if descriptor not in used)
         return [next(free) for _ in range(spare + 1)][-1]
     if which == resource.RLIMIT_AS:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             return int(file.read().split()[0]) * resource.getpagesize() + (spare << 20)
     return spare
 

@@ -179,7 +179,9 @@ def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool
     def and_then(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
         found = exchange(context, mine, operation)
         if operation == "connect" and rank == who:
-            Path(folder, "vanished").write_text(str(time.time()))  # hosts have monotonic clocks of their own
+            Path(folder, "vanished").write_text(
+                str(time.time()), encoding="utf-8"
+            )  # hosts have monotonic clocks of their own
             _shell(command.format(pid=os.getpid()))
         return found
 
@@ -189,7 +191,7 @@ def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool
     streams.all_gather_bytes = and_then
     try:
         told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
-        return told, time.time() - float(Path(folder, "vanished").read_text())
+        return told, time.time() - float(Path(folder, "vanished").read_text(encoding="utf-8"))
     finally:
         streams.all_gather_bytes = exchange
         ps.destroy_distributed_environment()

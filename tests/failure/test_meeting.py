@@ -37,10 +37,10 @@ def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
     """On a host whose own name is in /etc/hosts with a loopback address, as Debian's installer leaves it."""
     names = Path("/dev/shm/hosts")  # this host's alone, as is the mount
     if os.environ["LOCAL_RANK"] == "0" and not names.exists():
-        names.write_text(f"127.0.0.1 localhost\n{entry}\n")
+        names.write_text(f"127.0.0.1 localhost\n{entry}\n", encoding="utf-8")
         subprocess.run(["mount", "--bind", str(names), "/etc/hosts"], check=True, timeout=10)
     until = time.monotonic() + DEADLINE_S
-    while entry not in Path("/etc/hosts").read_text() and time.monotonic() < until:
+    while entry not in Path("/etc/hosts").read_text(encoding="utf-8") and time.monotonic() < until:
         time.sleep(0.01)
     with environment(GLOO_SOCKET_IFNAME=interface, PARALLEL_STATE_START_TIMEOUT_S=str(DEADLINE_S / 2)):
         met = attempt(ps.init_distributed_environment, timeout=DEADLINE_S / 2)

@@ -24,7 +24,7 @@ def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
         group.barrier()
         if group.rank == 1:
             time.sleep(0.3)  # the ring is full by then
-            Path(folder, "1").write_text(repr(time.monotonic()))
+            Path(folder, "1").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         if group.rank != 0:
             time.sleep(1.0)
@@ -61,7 +61,7 @@ def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, in
         group.barrier()
         whole, half = torch.arange(1000), torch.ones(8 * RING_BYTES)
         if group.rank == 0:
-            later(0.4, lambda: (Path(folder, "0").write_text(repr(time.monotonic())), kill_me()))
+            later(0.4, lambda: (Path(folder, "0").write_text(repr(time.monotonic()), encoding="utf-8"), kill_me()))
             for x in (whole, half):
                 if broadcast:
                     group.broadcast_object({"x": x}, 0)
@@ -107,7 +107,7 @@ def _writer_of_tensors_dies(folder: str) -> tuple[list[Outcome], int]:
         group.barrier()
         if group.rank == 0:
             time.sleep(0.4)
-            Path(folder, "0").write_text(repr(time.monotonic()))
+            Path(folder, "0").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         if group.rank != 1:
             time.sleep(1.0)
@@ -185,7 +185,7 @@ def _view_holder_dies(sender_dies: bool, folder: str) -> tuple[Outcome, float, b
                 held.append(found["x"])
             group.barrier()
         if group.rank == (0 if sender_dies else 1):
-            Path(folder, "died").write_text(repr(time.monotonic()))
+            Path(folder, "died").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         outcome = Outcome("ok", "", 0.0)
         if group.rank == 0:

@@ -22,7 +22,7 @@ T_S = 2.0
 def _until_the_stopped_fails(route: str, folder: str) -> tuple[Told, list[str]]:
     with world_over(route, timeout_s=T_S) as group:
         group.barrier()
-        Path(folder, str(group.rank)).write_text(str(os.getpid()))
+        Path(folder, str(group.rank)).write_text(str(os.getpid()), encoding="utf-8")
         told = until_it_fails(group, lambda: group.all_reduce(torch.ones(5)))
         if group.rank != 2:
             Path(folder, f"failed-{group.rank}").touch()

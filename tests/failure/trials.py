@@ -74,7 +74,7 @@ def keep(folder: Path, name: str, run: Callable[[], dict[str, Any] | None]) -> N
 
 @contextmanager
 def _claim(path: Path) -> Iterator[bool]:
-    with open(path, "w") as lock:
+    with open(path, "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process, however that ends
         except BlockingIOError:

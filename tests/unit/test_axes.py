@@ -84,13 +84,13 @@ def test_every_row_is_in_some_layout_and_each_layout_has_or_explains_every_row()
 
 def table_with(row: str) -> ModuleType:
     """What table and resolution would be, had the table one row more."""
-    source = Path(str(axes_module.__file__)).read_text()
+    source = Path(str(axes_module.__file__)).read_text(encoding="utf-8")
     assert source.count("\nAXES = (\n") == 1
     changed = ModuleType("axes_with_a_row")
     exec(compile(source.replace("\nAXES = (\n", f"\nAXES = (\n{row},\n"), "axes_with_a_row", "exec"), vars(changed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "parallel_state.layout.axes", changed)
-        exec(compile(Path(str(resolution.__file__)).read_text(), "resolution", "exec"), vars(changed))
+        exec(compile(Path(str(resolution.__file__)).read_text(encoding="utf-8"), "resolution", "exec"), vars(changed))
     return changed
 
 

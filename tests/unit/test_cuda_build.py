@@ -188,7 +188,7 @@ def test_another_source_or_version_is_another_cubin(
     peer_kernels.cubin("sm_90")
     sources = tmp_path / "cuda"
     shutil.copytree(peer_kernels.SOURCES, sources)
-    with open(sources / "epochs.cuh", "a") as file:
+    with open(sources / "epochs.cuh", "a", encoding="utf-8") as file:
         file.write("// changed\n")
     monkeypatch.setattr(peer_kernels, "SOURCES", sources)
     peer_kernels.cubin("sm_90")

@@ -19,7 +19,7 @@ BUT = ("parallel_state/tools/bench/",)
 
 def _calls_without_a_device(path: Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"

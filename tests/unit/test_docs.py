@@ -32,7 +32,7 @@ def test_the_front_page_is_short() -> None:
 
 
 def _slugs(path: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
@@ -41,7 +41,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def _check_links(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
         path = (page.parent / name) if name else page
         assert path.exists(), f"{page.name} links {target}"
@@ -54,7 +54,7 @@ def test_files_that_are_named_exist() -> None:
 
 def _check_files(page: Path) -> None:
     for name in re.findall(
-        r"`((?:device_communicators|parallel_state|tests|benchmarks|docs)/[^`\s<]*)", page.read_text()
+        r"`((?:device_communicators|parallel_state|tests|benchmarks|docs)/[^`\s<]*)", page.read_text(encoding="utf-8")
     ):
         pattern = name.partition("::")[0].rstrip("/")
         assert any(ROOT.glob(pattern)) or name.startswith("docs/_build"), f"{page.name} names {name}"

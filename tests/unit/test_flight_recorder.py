@@ -60,4 +60,4 @@ def test_a_rank_in_another_call(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_nothing_of_ours_reads_a_pickle() -> None:
-    assert "pickle.load" not in Path(flight_recorder.__file__).read_text()
+    assert "pickle.load" not in Path(flight_recorder.__file__).read_text(encoding="utf-8")

@@ -127,7 +127,7 @@ sys.exit(gpu_proof.main(["all", {str(tmp_path / "out")!r}, "--dry"]))
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def test_a_flood_of_output_is_cut_in_its_middle(folder: Path) -> None:

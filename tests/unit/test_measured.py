@@ -143,7 +143,7 @@ def test_what_a_rank_knows_alone(
 
 
 def test_a_broken_file_is_a_reason_and_no_error_on_one_rank(user: Path) -> None:
-    user.write_text("{}")
+    user.write_text("{}", encoding="utf-8")
     assert "remove the file" in str(peer_thresholds.local_refusal(CONTEXT, "X"))
 
 

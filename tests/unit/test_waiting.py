@@ -87,7 +87,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
     watcher = Watcher()
     try:
         assert other.stdout is not None and other.stdout.read(1)
-        while Path(f"/proc/{other.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+        while Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
             time.sleep(0.01)
         watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would tell of the end
         watcher.report(1, "has ended")
@@ -103,9 +103,9 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfds here")
 def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
-        pidfd = os.pidfd_open(ended.pid)
         watcher = Watcher()
-        watcher._pids, watcher._processes = {2: ended.pid}, {pidfd: 2}  # without a thread
+        watcher._pids = {2: ended.pid}
+        watcher._ends.add(2, ended.pid)  # without a thread
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(3), 0)] == [1]
         ended.kill()

@@ -1,10 +1,15 @@
 #include "liveness.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 
 #include "forks.h"
@@ -36,17 +41,33 @@ std::shared_ptr<const Pidfd> pidfd_of(std::int64_t pid) {
   return found;
 }
 
+// Returns true if the process of this /proc/PID/stat has ended: it is gone, or a zombie without other threads.
+bool has_ended_by(int stat) {
+  char text[1024];
+  const ssize_t size = pread(stat, text, sizeof(text) - 1, 0);
+  if (size < 0) return errno == ESRCH;
+  text[size] = 0;
+  const char* at = std::strrchr(text, ')');  // the name before it may hold anything
+  if (at == nullptr || at[1] != ' ' || std::strchr("ZXx", at[2]) == nullptr) return false;
+  for (int field = 0; field < 18 && at != nullptr; ++field) at = std::strchr(at + 1, ' ');  // to the number of threads
+  return at != nullptr && std::atoi(at) <= 1;
+}
+
 }  // namespace
 
-Pidfd::Pidfd(std::int64_t pid) : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0))) {}
+Pidfd::Pidfd(std::int64_t pid)
+    : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0))),
+      stat_(descriptor_ >= 0 ? -1 : open(("/proc/" + std::to_string(pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC)) {}
 
 Pidfd::~Pidfd() {
   if (descriptor_ >= 0) close(descriptor_);
+  if (stat_ >= 0) close(stat_);
 }
 
 bool Pidfd::has_ended() const {
+  if (descriptor_ < 0) return stat_ >= 0 && has_ended_by(stat_);
   pollfd poll_one{descriptor_, POLLIN, 0};
-  return descriptor_ >= 0 && poll(&poll_one, 1, 0) > 0;
+  return poll(&poll_one, 1, 0) > 0;
 }
 
 ProcessLiveness::ProcessLiveness(const std::int64_t* pids, int count, Member* members, int me)

@@ -32,7 +32,8 @@ struct Loss {
   int status = 0;     // with which status it failed there
 };
 
-// A descriptor that tells a process' end; all groups of this process share it.
+// A descriptor that tells a process' end; all groups of this process share it. Without `pidfd_open` (kernels
+// before 5.3, sandboxes) it is that of /proc/PID/stat, which can't be read any more once the process has ended.
 class Pidfd {
  public:
   explicit Pidfd(std::int64_t pid);
@@ -41,10 +42,11 @@ class Pidfd {
   Pidfd& operator=(const Pidfd&) = delete;
 
   bool has_ended() const;  // false for a process that can't be watched
-  bool is_alive() const { return descriptor_ >= 0 && !has_ended(); }
+  bool is_alive() const { return (descriptor_ >= 0 || stat_ >= 0) && !has_ended(); }
 
  private:
   const int descriptor_;
+  const int stat_;  // -1 with a pidfd
 };
 
 class ProcessLiveness : public Liveness {

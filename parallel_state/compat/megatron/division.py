@@ -243,7 +243,7 @@ def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str
             yaml: Any = importlib.import_module("yaml")
         except ImportError as error:
             raise RuntimeError("nccl_communicator_config_path needs PyYAML: pip install pyyaml") from error
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file) or {}
     for name in high_priority or ():
         overwrite_nccl_comm_cfgs(found, name, ("is_high_priority_stream", True))

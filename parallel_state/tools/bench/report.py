@@ -69,7 +69,7 @@ def figure(value: float | None) -> str:
 
 def machine() -> dict[str, Any]:
     """Returns where this ran, and on what."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": models[0] if models else platform.processor(),
@@ -103,7 +103,9 @@ def commit() -> str:
 
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps({"benchmark": Path(sys.argv[0]).name, **circumstances(), "settings": settings}, rows))
+    path.write_text(
+        dumps({"benchmark": Path(sys.argv[0]).name, **circumstances(), "settings": settings}, rows), encoding="utf-8"
+    )
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:

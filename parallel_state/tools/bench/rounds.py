@@ -192,7 +192,7 @@ class Strangers:
 
     def _others_s(self) -> float | None:
         try:
-            ticks = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+            ticks = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
             user, nice, system, _idle, _io, irq, softirq, steal = (int(each) for each in ticks[:8])
             own = sum(_used_ticks(pid) for pid in self.pids)
         except (OSError, ValueError):
@@ -201,5 +201,5 @@ class Strangers:
 
 
 def _used_ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from device_communicators.host import connect_to
 from parallel_state.tools.check.facts import Facts, Link
 
 _TOKEN_BYTES = 16
@@ -124,7 +125,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
     link = Link(source, target)
     address, port, token = entry
     try:
-        with socket.create_connection((address, int(port)), timeout=_CONNECT_S) as peer:
+        with connect_to((address, int(port)), _CONNECT_S) as peer:
             link.kind = "broken"
             peer.settimeout(_LIMIT_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -20,6 +20,7 @@ import msgspec
 import torch.distributed as dist
 
 from device_communicators.bounded_store import BoundedStore
+from device_communicators.host import connect_to
 from parallel_state.startup.stores import listen_on
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE
@@ -201,7 +202,7 @@ def _holder(port: int) -> str:
     inodes = set()
     for name in ("tcp", "tcp6"):
         try:
-            with open(f"/proc/net/{name}") as file:
+            with open(f"/proc/net/{name}", encoding="utf-8") as file:
                 rows = [line.split() for line in file.readlines()[1:]]
         except OSError:
             continue
@@ -212,7 +213,7 @@ def _holder(port: int) -> str:
                 os.readlink(f"/proc/{pid}/fd/{fd}") in {f"socket:[{inode}]" for inode in inodes}
                 for fd in os.listdir(f"/proc/{pid}/fd")
             ):
-                with open(f"/proc/{pid}/comm") as file:
+                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
                     return f", {file.read().strip()} (pid {pid})"
         except OSError:
             continue
@@ -226,7 +227,7 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
     until = min(deadline, time.monotonic() + _OWN_NAME_S)
     while True:
         try:
-            with socket.create_connection(address, timeout=_CONNECT_S):
+            with connect_to(address, _CONNECT_S):
                 accepted, _ = listener.accept()
                 accepted.close()
                 return
@@ -248,7 +249,7 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
     while True:
         left_s = deadline - time.monotonic()
         try:
-            with socket.create_connection(address, timeout=max(0.05, min(_CONNECT_S, left_s))):
+            with connect_to(address, max(0.05, min(_CONNECT_S, left_s))):
                 pass
             make = _tcp_store(address, max(1.0, min(_HANDSHAKE_S, left_s)))
             try:

@@ -119,7 +119,7 @@ def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
 
 def _text(path: str | Path) -> str:
     """Returns a small file's content without the last line's end; empty where it can't be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(path) as file:
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
         return file.read().strip()
     return ""
 
@@ -158,8 +158,8 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
         found.source = found.source if found.source != "single" else "unknown"
     found.master_addr = detected.master_addr or "" if not found.problem else env.get("MASTER_ADDR", "")
     found.master_port = detected.master_port or 0 if not found.problem else _number(env.get("MASTER_PORT", ""))
-    if found.agent_store and JOB_STORE.try_get(found.master_addr, found.master_port) is not None:
-        found.source = "launch"
+    if JOB_STORE.try_get(found.master_addr, found.master_port) is not None:
+        found.source, found.agent_store = "launch", True
     return found
 
 
@@ -315,7 +315,7 @@ def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
 
 
 def _resolve(name: str) -> list[str]:
-    return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    return sorted({str(entry[4][0]) for entry in host.resolve(name)})
 
 
 def _infiniband() -> dict[str, str]:

@@ -1,0 +1,178 @@
+"""Row 57: no `pidfd_open`, as in kernels before 5.3 (ENOSYS) and old container runtimes (EPERM). Rows 1 to 5 hold."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_communicators.liveness import process_ends
+from device_communicators.liveness.health import Watcher
+from device_communicators.liveness.process_ends import ProcessEnds
+from tests.contract.test_rendezvous import held_port
+from tests.failure.over_torch import OVER_TORCH
+from tests.failure.random_kills import check_ends, kill_one
+from tests.failure.ranks import Ranks
+from tests.failure.test_killed import killed_in, latest, until_two_are_gone, wait_for_a_live_rank
+from tests.failure.test_killed_at_random import _mixed_calls
+from tests.failure.test_queues import _reader_dies
+from tests.failure.trials import assert_in_time
+from tests.failure.worlds import DEADLINE_S, ROUTES
+from tests.sandbox import needs_filters, refusing
+
+pytestmark = needs_filters
+
+CODES = (errno.ENOSYS, errno.EPERM)
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print(flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def without(code: int, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        os.pidfd_open(os.getpid())
+    except OSError:
+        pass
+    else:
+        return refusing(["pidfd_open"], code, without, code, function, *args)
+    return function(*args)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("code", CODES)
+def test_row_57_rank_3_is_killed(ranks: Ranks, tmp_path: Path, code: int, route: str) -> None:
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(without, code, killed_in, "all_reduce", route, [3], str(folder), timeout_s=DEADLINE_S)
+        return latest(ranks, results, [3], folder, "0" if route == OVER_TORCH else "tp:0")
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_57_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    def trial(folder: Path) -> float:
+        with held_port() as port:
+            results = ranks.survivors(
+                without, CODES[0], killed_in, "all_reduce", route, [0], str(folder), port, timeout_s=DEADLINE_S
+            )
+        return latest(ranks, results, [0], folder)
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+@pytest.mark.parametrize(("operation", "route"), [
+    ("all_reduce of 4 MiB", ROUTES[0]), ("send and recv", ROUTES[1]), ("send_tensor_dict", ROUTES[0]),
+])  # fmt: skip
+def test_row_57_in_other_operations(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(
+            without, CODES[0], killed_in, operation, route, [2], str(folder), timeout_s=DEADLINE_S
+        )
+        return latest(ranks, results, [2], folder)
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_57_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(
+            without, CODES[1], wait_for_a_live_rank, "recv", route, str(folder), timeout_s=DEADLINE_S
+        )
+        told, leaving_s = results[0]
+        assert told.outcome.kind == "PeerDiedError" and told.outcome.suspect_ranks == (3,), told
+        return max(told.at_s - float((folder / "3").read_text()), leaving_s)
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+def _seen_by_the_library_alone(folder: str) -> Any:
+    Watcher.watch_processes = lambda self, pids, has_left: None  # type: ignore[method-assign]
+    return _reader_dies("one message", folder)
+
+
+def test_row_57_the_reader_dies_and_no_thread_of_python_sees_it(ranks: Ranks, tmp_path: Path) -> None:
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(without, CODES[1], _seen_by_the_library_alone, str(folder), timeout_s=DEADLINE_S)
+        outcome, at_s = results[0]
+        assert outcome.kind == "PeerDiedError" and outcome.suspect_ranks == (1,), outcome
+        return at_s - float((folder / "1").read_text())
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_row_57_killed_amid_any_call(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    def trial(folder: Path) -> float:
+        ranks.begin(without, CODES[seed], _mixed_calls, ROUTES[seed], seed, str(folder))
+        victim, killed_s = kill_one(ranks, seed, folder)
+        return check_ends(ranks, ranks.finish(DEADLINE_S), victim, killed_s)
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+@pytest.fixture
+def polled(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessEnds]:
+    """Knows processes by /proc alone."""
+    monkeypatch.setattr(process_ends, "_open_pidfd", lambda pid: -1)
+    ends = ProcessEnds()
+    yield ends
+    ends.close()
+
+
+def test_a_process_has_ended_once_it_is_a_zombie_and_once_it_is_gone(polled: ProcessEnds) -> None:
+    """One of which the first thread alone has exited is a zombie, too, and runs."""
+    commands = (["sleep", "60"], ["sleep", "60"], [sys.executable, "-c", WITHOUT_ITS_FIRST_THREAD])
+    zombie, gone, alive = processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    try:
+        assert alive.stdout is not None and alive.stdout.read(1)
+        while Path(f"/proc/{alive.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
+            time.sleep(0.01)
+        for rank, process in enumerate(processes):
+            polled.add(rank, process.pid)
+        assert polled.wait(0.25) == [] and polled.ranks == {0, 1, 2}
+        gone.kill()
+        gone.wait()
+        assert polled.wait(10.0) == [1]
+        zombie.kill()
+        assert polled.wait(10.0) == [0]
+        assert polled.wait(0.25) == [] and polled.ended() == {0, 1}
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_pid_that_another_process_has_by_now_is_an_end(polled: ProcessEnds) -> None:
+    polled.add(0, os.getpid(), process_ends.start_time(os.getpid()))
+    with pytest.raises(ProcessLookupError, match="another one has its pid"):
+        polled.add(1, os.getpid(), "1")
+    with pytest.raises(ProcessLookupError):
+        polled.add(1, 1 << 30)
+    assert polled.ranks == {0}
+
+
+def test_two_that_are_killed_together_are_named_together(ranks: Ranks, tmp_path: Path) -> None:
+    def trial(folder: Path) -> float:
+        ranks.begin(without, CODES[0], until_two_are_gone, "all_reduce", ROUTES[0], str(folder))
+        until = time.monotonic() + DEADLINE_S / 2
+        while len(list(folder.iterdir())) < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        os.killpg(ranks.pids[1], 9)
+        killed_s = time.monotonic()
+        results = ranks.finish(DEADLINE_S)
+        assert all(set(told.outcome.suspect_ranks) == {1, 3} for told in results.values()), results
+        return max(told.at_s - killed_s for told in results.values())
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)

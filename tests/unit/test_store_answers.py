@@ -1,0 +1,121 @@
+"""What listens at a store's address: a store of torch's, that of a launch, or another service, which is named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch.distributed as dist
+
+from parallel_state.store.answers import ForeignServiceError, ask_for_store
+from parallel_state.store.client import ControlStore
+from parallel_state.store.server import ControlServer
+
+SSH = b"SSH-2.0-OpenSSH_9.2\r\n"
+REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+
+
+def greets(connection: socket.socket) -> None:
+    connection.sendall(SSH)
+    connection.recv(64)
+
+
+def refuses(connection: socket.socket) -> None:
+    connection.recv(64)
+    connection.sendall(REFUSAL)
+
+
+def reads_lines(connection: socket.socket) -> None:
+    received = b""
+    while not received.endswith(b"\n\r\n"):
+        received += connection.recv(64)
+    connection.sendall(REFUSAL)
+
+
+def hangs_up(connection: socket.socket) -> None:
+    """Closes it."""
+
+
+def is_silent(connection: socket.socket) -> None:
+    while connection.recv(64):
+        pass
+
+
+@contextmanager
+def service(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=attend, args=(listener.accept()[0],), daemon=True).start()
+
+    def attend(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_store_of_torch_answers_and_works_on(libuv: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    for _ in range(3):
+        ask_for_store(("127.0.0.1", store.port), time.monotonic() + 20.0)
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False).get("key") == b"value"
+
+
+def test_a_store_of_torch_may_answer_late() -> None:
+    """Between this process and the store is one that passes bytes on after the time in which a service would answer."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def passes_on(connection: socket.socket) -> None:
+        time.sleep(1.2)
+        with socket.create_connection(("127.0.0.1", store.port)) as behind:
+            behind.sendall(connection.recv(64))
+            connection.sendall(behind.recv(64))
+
+    with service(passes_on) as address:
+        ask_for_store(address, time.monotonic() + 20.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [(greets, "SSH listens there.*SSH-2.0-OpenSSH_9.2"), (refuses, "HTTP listens there"), (reads_lines, "400 Bad")],
+)
+def test_another_service_is_named_at_once(answer: Callable[[socket.socket], None], told: str) -> None:
+    started = time.monotonic()
+    with service(answer) as address, pytest.raises(ForeignServiceError, match=told):
+        ask_for_store(address, started + 60.0)
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize(("answer", "kind"), [(hangs_up, ConnectionResetError), (is_silent, TimeoutError)])
+@pytest.mark.parametrize("limit_s", [0.3, -1.0])
+def test_what_answers_nothing_may_yet_be_a_store(
+    answer: Callable[[socket.socket], None], kind: type[OSError], limit_s: float
+) -> None:
+    with service(answer) as address, pytest.raises(kind):
+        ask_for_store(address, time.monotonic() + limit_s)
+
+
+def test_the_store_of_a_launch_is_named() -> None:
+    server = ControlServer(socket.create_server(("127.0.0.1", 0)), bytes(32), 2)
+    try:
+        with pytest.raises(ForeignServiceError, match="another launch"):
+            ask_for_store(("127.0.0.1", server.port), time.monotonic() + 20.0)
+    finally:
+        server.close()
+
+
+def test_a_rank_of_launch_names_another_service_too() -> None:
+    started = time.monotonic()
+    with service(greets) as address, pytest.raises(Exception, match="SSH listens there") as caught:
+        ControlStore(address, bytes(32), 30.0).reach(started + 30.0)
+    assert isinstance(caught.value, dist.DistNetworkError) and time.monotonic() - started < 2.0
