@@ -287,7 +287,7 @@ class TensorCalls(GroupFacts):
         if x is not None and is_src:
             checks.check_divisible(self.context, "scatter", x, checks.normal_dim(self.context, "scatter", x, dim))
             mine = self._scattered(x, dim)
-            if list(size) != mine or dtype != x.dtype:
+            if not checks.same_sizes(size, mine) or dtype != x.dtype:
                 raise InvalidArgumentError(
                     f"size and dtype of scatter on {self.context} must be those of a slice of x, {mine} and {x.dtype}, "
                     f"but are {list(size)} and {dtype}"
@@ -451,7 +451,8 @@ class TensorCalls(GroupFacts):
         checks.check_tensor(self.context, "split", x, needs_values=False)
         dim = checks.normal_dim(self.context, "split", x, dim)
         checks.check_divisible(self.context, "split", x, dim)
-        return x.chunk(self.world_size, dim)[self.rank_in_group] if x.shape[dim] else x
+        size = x.shape[dim] // self.world_size
+        return x.narrow(dim, self.rank_in_group * size, size)
 
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""

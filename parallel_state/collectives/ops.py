@@ -27,6 +27,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,6 +36,7 @@ from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import leave_to_interpreter
 from device_communicators.routing.reductions import FP8
 from device_communicators.routing.registry import find_route, raise_interruption
+from parallel_state import torch_internals
 from parallel_state.collectives import checks
 from parallel_state.collectives.transforms import OpFunction, batch_kernel
 
@@ -85,6 +88,11 @@ def define(
         leave_to_interpreter(mapped[1])
         _LIBRARY.impl(name, mapped[1], mapped[0])
     torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
+    if "!) token" in arguments:
+        torch.library.register_torch_dispatch(
+            f"parallel_state::{name}", FunctionalTensorMode, torch_internals.order_in_graph, lib=_LIBRARY
+        )
+        has_side_effect(getattr(_OPS, name).default)  # keeps the last op of a graph, whose token nobody reads
 
 
 def register(
