@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -211,7 +211,7 @@ def stashed_for_autograd() -> Any:
 
 # AOTAutograd. It makes each traced graph functional: a written tensor becomes a new result of the op.
 
-_SAVES_TUPLES = TorchVersion(torch.__version__) < (2, 15)
+_SAVES_TUPLES = TorchVersion(torch.__version__) < "2.15"
 
 
 def order_in_graph(
@@ -227,11 +227,11 @@ def order_in_graph(
     backward. So a checkpoint policy or an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops
     of the forward, in their order.
     """
-    given = list(args)
+    given, token = list(args), None
     for at, argument in enumerate(op._schema.arguments[: len(given)]):
         if argument.name == "token":
-            given[at] = _token_in_graph(mode, given[at])
-    if not fx_traceback.has_preserved_node_meta():
+            given[at] = token = _token_in_graph(mode, given[at])
+    if token is None or not fx_traceback.has_preserved_node_meta():
         return mode.__torch_dispatch__(op, types, tuple(given), kwargs or {})
     meta = fx_traceback.current_meta
     former = meta.get("recompute")
@@ -242,6 +242,16 @@ def order_in_graph(
         meta.pop("recompute")
         if former is not None:
             meta["recompute"] = former
+        _leave_to_partitioner(token)
+
+
+def _leave_to_partitioner(token: FunctionalTensor) -> None:
+    """Unmarks a token: a backward that has the token of each op would repeat those ops that have no other input."""
+    proxies = get_proxy_mode()
+    if proxies is not None:
+        slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta.pop("recompute", None)
 
 
 def _recompute_policy() -> CheckpointPolicy:

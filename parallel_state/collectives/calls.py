@@ -56,6 +56,8 @@ class GroupFacts:
     rank_in_group: int
     device: torch.device
     _key: str
+    _ranked_key: str
+    """The key for ops whose compiled code depends on the rank."""
     _token: Tensor
     _destroyed: bool
     _messenger: Any
@@ -236,7 +238,7 @@ class TensorCalls(GroupFacts):
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
         if self._is_single_rank():
             return x
-        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._key)
+        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._ranked_key)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Gathers as all_gather on rank `dst`; returns None on the others. No gradient."""
@@ -249,7 +251,7 @@ class TensorCalls(GroupFacts):
         dim = checks.normal_dim(self.context, "gather", x, dim)
         if self._is_single_rank():
             return x if x.dim() else x.reshape(1)
-        gathered = _OPS.gather(x, self._token, dim, dst, self._key)
+        gathered = _OPS.gather(x, self._token, dim, dst, self._ranked_key)
         return gathered if self.rank_in_group == dst else None
 
     def scatter(
@@ -424,7 +426,8 @@ class TensorCalls(GroupFacts):
         checks.check_rank(self.context, "broadcast", "src", src)
         if self._is_single_rank():
             return x
-        return _BROADCAST(x, self._token, src, self._key)
+        # The gradient of `src` is another computation than that of the others.
+        return _BROADCAST(x, self._token, src, self._ranked_key if torch.is_grad_enabled() else self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Fills every rank's `x` with rank `src`'s; returns `x`."""
