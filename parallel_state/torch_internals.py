@@ -224,8 +224,8 @@ def order_in_graph(
     constant. A partitioner without in-graph mutation takes the token after the backward for an output of the forward.
 
     The op's results are marked to be saved for the backward, as repeated collectives have no order with those of the
-    backward. So a checkpoint policy or an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops
-    of the forward, in their order.
+    backward. So an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops of the forward, in
+    their order, and a checkpoint without a policy, or with one that recomputes, those of its region, as in eager code.
     """
     given, token = list(args), None
     for at, argument in enumerate(op._schema.arguments[: len(given)]):

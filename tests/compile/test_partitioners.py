@@ -26,6 +26,7 @@ from tests.extent import LONG
 PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
 IN_GRAPH = (False, True) if LONG else (False,)
 """Whether the graph itself changes its inputs: inductor's has that, other backends' have the caller do it."""
+RECOMPUTING = (None, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 BUDGETS = (1.0, 0.7, 0.3, 0.0)
 REPEATS_BY_BUDGET = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
 """Older torch fails on a node with several results that must be saved; there a budget may repeat a collective."""
@@ -103,8 +104,10 @@ def _check(
     plain: Callable[[Tensor, Tensor], Tensor],
     partitioner: str,
     budget: float = 1.0,
+    *,
+    repeats: bool = False,
 ) -> None:
-    """Compares with `plain` in eager code: `function` without checkpoints, which repeat the forward there."""
+    """Compares with `plain` in eager code. `repeats`: the backward begins with all operations of the forward."""
     with _log() as log:
         expected, forward, backward = _run(plain, log)
         for in_graph in IN_GRAPH:
@@ -117,7 +120,9 @@ def _check(
                 found = _run(torch.compile(function, fullgraph=True, backend=backend), log)
             torch.testing.assert_close(found[0], expected)
             assert found[1] == forward
-            if budget == 0:
+            if repeats:
+                assert found[2] == forward + backward
+            elif budget == 0:
                 assert found[2] == forward[: len(found[2]) - len(backward)] + backward
             elif budget == 1 or not REPEATS_BY_BUDGET:
                 assert found[2] == backward
@@ -143,4 +148,4 @@ def _two_layers(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("policy", [None, *CheckpointPolicy], ids=lambda policy: policy and policy.name)
 def test_checkpoint_policies(policy: CheckpointPolicy | None) -> None:
     for partitioner in PARTITIONERS:
-        _check(_checkpointed(policy), _two_layers, partitioner)
+        _check(_checkpointed(policy), _two_layers, partitioner, repeats=policy in RECOMPUTING)
