@@ -16,7 +16,7 @@ from tests.workers import WorkerPool
 
 
 class Layer(nn.Module):
-    """Some ops return nothing, or have results that nobody uses: an exported program must keep them, and their order."""
+    """Has ops that return nothing, or whose results nobody uses: a program must keep them, and their order."""
 
     def __init__(self) -> None:
         super().__init__()
