@@ -8,6 +8,7 @@ With `out`, a tensor of the result's shape and dtype on the same device, of any 
 is returned. A contiguous one that needs no gradient is written in place; else the result is copied, with its gradient,
 as by `copy_`.
 All of it works under torch.compile(fullgraph=True), but for what starts a transfer and leaves the waiting to a handle.
+Sizes may come from a tensor's values there (`.tolist()`); wrong ones raise torch's RuntimeError when the code runs.
 Gradients: see `ops`.
 """
 

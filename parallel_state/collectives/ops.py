@@ -6,7 +6,8 @@ What belongs here: schemas, kernels, fake kernels, gradient formulas. What does 
 **Why a token.** A compiler may drop an op whose result nobody uses, and reorder two that share no data; either makes
 ranks disagree and hang. Effect tokens keep such ops, but inductor before 2.15 still reorders them. So every op says
 that it writes one tensor that all ops of a device share: each is then ordered after the one before and none is dead,
-on every version. Nothing ever writes the token's byte.
+on every version. Nothing ever writes the token's byte. In the functional graphs of AOTAutograd (torch.compile's,
+exported programs') the ops write a token of the graph's own: see `torch_internals.order_in_graph`.
 
 **Two registrations.** The compiled library (`csrc/bindings.cpp`) brings CPU and autograd kernels of its own for the ops
 of every layer, which go before those that are registered here. What they don't carry they hand to the op's twin in
