@@ -54,12 +54,13 @@ def _logged(function: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, list[str
 
 
 def _exported_body(strict: bool, folder: str | None) -> None:
-    layer, x = Layer(), torch.arange(8.0).view(2, 4) + ps.get_rank()
+    rank = ps.get_tensor_model_parallel_rank()
+    layer, x = Layer(), torch.arange(8.0).view(2, 4) + rank
     expected = layer(x)
     program = torch.export.export(layer, (x,), strict=strict)
     made: list[Callable[[Tensor], Any]] = [program.module(), program.run_decompositions().module()]
     if folder is not None:
-        path = f"{folder}/{ps.get_rank()}.pt2"
+        path = f"{folder}/{rank}.pt2"
         made.append(
             torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
         )
@@ -75,5 +76,7 @@ def test_exported_programs_run_and_decompose(pools: Callable[[int], WorkerPool],
 
 
 @pytest.mark.slow
-def test_exported_programs_compile_ahead_of_time(pools: Callable[[int], WorkerPool], tmp_path: Path) -> None:
-    pools(2).run(_exported_body, False, str(tmp_path), tp=2, timeout_s=600)
+def test_exported_programs_compile_ahead_of_time(tmp_path: Path) -> None:
+    """In one process: a rank that compiles for a minute is one that the others' calls don't wait for."""
+    with ps.simulate(0, 2, tensor_model_parallel_size=2).use():
+        _exported_body(False, str(tmp_path))
