@@ -108,7 +108,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
-        self._key = context.key
+        self._key, self._ranked_key = context.key, context.ranked_key
         self._destroyed = False
         self.rank = context.global_rank
         self.rank_in_group = context.rank

@@ -96,7 +96,11 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
         if "scatter" in name:
             checks.check_divisible(group.context, name, x, dim)
         args = (dim, *args[1:])
-    return x if group.world_size == 1 else _with_gradient(name, kernel, x, group._token, *args, group._key)
+    if group.world_size == 1:
+        return x
+    # A slice, of the result or of its gradient, is another one on each rank.
+    is_ranked = torch.is_grad_enabled() and (name == "scatter_region" or (name == "gather_region" and not args[-1]))
+    return _with_gradient(name, kernel, x, group._token, *args, group._ranked_key if is_ranked else group._key)
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

@@ -19,8 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import CheckpointPolicy
 
 from device_communicators.bounded_store import BoundedStore
 
@@ -204,7 +211,78 @@ def stashed_for_autograd() -> Any:
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 
 
+# AOTAutograd. It makes each traced graph functional: a written tensor becomes a new result of the op.
+
+_SAVES_TUPLES = TorchVersion(torch.__version__) < "2.15"
+
+
+def order_in_graph(
+    mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Makes an op functional. The op writes the graph's own token, which starts as the token that the call passes.
+
+    A token of the caller's that is written is an input that the graph changes. An exported program may not change a
+    constant. A partitioner without in-graph mutation takes the token after the backward for an output of the forward.
+
+    The op's results are marked to be saved for the backward, as repeated collectives have no order with those of the
+    backward. So an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops of the forward, in
+    their order, and a checkpoint without a policy, or with one that recomputes, those of its region, as in eager code.
+    """
+    given, token = list(args), None
+    for at, argument in enumerate(op._schema.arguments[: len(given)]):
+        if argument.name == "token":
+            given[at] = token = _token_in_graph(mode, given[at])
+    if token is None or not fx_traceback.has_preserved_node_meta():
+        return mode.__torch_dispatch__(op, types, tuple(given), kwargs or {})
+    meta = fx_traceback.current_meta
+    former = meta.get("recompute")
+    meta["recompute"] = _recompute_policy()
+    try:
+        return mode.__torch_dispatch__(op, types, tuple(given), kwargs or {})
+    finally:
+        meta.pop("recompute")
+        if former is not None:
+            meta["recompute"] = former
+        _leave_to_partitioner(token)
+
+
+def _leave_to_partitioner(token: FunctionalTensor) -> None:
+    """Unmarks a token: a backward that has the token of each op would repeat those ops that have no other input."""
+    proxies = get_proxy_mode()
+    if proxies is not None:
+        slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta.pop("recompute", None)
+
+
+def _recompute_policy() -> CheckpointPolicy:
+    """Returns how a partitioner treats an op's node.
+
+    Before 2.15 torch saves a node with several results as a tuple, and fails, if all nodes that an activation budget
+    may repeat must be saved. There the budget repeats ops.
+    """
+    may_repeat = 0 < functorch_config.activation_memory_budget < 1
+    return CheckpointPolicy.PREFER_SAVE if _SAVES_TUPLES and may_repeat else CheckpointPolicy.MUST_SAVE
+
+
+def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
+    """Returns the token of the graph that is being traced: one for each device, and for each tracer of `mode`."""
+    proxies = get_proxy_mode()
+    key = (token.device, None if proxies is None else proxies.tracer)
+    tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
+    if key not in tokens:
+        with mode:
+            plain = token.from_functional() if isinstance(token, FunctionalTensor) else token
+            tokens[key] = FunctionalTensor.to_functional(plain)
+    return tokens[key]
+
+
 # torch.func. The levels of its transforms, in which an op's kernel runs; imported by torch itself where one is entered.
+
+
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+"""torch.autograd.Function without its `apply`, which refuses transforms itself: since torch 2.14 in C++."""
 
 
 def in_transform() -> bool:
@@ -213,7 +291,7 @@ def in_transform() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls an autograd.Function's `apply` in an Autograd kernel, which a transform runs for one of its levels.
+    """Calls `apply` of a SingleLevelFunction in an Autograd kernel, which a transform runs for one of its levels.
 
     torch refuses functions that don't say how they are mapped, since it doesn't know that a kernel calls them, below
     which the dispatcher goes on with the other levels.

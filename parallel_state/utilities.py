@@ -161,7 +161,8 @@ class _PlainGroup(TensorCalls):
 
     def __init__(self, group: Any) -> None:
         self._group, self._destroyed = group, False
-        self._key, self._token = "", ordering_token(torch.device("cpu"))  # no group that is served has this key
+        self._key = self._ranked_key = ""  # no group that is served has this key
+        self._token = ordering_token(torch.device("cpu"))
         self.world_size, self.rank_in_group = group.size(), group.rank()
         ranks = tuple(dist.get_process_group_ranks(group))
         self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)

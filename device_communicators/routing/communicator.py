@@ -157,12 +157,17 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns what ops are called with: the name, and rank and size, on which the compiler's cached code depends.
+        """Returns the group's name in ops: the name, and the size, on which compiled code depends.
 
-        Caches of compiled code outlive processes and are shared by ranks; what isn't in an op's arguments isn't in
-        their keys.
+        Caches of compiled code outlive processes and are shared by ranks. Their keys have the arguments of ops, and
+        nothing else that a graph depends on.
         """
-        return f"{self.name}@{self.rank}/{self.size}"
+        return f"{self.name}/{self.size}"
+
+    @property
+    def ranked_key(self) -> str:
+        """Returns the group's name in ops whose compiled code depends on the rank as well; no other rank shares it."""
+        return f"{self.key}@{self.rank}"
 
     @property
     def failure_ranks(self) -> Collection[int]:

@@ -19,7 +19,8 @@ from device_communicators.routing.route import Route
 logger = logging.getLogger("parallel_state")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
-_KNOWN_NAMES: set[str] = set()
+_KNOWN_NAMES: dict[str, str] = {}
+"""The name of each group that this process had, by the name and both keys."""
 _NEXT_INDEX: dict[str, int] = {}
 ON_FAILED_OP: list[Callable[[], None]] = []
 """Raise what a signal's handler raised in an op that comes to its route because it failed, if anything.
@@ -128,8 +129,8 @@ def register_route(route: Route) -> None:
         former.serve_ops(False)
     route.serve_ops(True)
     stalls.watch(route)
-    _ROUTES[route.context.name] = _ROUTES[route.context.key] = route
-    _KNOWN_NAMES.add(route.context.name)
+    for each in (route.context.name, route.context.key, route.context.ranked_key):
+        _ROUTES[each], _KNOWN_NAMES[each] = route, route.context.name
 
 
 def unique_name(stem: str) -> str:
@@ -152,10 +153,10 @@ def find_route(key: str) -> Route:
         raise_interruption()
     if route is not None:
         return route
-    name = key.partition("@")[0]
-    if name in _KNOWN_NAMES:
+    name = _KNOWN_NAMES.get(key)
+    if name is not None:
         raise GroupDestroyedError(f"group {name!r} was destroyed; take the group anew from its getter")
     known = sorted({route.context.name for route in _ROUTES.values()})
     raise GroupNotInitializedError(
-        f"there is no group {name!r}; this process has {known}. Call initialize_model_parallel first"
+        f"there is no group {key!r}; this process has {known}. Call initialize_model_parallel first"
     )

@@ -9,6 +9,7 @@ With `out`, a tensor of the result's shape and dtype on the same device, of any 
 is returned. A contiguous one that needs no gradient is written in place; else the result is copied, with its gradient,
 as by `copy_`.
 All of it works under torch.compile(fullgraph=True), but for what starts a transfer and leaves the waiting to a handle.
+Sizes may come from a tensor's values there (`.tolist()`); wrong ones raise torch's RuntimeError when the code runs.
 Gradients: see `ops`.
 """
 
@@ -58,6 +59,8 @@ class GroupFacts:
     rank_in_group: int
     device: torch.device
     _key: str
+    _ranked_key: str
+    """The key for ops whose compiled code depends on the rank."""
     _token: Tensor
     _destroyed: bool
     _messenger: Any
@@ -251,7 +254,7 @@ class TensorCalls(GroupFacts):
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
         if self._is_single_rank_reducing("reduce_scatterv", x, op):
             return x
-        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._key)
+        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._ranked_key)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Gathers as all_gather on rank `dst`; returns None on the others. No gradient."""
@@ -264,7 +267,7 @@ class TensorCalls(GroupFacts):
         dim = checks.normal_dim(self.context, "gather", x, dim)
         if self._is_single_rank():
             return x if x.dim() else x.reshape(1)
-        gathered = _OPS.gather(x, self._token, dim, dst, self._key)
+        gathered = _OPS.gather(x, self._token, dim, dst, self._ranked_key)
         return gathered if self.rank_in_group == dst else None
 
     def scatter(
@@ -302,7 +305,7 @@ class TensorCalls(GroupFacts):
         if x is not None and is_src:
             checks.check_divisible(self.context, "scatter", x, checks.normal_dim(self.context, "scatter", x, dim))
             mine = self._scattered(x, dim)
-            if list(size) != mine or dtype != x.dtype:
+            if not checks.same_sizes(size, mine) or dtype != x.dtype:
                 raise InvalidArgumentError(
                     f"size and dtype of scatter on {self.context} must be those of a slice of x, {mine} and {x.dtype}, "
                     f"but are {list(size)} and {dtype}"
@@ -439,7 +442,8 @@ class TensorCalls(GroupFacts):
         checks.check_rank(self.context, "broadcast", "src", src)
         if self._is_single_rank():
             return x
-        return _BROADCAST(x, self._token, src, self._key)
+        # The gradient of `src` is another computation than that of the others.
+        return _BROADCAST(x, self._token, src, self._ranked_key if torch.is_grad_enabled() else self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Fills every rank's `x` with rank `src`'s; returns `x`."""
@@ -466,7 +470,8 @@ class TensorCalls(GroupFacts):
         checks.check_tensor(self.context, "split", x, needs_values=False)
         dim = checks.normal_dim(self.context, "split", x, dim)
         checks.check_divisible(self.context, "split", x, dim)
-        return x.chunk(self.world_size, dim)[self.rank_in_group] if x.shape[dim] else x
+        size = x.shape[dim] // self.world_size
+        return x.narrow(dim, self.rank_in_group * size, size)
 
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""

@@ -19,6 +19,27 @@ from device_communicators.routing.memory import dtype_refusal
 from device_communicators.routing.reductions import reduction_refusal
 
 
+def must_hold(condition: Any) -> bool:
+    """Returns False for a condition that is known to be false; compiled code checks what is known when it runs.
+
+    `condition` compares sizes. A size that comes from a tensor's values is symbolic while the code is compiled, and a
+    branch on it would be an error there. The compiled code raises torch's RuntimeError.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if not guard_or_true(condition):
+        return False
+    torch._check(condition)
+    return True
+
+
+def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Returns False for shapes that are known to differ, as `must_hold`."""
+    return len(one) == len(other) and all(must_hold(a == b) for a, b in zip(one, other, strict=True))
+
+
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
     """Takes a dense tensor with values; where nothing moves, as among simulated ranks, a meta tensor will do."""
     if not isinstance(x, Tensor):
@@ -90,7 +111,7 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
             raise InvalidArgumentError(
                 f"out of {operation} on {context} is an inference tensor, which torch writes to in inference mode only"
             )
-    if list(out.shape) != list(shape) or out.dtype != x.dtype or out.device != x.device:
+    if not same_sizes(out.shape, shape) or out.dtype != x.dtype or out.device != x.device:
         raise InvalidArgumentError(
             f"out of {operation} on {context} must have shape {list(shape)}, {x.dtype} and device {x.device}, "
             f"but has shape {list(out.shape)}, {out.dtype} and device {out.device}"
@@ -194,7 +215,7 @@ def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) ->
 
 
 def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) -> None:
-    if x.dim() == 0 or x.shape[dim] % context.size != 0:
+    if x.dim() == 0 or not must_hold(x.shape[dim] % context.size == 0):
         raise InvalidArgumentError(
             f"dim {dim} of a tensor for {operation} on {context} must be divisible by {context.size}, "
             f"but the shape is {list(x.shape)}; pad it, or use the form that takes sizes"
@@ -217,7 +238,7 @@ def check_lengths(context: GroupContext, operation: str, name: str, lengths: obj
             f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
         )
     for length in lengths:
-        if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
+        if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or not must_hold(length >= 0):
             raise InvalidArgumentError(
                 f"{name} of {operation} on {context} must hold ints that are not negative, but is {list(lengths)}"
             )
@@ -234,7 +255,7 @@ def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
 
 
 def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:
-    if x.dim() == 0 or x.shape[dim] != total:
+    if x.dim() == 0 or not must_hold(x.shape[dim] == total):
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must add up to dim {dim} of the tensor, but {total} "
             f"is not that of shape {list(x.shape)}"

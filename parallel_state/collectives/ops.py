@@ -6,7 +6,8 @@ What belongs here: schemas, kernels, fake kernels, gradient formulas. What does 
 **Why a token.** A compiler may drop an op whose result nobody uses, and reorder two that share no data; either makes
 ranks disagree and hang. Effect tokens keep such ops, but inductor before 2.15 still reorders them. So every op says
 that it writes one tensor that all ops of a device share: each is then ordered after the one before and none is dead,
-on every version. Nothing ever writes the token's byte.
+on every version. Nothing ever writes the token's byte. In the functional graphs of AOTAutograd (torch.compile's,
+exported programs') the ops write a token of the graph's own: see `torch_internals.order_in_graph`.
 
 **Two registrations.** The compiled library (`csrc/bindings.cpp`) brings CPU and autograd kernels of its own for the ops
 of every layer, which go before those that are registered here. What they don't carry they hand to the op's twin in
@@ -27,6 +28,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -35,6 +38,7 @@ from device_communicators.host_calls import leave_to_interpreter
 from device_communicators.routing.memory import DEFERRED_KEYS, with_values
 from device_communicators.routing.reductions import FP8
 from device_communicators.routing.registry import find_route, raise_interruption
+from parallel_state import torch_internals
 from parallel_state.collectives import checks
 from parallel_state.collectives.transforms import OpFunction, batch_kernel
 
@@ -89,6 +93,11 @@ def define(
         leave_to_interpreter(mapped[1])
         _LIBRARY.impl(name, mapped[1], mapped[0])
     torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
+    if "!) token" in arguments:
+        torch.library.register_torch_dispatch(
+            f"parallel_state::{name}", FunctionalTensorMode, torch_internals.order_in_graph, lib=_LIBRARY
+        )
+        has_side_effect(getattr(_OPS, name).default)  # keeps the last op of a graph, whose token nobody reads
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:

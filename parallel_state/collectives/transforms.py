@@ -23,14 +23,14 @@ Rule = Callable[..., tuple[Any, Any]]
 """From an op, the batch dim of each argument and the arguments to `(result, its batch dim)`."""
 
 
-class OpFunction(torch.autograd.Function):
+class OpFunction(torch_internals.SingleLevelFunction):
     """Runs in an op's autograd kernel, one level of torch.func's at a time; a base class."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if not torch_internals.in_transform():
             return super().apply(*args)
-        return torch_internals.apply_in_level(super(torch.autograd.Function, cls).apply, args)  # type: ignore[misc]
+        return torch_internals.apply_in_level(super().apply, args)
 
     @staticmethod
     def below(op: Callable[..., Any], *args: Any) -> Any:

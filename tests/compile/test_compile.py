@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parallel_state as ps
-from tests.contract.attempts import world
+from tests.contract.attempts import environment, world
 from tests.extent import LONG
 from tests.workers import WorkerPool
 
@@ -354,11 +355,65 @@ def _cached_body(backend: str) -> None:
             assert not x.grad.any()
         wide = torch.compile(lambda x: tp.all_gather(x + 1, -1) * 2, fullgraph=True, backend=backend)
         assert wide(torch.ones(3, 4)).shape == (3, 4 * tp.world_size)
+        for function in (_uneven, _sliced):
+            given = [torch.arange(20.0).view(10, 2) + tp.rank_in_group for _ in range(2)]
+            for x, run in zip(given, (function, torch.compile(function, fullgraph=True, backend=backend)), strict=True):
+                run(x.requires_grad_()).square().sum().backward()
+            assert torch.equal(given[0].grad, given[1].grad)
+
+
+def _uneven(x: Tensor) -> Tensor:
+    tp = ps.get_tp_group()
+    sizes = [rank + 1 for rank in range(tp.world_size)]
+    collected = tp.gather(x.detach() * 2, 0, 0)
+    y = tp.reduce_scatterv(x[: sum(sizes)] * 2, 0, sizes)
+    return y.sum() if collected is None else y.sum() + collected.sum()
+
+
+def _sliced(x: Tensor) -> Tensor:
+    x = ps.scatter_to_sequence_parallel_region(x[:8] * 2)
+    return ps.gather_from_tensor_model_parallel_region(x.sin())
 
 
 def test_cached_code_of_another_rank_or_world_size_is_not_used(pools: Callable[[int], WorkerPool]) -> None:
     for world_size in (2, 4):
         pools(world_size).run(_cached_body, "inductor", tp=world_size, timeout_s=300)
+
+
+def _shared_cache_body(folder: str) -> int:
+    """Compiles after the ranks before this one, with a cache for all; returns how often the cache had the code.
+
+    Nothing is sent meanwhile, as the other ranks aren't in the call.
+    """
+    tp = ps.get_tp_group()
+
+    def function(x: Tensor) -> Tensor:
+        return tp.all_gather(torch.tanh(tp.all_reduce(x)), 0) * 2
+
+    def alone(operation: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x.clone() if operation == "all_reduce" else torch.cat([x] * tp.world_size)
+
+    run, hits = tp.route.run, 0
+    x = torch.arange(12.0).view(4, 3) + tp.rank_in_group
+    with environment(TORCHINDUCTOR_CACHE_DIR=folder):
+        for rank in range(tp.world_size):
+            if rank == tp.rank_in_group:
+                torch._dynamo.reset()
+                torch._dynamo.utils.counters.clear()
+                compiled = torch.compile(function, fullgraph=True)
+                tp.route.serve_ops(False)
+                tp.route.run = alone  # type: ignore[method-assign]
+                compiled(x)
+                tp.route.run = run  # type: ignore[method-assign]
+                tp.route.serve_ops(True)
+                hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+            tp.barrier()
+        torch.testing.assert_close(compiled(x), function(x))
+    return hits
+
+
+def test_a_rank_finds_the_code_that_another_has_compiled(pools: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+    assert pools(2).run(_shared_cache_body, str(tmp_path), tp=2, timeout_s=300) == [0, 1]
 
 
 def _over_axes(x: Tensor) -> Tensor:
@@ -418,8 +473,8 @@ def test_what_the_ops_claim_to_write_keeps_no_graph_out_of_a_cuda_graph() -> Non
         backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=look)
         torch.compile(_OverGetters(), backend=backend, fullgraph=True)(torch.ones(2, 4))
     ((written, staying),) = found
-    assert len(written) == 1, "the token"
-    assert written <= staying
+    assert not written, "the token is the graph's own"
+    assert len(staying) == 3, "weight, bias and the token, which isn't copied for a CUDA graph"
     marked = torch.zeros(1)
     torch._dynamo.mark_static_address(marked)
     token = ps.simulated_group([0, 1], 0)._token

@@ -241,7 +241,10 @@ std::shared_ptr<Served> find_served(std::string_view key) {
   const std::uint64_t version = tables().version.load(std::memory_order_acquire);
   if (version == last_version && key == last_key) return last.lock();
   const std::shared_lock<std::shared_mutex> lock(tables().mutex);
-  const auto found = tables().by_key.find(std::string(key));
+  // GroupContext.ranked_key: the key, "@" and the rank.
+  const std::size_t size_at = key.rfind('/'), rank_at = key.rfind('@');
+  const bool is_ranked = size_at != key.npos && rank_at != key.npos && size_at < rank_at;
+  const auto found = tables().by_key.find(std::string(is_ranked ? key.substr(0, rank_at) : key));
   std::shared_ptr<Served> served = found == tables().by_key.end() ? nullptr : found->second;
   last_key = key;
   last = served;
