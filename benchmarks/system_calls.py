@@ -66,7 +66,7 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 def _wait_until_attached(pid: int) -> None:
     """Returns when the process `pid` sleeps in poll, as perf does once its events are enabled."""
     deadline = time.monotonic() + _ATTACH_S
-    while "poll" not in Path(f"/proc/{pid}/wchan").read_text():
+    while "poll" not in Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8"):
         if time.monotonic() > deadline:
             raise RuntimeError("perf trace didn't attach: it needs root and tracefs")
         time.sleep(0.05)

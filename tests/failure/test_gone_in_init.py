@@ -46,16 +46,16 @@ NEEDS_CONTROL_PLANE = "two ranks that nobody watches yet: the control plane is t
 def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
     """Has rank 0 kill the victims, itself the last, when it comes to a stage."""
     rank = int(os.environ["RANK"])
-    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank != 0:
         return
     owner, name = STAGES[stage]
     function = getattr(owner, name)
 
     def kill() -> None:
-        Path(folder, "killed").write_text(repr(time.time()))
+        Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
         for victim in reversed(victims):
-            os.kill(int(Path(folder, f"pid-{victim}").read_text()), signal.SIGKILL)
+            os.kill(int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")), signal.SIGKILL)
 
     def and_kill(*args: Any, **kwargs: Any) -> Any:
         if stage == "meeting":  # which goes on meanwhile, as one rank is missing
@@ -84,7 +84,7 @@ def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) 
             told = attempt(dist.barrier if stage == "exchange of the backend" else ps.get_world_group().barrier)
         told_s = time.time()
         ps.destroy_distributed_environment()
-    return told, told_s - float(Path(folder, "killed").read_text())
+    return told, told_s - float(Path(folder, "killed").read_text(encoding="utf-8"))
 
 
 def _check(results: dict[int, tuple[Outcome, float] | None], victims: tuple[int, ...]) -> float:
@@ -160,7 +160,7 @@ def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] |
 
         def enter_and_die(*args: Any) -> bool:
             enter(*args)
-            Path(folder, "killed").write_text(repr(time.time()))
+            Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
             kill_me()
             return True
 
@@ -171,7 +171,7 @@ def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] |
         time.sleep(late_s)
     with environment(PARALLEL_STATE_START_TIMEOUT_S="6"):
         told = attempt(ps.init_distributed_environment, size, rank, f"tcp://127.0.0.1:{port}")
-        told_s = time.time() - float(Path(folder, "killed").read_text())
+        told_s = time.time() - float(Path(folder, "killed").read_text(encoding="utf-8"))
         until = time.monotonic() + 8.0  # the others live on
         Path(folder, f"told-{rank}").touch()
         while len(list(Path(folder).glob("told-*"))) < 3 and time.monotonic() < until:

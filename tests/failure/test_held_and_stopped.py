@@ -116,14 +116,14 @@ def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcom
     """All sum until that fails, while `how` befalls the victims; what a survivor is told, and when after the kill."""
     group = _world()
     attempt(group.all_reduce, torch.ones(3))
-    Path(folder, f"pid-{group.rank}").write_text(str(os.getpid()))
+    Path(folder, f"pid-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
     group.barrier()
     if group.rank == 1:
-        pids = {victim: int(Path(folder, f"pid-{victim}").read_text()) for victim in (*victims, 2, 3)}
+        pids = {victim: int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")) for victim in (*victims, 2, 3)}
         if how == "lead stopped":
             os.kill(pids[2], signal.SIGSTOP)
             time.sleep(0.3)
-        Path(folder, "killed").write_text(repr(time.time()))
+        Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
         for victim in victims:
             os.kill(pids[victim], signal.SIGKILL)
             if how == "one after the other":  # the lead as it tells of its neighbour
@@ -136,7 +136,7 @@ def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcom
     if group.rank == 1 and how == "lead stopped":
         os.kill(pids[2], signal.SIGCONT)
     ps.destroy_distributed_environment()
-    return told, told_s - float(Path(folder, "killed").read_text())
+    return told, told_s - float(Path(folder, "killed").read_text(encoding="utf-8"))
 
 
 @pytest.mark.side_by_side
@@ -176,12 +176,12 @@ def _large_until_killed(folder: str, route: str) -> tuple[Outcome, float] | None
     group.barrier()
     if group.rank == 1:
         assert resident[-1] == 1
-        Path(folder, "killed").write_text(repr(time.monotonic()))
+        Path(folder, "killed").write_text(repr(time.monotonic()), encoding="utf-8")
         kill_me()
     told = attempt(group.all_reduce, torch.ones(3))
     told_s = time.monotonic()
     ps.destroy_distributed_environment()
-    return told, told_s - float(Path(folder, "killed").read_text())
+    return told, told_s - float(Path(folder, "killed").read_text(encoding="utf-8"))
 
 
 def _free_bytes() -> int:

@@ -47,7 +47,7 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
     route, make = MAKING[what]
     with world_over(route, port, T_S) as group:
         group.barrier()
-        Path(folder, f"ready-{group.rank}").write_text(str(os.getpid()))
+        Path(folder, f"ready-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
         until = time.monotonic() + DEADLINE_S / 2
         while not Path(folder, "stopped").exists() and time.monotonic() < until:
             time.sleep(0.01)

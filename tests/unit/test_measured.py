@@ -98,9 +98,9 @@ def test_the_users_rows_are_found_and_a_named_table_goes_in_their_place(
 
 def test_a_row_with_columns_of_an_earlier_version_still_counts(user: Path) -> None:
     peer_thresholds.dump([ROW], user, "a test")
-    former = json.loads(user.read_text())
+    former = json.loads(user.read_text(encoding="utf-8"))
     former["rows"][0].update(symmetric=1024, multimem=False)
-    user.write_text(json.dumps(former))
+    user.write_text(json.dumps(former), encoding="utf-8")
     assert covering(peer_thresholds.load().rows, HERE) == ROW
 
 
