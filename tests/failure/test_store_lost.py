@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.liveness.condition import condition_of
 from tests.contract.attempts import Outcome, attempt
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import OVER_TORCH, torch_world
@@ -49,10 +50,12 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
         group.barrier()
         Path(folder, f"ready-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
         until = time.monotonic() + DEADLINE_S / 2
+        if group.rank == 0:
+            while len(list(Path(folder).glob("told-*"))) < 3 and time.monotonic() < until:
+                time.sleep(0.01)
+            return None
         while not Path(folder, "stopped").exists() and time.monotonic() < until:
             time.sleep(0.01)
-        if group.rank == 0:
-            return None
         told = attempt(make)
         Path(folder, f"told-{group.rank}").touch()
     return told
@@ -66,6 +69,8 @@ def _stop_rank_0(folder: Path) -> None:
     pid = int((folder / "ready-0").read_text())
     os.kill(pid, signal.SIGSTOP)
     try:
+        while "stopped" not in condition_of(pid) and time.monotonic() < until:
+            time.sleep(0.001)
         (folder / "stopped").touch()
         while len(list(folder.glob("told-*"))) < 3 and time.monotonic() < until:
             time.sleep(0.01)
