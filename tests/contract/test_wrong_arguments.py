@@ -37,7 +37,9 @@ WRONG: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-ONLY_AT_THE_SOURCE = {"scatter": ("x",), "broadcast_tensor_dict, spec": ("tensor_dict",)}
+ONLY_AT_THE_SOURCE = {
+    "scatter": ("x",), "broadcast_tensor_dict": ("out",), "broadcast_tensor_dict, spec": ("tensor_dict",),
+}  # fmt: skip
 """Arguments that one rank alone knows to be wrong: the other waits for it until its deadline, as documented."""
 TOLD_TO_THE_RECEIVER = {
     "send_object": ("obj",), "isend_object": ("obj",),
