@@ -328,6 +328,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
         def resolve() -> tuple[list[int], Request]:
             inside = self._ranks_inside(ranks)
+            if not isinstance(name, str):
+                raise InvalidArgumentError(f"name of make_sub_group on {self.context} must be a str, but is {name!r}")
             return inside, {"list of ranks": format_ranks(ranks), "digest": digest(list(ranks))}
 
         if self.pool is None:
@@ -350,12 +352,16 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
         """Returns the global ranks of a sub-group; raises InvalidArgumentError for what can't be one."""
+        if not isinstance(ranks, (list, tuple, range)):
+            raise InvalidArgumentError(
+                f"ranks of a sub-group of {self.context} must be a list of ints, but is a {type(ranks).__name__}"
+            )
+        for rank in ranks:
+            checks.check_rank(self.context, "make_sub_group", "ranks", rank)
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(
                 f"ranks of a sub-group of {self.context} must be distinct, but are {list(ranks)}"
             )
-        for rank in ranks:
-            checks.check_rank(self.context, "make_sub_group", "ranks", rank)
         inside = [self.context.ranks[rank] for rank in ranks]
         if self.pool is not None and inside != sorted(inside):
             # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
@@ -372,6 +378,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         one, `capture.stream`, which waits for the current stream and is the current one inside. `peers`: ranks in the
         group that this rank sends to or receives from in the graphs, and has not yet; each names this one as well.
         """
+        if not isinstance(peers, (list, tuple, range, set, frozenset)):
+            raise InvalidArgumentError(
+                f"peers of graph_capture on {self.context} must be ranks, but is a {type(peers).__name__}"
+            )
         for peer in peers:
             checks.check_rank(self.context, "graph_capture", "peers", peer)
         return prepared(self.route, context, self.device, peers)

@@ -16,6 +16,7 @@ Gradients: see `ops`.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
@@ -285,7 +286,7 @@ class TensorCalls(GroupFacts):
         and compiles, or none does and `src` tells the others first. The result is on the group's device. No gradient.
         """
         if size is not None and not is_dynamo_compiling():
-            given = x if self.rank_in_group == src else None
+            given = x if type(src) is int and self.rank_in_group == src else None
             mine = DIRECT.scatter(given, self._token, size, dtype, self.device, dim, src, self._key)
             if mine is not NotImplemented:
                 return mine
@@ -394,9 +395,11 @@ class TensorCalls(GroupFacts):
         input_split_sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Exchanges rows into `out`, as torch's; returns it. Split sizes as for all_to_all."""
-        return TensorCalls.all_to_all(
-            self, x, out=out, output_split_sizes=output_split_sizes or None, input_split_sizes=input_split_sizes or None
+        outputs = (
+            None if isinstance(output_split_sizes, (list, tuple)) and not output_split_sizes else output_split_sizes
         )
+        inputs = None if isinstance(input_split_sizes, (list, tuple)) and not input_split_sizes else input_split_sizes
+        return TensorCalls.all_to_all(self, x, out=out, output_split_sizes=outputs, input_split_sizes=inputs)
 
     def _exchange_rows(self, x: Tensor, outputs: ops.Splits, inputs: ops.Splits, out: Tensor | None = None) -> Tensor:
         if out is not None:
@@ -459,8 +462,16 @@ class TensorCalls(GroupFacts):
     @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
     def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
         """Returns rank `src`'s flag on every rank."""
+        try:
+            value = bool(flag) if isinstance(flag, (numbers.Number, Tensor)) or hasattr(flag, "dtype") else None
+        except (RuntimeError, ValueError, NotImplementedError):  # of no element, of several, or without a value
+            value = None
+        if value is None:
+            raise InvalidArgumentError(
+                f"flag of broadcast_flag on {self.context} must be a bool, but is a {type(flag).__name__}"
+            )
         with self.route.called_as("broadcast_flag"):
-            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8, device="cpu"), src).item())
+            return bool(self.broadcast_(torch.tensor(value, dtype=torch.uint8, device="cpu"), src).item())
 
     def split(self, x: Tensor, dim: int = -1) -> Tensor:
         """Returns this rank's slice of `x`, which every rank holds: `[…, world_size · d, …]` to a view `[…, d, …]`.
@@ -494,6 +505,7 @@ class TensorCalls(GroupFacts):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         checks.check_dtype(self.context, "empty", dtype)
         device = self.device if device is None else device
+        checks.check_device(self.context, "empty", device)
         if self._is_single_rank():
             return torch.empty(list(size), dtype=dtype, device=device)
         return _OPS.empty(self._token, list(size), dtype, device, self._key)
@@ -522,6 +534,7 @@ class TensorCalls(GroupFacts):
         checks.check_lengths(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)
         device = self.device if device is None else device
+        checks.check_device(self.context, "recv", device)
         return _OPS.recv(self._token, list(size), dtype, device, src, self._key)
 
     @host_call(_TRANSFER)
@@ -554,6 +567,11 @@ class TensorCalls(GroupFacts):
         order. Change or read the tensors after `wait()` only. No gradient; not for compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
+        if not isinstance(operations, (list, tuple)):
+            raise InvalidArgumentError(
+                f"operations of batch_isend_irecv on {self.context} must be a list of transfers, but is a "
+                f"{type(operations).__name__}"
+            )
         found = [batches.transfer_of(self.context, each) for each in operations]
         handles: dict[int, TensorHandle] = {}
         for at in batches.starting_order(self.rank_in_group, found):
@@ -634,7 +652,7 @@ class TensorCalls(GroupFacts):
         `x` and `residual` are `[…, hidden]`, `weight` is `[hidden]`, of one dtype, to which the sum, `y` and the norm,
         computed in float32, are rounded once each. `residual` and `weight` must be equal on all ranks. Differentiable.
         """
-        checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight)
+        checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm", x):
             return add_rms_norm(x, residual, weight, eps)
         return _OPS.all_reduce_add_rms_norm(x, self._token, residual, weight, eps, self._key)
@@ -648,7 +666,7 @@ class TensorCalls(GroupFacts):
         by its reciprocal, which is rounded to float32. A gradient, which would be lost, is an error.
         """
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
-        checks.check_norm(self.context, operation, x, residual, weight)
+        checks.check_norm(self.context, operation, x, residual, weight, eps)
         checks.check_scale(self.context, operation, scale)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm_static_fp8_quant", x):
             checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight, scale)
@@ -666,7 +684,7 @@ class TensorCalls(GroupFacts):
         0 elsewhere. A gradient, which would be lost, is an error.
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
-        checks.check_norm(self.context, operation, x, residual, weight)
+        checks.check_norm(self.context, operation, x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant", x):
             checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight)
             normed, y = add_rms_norm(x, residual, weight, eps)

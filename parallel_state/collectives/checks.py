@@ -5,6 +5,7 @@ Written so that torch.compile traces it: comparisons, and text only on the way t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -12,11 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from device_communicators.errors import InvalidArgumentError, UnsupportedError, int_advice
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 from device_communicators.routing.memory import dtype_refusal
 from device_communicators.routing.reductions import reduction_refusal
+
+_MOST_ELEMENTS = 1 << 58
+"""No address space has so many bytes; torch counts bytes in 64 bits."""
 
 
 def must_hold(condition: Any) -> bool:
@@ -242,6 +247,21 @@ def check_lengths(context: GroupContext, operation: str, name: str, lengths: obj
             raise InvalidArgumentError(
                 f"{name} of {operation} on {context} must hold ints that are not negative, but is {list(lengths)}"
             )
+    if not is_dynamo_compiling() and math.prod(lengths) >= _MOST_ELEMENTS:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must be of fewer than {_MOST_ELEMENTS} elements, but is "
+            f"{list(lengths)}"
+        )
+
+
+def check_device(context: GroupContext, operation: str, device: object) -> None:
+    """Takes a torch.device, or the name of one."""
+    try:
+        if isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
+            return
+    except RuntimeError:
+        pass
+    raise InvalidArgumentError(f"device of {operation} on {context} must be a torch.device, but is {device!r}")
 
 
 def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
@@ -266,9 +286,11 @@ def _kind(x: Any) -> str:
     return f"a {type(x).__name__}"
 
 
-def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object) -> None:
-    """Checks that `residual` is like `x`, and `weight` like one of its rows."""
+def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object, eps: object) -> None:
+    """Checks that `residual` is like `x`, `weight` like one of its rows, and `eps` a number."""
     check_tensor(context, operation, x)
+    if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
+        raise InvalidArgumentError(f"eps of {operation} on {context} must be a float, but is {eps!r}")
     for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
             found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -31,6 +31,8 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
     Raises InvalidArgumentError unless it is a mapping of str to dense tensors that may be written to, and no `views`
     are wanted.
     """
+    if not isinstance(views, bool):
+        raise InvalidArgumentError(f"views of {method} on {context} must be a bool, but is a {type(views).__name__}")
     if out is None:
         return None
     if views:

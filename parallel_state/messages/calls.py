@@ -51,16 +51,16 @@ class MessageCalls(GroupFacts):
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
-        # `src` tells the others of its mistake, who wait for it.
-        if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
-            raise InvalidArgumentError(
-                f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
-                f"{type(obj_list).__name__}"
-            )
         if self._is_single_rank():
             self._checked("broadcast_object_list", obj_list, list)
         else:
+            # A rank with a wrong list takes part, too: `src` has sent, and tells the others of a mistake of its own.
             received = self._messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
+            if not isinstance(obj_list, list):
+                raise InvalidArgumentError(
+                    f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
+                    f"{type(obj_list).__name__}"
+                )
             if len(received) != len(obj_list):
                 raise InvalidArgumentError(
                     f"obj_list of broadcast_object_list on {self.context} must be a list as long as rank {src}'s, "
@@ -135,6 +135,7 @@ class MessageCalls(GroupFacts):
         InvalidArgumentError where `out` doesn't fit, as recv_tensor_dict, or `src` passes it.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
+        self._check_options("broadcast_tensor_dict", spec=spec)
         if out is not None and self.rank_in_group == src:
             raise InvalidArgumentError(
                 f"out of broadcast_tensor_dict on {self.context} is filled on the ranks that receive, but this is rank "
@@ -171,6 +172,7 @@ class MessageCalls(GroupFacts):
         differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
         With `spec` no metadata is sent but its digest, and the call compiles.
         """
+        self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
             return self._checked("send_tensor_dict", tensor_dict, dict)
         if spec is not None:
@@ -219,6 +221,7 @@ class MessageCalls(GroupFacts):
         InvalidArgumentError where `out` comes with `views`, or doesn't fit: with `spec` before anything is received,
         else the dict is lost.
         """
+        self._check_options("recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
         buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
@@ -247,6 +250,7 @@ class MessageCalls(GroupFacts):
 
         In a group of one rank nothing is sent; as vLLM's list of handles, what it returns is empty there.
         """
+        self._check_options("isend_tensor_dict", all_gather_group, all_gather_tensors)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
             self._checked("isend_tensor_dict", tensor_dict, dict)
             return NoSend(self._messenger)
@@ -275,10 +279,34 @@ class MessageCalls(GroupFacts):
         The sender says what is cut into slices; `all_gather_tensors` is taken for vLLM's callers only. In a group
         of one rank `wait()` gives None, and what vLLM's callers take apart is None and two empty lists.
         """
+        self._check_options("irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return NoReceive()
         return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group, buffers, views)
+
+    def _check_options(
+        self,
+        operation: str,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        spec: TensorDictSpec | None = None,
+    ) -> None:
+        """Checks the types of what a tensor dict travels with."""
+        if spec is not None and not isinstance(spec, TensorDictSpec):
+            raise InvalidArgumentError(
+                f"spec of {operation} on {self.context} must be a TensorDictSpec, but is a {type(spec).__name__}"
+            )
+        if all_gather_group is not None and not hasattr(all_gather_group, "rank_in_group"):
+            raise InvalidArgumentError(
+                f"all_gather_group of {operation} on {self.context} must be a group, but is a "
+                f"{type(all_gather_group).__name__}"
+            )
+        if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
+            raise InvalidArgumentError(
+                f"all_gather_tensors of {operation} on {self.context} must be a dict of bools by key, but is a "
+                f"{type(all_gather_tensors).__name__}"
+            )
 
     def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
         """Returns an object in a group of one rank; raises where a larger group couldn't send it."""

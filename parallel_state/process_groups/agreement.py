@@ -398,6 +398,16 @@ class Agreement:
         text = f"the {name} is {sides[0]} on rank {ranks[0]} and {sides[1]} on rank {other}"
         return {"kind": "different", "text": text}
 
+    def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
+        """Deletes the address that gloo left in the store for this rank's last group of the meeting of `name`.
+
+        Once all ranks have met for the next group, each of them has released that one.
+        """
+        meeting, _, number = name.rpartition("/")
+        if not self.alone and len(ranks) > 1 and int(number) > 1:
+            with contextlib.suppress(dist.DistError):
+                self._forget(self.store, f"{meeting}/{int(number) - 1}//cpu//0/{ranks.index(self._rank)}")
+
     def _decide(self, store: BoundedStore, key: str, verdict: dict[str, Any]) -> Any:
         """Publishes a verdict; returns the first one, which counts."""
         return json.loads(store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))

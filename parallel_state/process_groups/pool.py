@@ -301,6 +301,8 @@ class ProcessGroupPool:
             # gloo ends the process, uncatchably, where it can't accept a connection.
             lacking = limits.descriptor_shortage(_DESCRIPTORS + 3 * len(ranks)) if connects else ""
             name = self.agreement.meet(f"{what} ({digest(key)})", ranks, timeout_s, self.watched_with(ranks), lacking)
+            if connects:
+                self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
             store = None

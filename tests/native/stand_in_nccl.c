@@ -280,7 +280,7 @@ static uint16_t toBf16(float x) {
       wide x = from(((const type*)(comm->slots + (size_t)r * SlotBytes))[offset + i]); \
       sum = (wide)COMBINE(sum, x);                                                     \
     }                                                                                  \
-    if (op == 4) sum = (wide)(sum / (wide)comm->size);                                  \
+    if (op == 4) sum = (wide)(sum / (wide)comm->size);                                 \
     ((type*)out)[i] = to(sum);                                                         \
   }                                                                                    \
   break
