@@ -24,7 +24,7 @@ from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.contract import deferred
 from tests.contract.carriers import Carrier, Member
 from tests.contract.test_objects import own_group
-from tests.hosts import HostRanks
+from tests.hosts import HostRanks, Hosts
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -482,6 +482,25 @@ def _torch_backend_over_gloo() -> None:
 @pytest.mark.parametrize("body", [_torch_backend, _torch_backend_over_gloo])
 def test_over_the_backend_of_torch_distributed(pools: Pools, body: Callable[[], None]) -> None:
     pools(3).run(body, timeout_s=120.0)
+
+
+def _torch_backend_on_hosts() -> None:
+    found = []
+    for backend, make in (("gloo", torch.clone), ("parallel_state", deferred.REAL["negative"])):
+        dist.init_process_group(backend)
+        try:
+            calls = _torch_calls(dist.get_rank(), dist.get_world_size(), make)
+            found.append([(name, _plain(each)) for name, each in calls])
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+    assert found[1] == found[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
+    with hosts.ranks((0, 0, 1)) as ranks:  # whose store nobody else has had
+        ranks.run(_torch_backend_on_hosts, timeout_s=120.0)
 
 
 def _torch_backend_of_another() -> None:
