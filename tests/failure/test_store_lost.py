@@ -63,10 +63,10 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
 
 def _stop_rank_0(folder: Path) -> None:
     """Stops rank 0 until the others have been told."""
-    until = time.monotonic() + DEADLINE_S / 2
+    until = time.monotonic() + DEADLINE_S
     while len(list(folder.glob("ready-*"))) < 4 and time.monotonic() < until:
         time.sleep(0.01)
-    pid = int((folder / "ready-0").read_text())
+    pid, until = int((folder / "ready-0").read_text()), time.monotonic() + DEADLINE_S / 2
     os.kill(pid, signal.SIGSTOP)
     try:
         while "stopped" not in condition_of(pid) and time.monotonic() < until:
