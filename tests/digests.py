@@ -97,7 +97,7 @@ def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
     """Returns the input of `rank`: sums round and integers overflow. The first floats are ±0, a tiny and infinity."""
     integers = _integers(count, rank)
     if not dtype.is_floating_point and not dtype.is_complex:
-        return (integers & 1).bool() if dtype == torch.bool else integers.to(dtype)
+        return (integers & 1).bool() if dtype == torch.bool else integers.to(dtype, copy=True)  # some calls write to it
     values = integers.double() / 2**24
     if dtype in FLOAT8:
         values = (values / 64).clamp(-32, 32)

@@ -300,7 +300,7 @@ class TensorCalls(GroupFacts):
             size, dtype = self._agree_on_slice(x, src, dim)
         elif is_src:
             checks.check_tensor(self.context, "scatter", x)
-        checks.check_lengths(self.context, "scatter", "size", size)
+        checks.check_shape(self.context, "scatter", "size", size)
         checks.check_dtype(self.context, "scatter", dtype)
         dim = checks.normal_dim_of(self.context, "scatter", len(size), dim)
         if x is not None and is_src:
@@ -501,7 +501,7 @@ class TensorCalls(GroupFacts):
         views it is gone. On a device, between hosts, or where PARALLEL_STATE_SYMMETRIC_BYTES is used up, it is an
         ordinary tensor; all collectives take either. Default dtype and device: torch's, and the group's.
         """
-        checks.check_lengths(self.context, "empty", "size", size)
+        checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         checks.check_dtype(self.context, "empty", dtype)
         device = self.device if device is None else device
@@ -531,7 +531,7 @@ class TensorCalls(GroupFacts):
             if received is not NotImplemented:
                 return received
         src = checks.source(self.context, "recv", src)
-        checks.check_lengths(self.context, "recv", "size", size)
+        checks.check_shape(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)
         device = self.device if device is None else device
         checks.check_device(self.context, "recv", device)
@@ -551,7 +551,7 @@ class TensorCalls(GroupFacts):
     def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
         """Starts `recv`: `wait()` gives the tensor. Not for compiled code."""
         checks.check_no_transform(self.context, "irecv")
-        checks.check_lengths(self.context, "irecv", "size", size)
+        checks.check_shape(self.context, "irecv", "size", size)
         checks.check_dtype(self.context, "irecv", dtype)
         src = checks.source(self.context, "irecv", src)
         out = torch.empty(size, dtype=dtype, device=self.device)

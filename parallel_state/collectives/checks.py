@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from device_communicators.errors import InvalidArgumentError, UnsupportedError, int_advice
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
@@ -230,6 +229,7 @@ def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) 
 def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
     """Takes one size per rank, none negative."""
     check_lengths(context, operation, name, sizes)
+    _check_elements(context, operation, name, sizes, sum(sizes))
     if len(sizes) != context.size:
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must have one size per rank, {context.size}, but has {len(sizes)}"
@@ -237,7 +237,7 @@ def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequenc
 
 
 def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
-    """Takes a shape, or one length per rank: a list or tuple of ints, none negative."""
+    """Takes a list or tuple of ints, none negative."""
     if not isinstance(lengths, (list, tuple)):
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
@@ -247,7 +247,16 @@ def check_lengths(context: GroupContext, operation: str, name: str, lengths: obj
             raise InvalidArgumentError(
                 f"{name} of {operation} on {context} must hold ints that are not negative, but is {list(lengths)}"
             )
-    if not is_dynamo_compiling() and math.prod(lengths) >= _MOST_ELEMENTS:
+
+
+def check_shape(context: GroupContext, operation: str, name: str, shape: Sequence[int]) -> None:
+    """Takes the shape of a tensor that fits into an address space."""
+    check_lengths(context, operation, name, shape)
+    _check_elements(context, operation, name, shape, math.prod(shape))
+
+
+def _check_elements(context: GroupContext, operation: str, name: str, lengths: Sequence[int], count: int) -> None:
+    if not torch.compiler.is_compiling() and count >= _MOST_ELEMENTS:
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must be of fewer than {_MOST_ELEMENTS} elements, but is "
             f"{list(lengths)}"

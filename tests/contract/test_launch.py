@@ -42,8 +42,8 @@ def processes_named(prefix: str) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            if (process / "comm").read_text().startswith(prefix) and state != "Z":
+            state = (process / "stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()[0]
+            if (process / "comm").read_text("utf-8", "replace").startswith(prefix) and state != "Z":
                 found.append(int(process.name))
     return found
 

@@ -72,7 +72,7 @@ def names_of_others() -> set[str]:
         if pid in ours:
             continue
         with suppress(OSError):  # it has ended, or is another user's
-            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines()
             links = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
             found |= {line.rpartition("/dev/shm/")[2] for line in (*lines, *links) if "/dev/shm/" in line}
     return found
@@ -102,7 +102,7 @@ def _new(before: set[int]) -> set[int]:
 def _processes() -> Iterator[tuple[int, int, str]]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            state, parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+            state, parent = (process / "stat").read_text("utf-8", "replace").rsplit(")", 1)[1].split()[:2]
             yield int(process.name), int(parent), state
 
 
@@ -120,6 +120,6 @@ def _in_words(left: tuple[set[int], set[str], set[str]]) -> str:
     for pid in left[0]:
         with suppress(OSError):
             lines.append(
-                f"{pid} ({Path(f'/proc/{pid}/cmdline').read_text(encoding='utf-8').replace(chr(0), ' ')[:200]})"
+                f"{pid} ({Path(f'/proc/{pid}/cmdline').read_text('utf-8', 'replace').replace(chr(0), ' ')[:200]})"
             )
     return ", ".join([*lines, *left[1], *left[2]])

@@ -40,7 +40,7 @@ def has_ended(pid: int) -> bool:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if (Path("/proc") / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] == "Z":
                 return True
         except OSError:
             return True
