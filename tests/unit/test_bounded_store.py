@@ -26,7 +26,7 @@ AMBIGUOUS = ("get", "set", "add", "wait", "append")
 
 MAY_HOLD_RAW = {
     "device_communicators/c10d/group.py:Group.split": "torch's options of a new backend take a store",
-    "device_communicators/c10d/group.py:Group.make_gloo": "gloo takes a store; a helper thread makes it, with a limit",
+    "device_communicators/c10d/group.py:make_gloo": "gloo takes a store; a helper thread makes it, with a limit",
     "device_communicators/c10d/world.py:World.__init__": "reads an address",
     "device_communicators/c10d/world.py:address_of": "reads an address",
     "parallel_state/world.py:_make_fake_group": "torch's fake backend; in memory",
@@ -54,6 +54,7 @@ MAY_HOLD_RAW = {
     "parallel_state/compat/vllm/utils.py:create_tcp_store": "the caller's",
     "parallel_state/compat/vllm/utils.py:get_cached_tcp_store_client": "the caller's",
     "parallel_state/compat/vllm/utils.py:stateless_init_torch_distributed_process_group": "given to gloo",
+    "parallel_state/compat/vllm/device_communicators/pynccl.py:PyNcclCommunicator._make": "given to gloo, or to NCCL",
     "parallel_state/tools/check/meeting.py:open_meeting": "given to Meeting, which makes it bounded",
     "parallel_state/tools/check/meeting.py:_serve": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",

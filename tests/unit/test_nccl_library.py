@@ -112,7 +112,7 @@ def _check_numbers(version: str) -> None:
     }  # fmt: skip
     assert {dtype: told["dtypes"][f"nccl{name}"] for dtype, name in names.items()} == nccl_library.DTYPES
     assert told["dtypes"]["ncclNumTypes"] == len(names), "NCCL has a dtype that the table lacks"
-    ops = {"sum": "Sum", "product": "Prod", "max": "Max", "min": "Min"}
+    ops = {"sum": "Sum", "product": "Prod", "max": "Max", "min": "Min", "avg": "Avg"}
     assert {op: told["ops"][f"nccl{name}"] for op, name in ops.items()} == nccl_library.REDUCE_OPS
     results = {name: number for name, number in told["results"].items() if name != "ncclNumResults"}
     assert {name: nccl_library.RESULTS.index(name) for name in results} == results
