@@ -28,7 +28,7 @@ from tests.extent import LONG
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".txt")
-COLLECTED = "PARALLEL_STATE_TESTS_COLLECTED"
+COLLECTED = "TESTS_COLLECTED_FILE"
 """Names the file to which a run of pytest appends the ids of the tests that it collected."""
 _WITHDRAWN = "withdrawn:"
 _TRANSPORTS = {
