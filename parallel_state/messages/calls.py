@@ -51,16 +51,16 @@ class MessageCalls(GroupFacts):
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
+        # `src` tells the others of its mistake, who wait for it.
+        if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
+            raise InvalidArgumentError(
+                f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
+                f"{type(obj_list).__name__}"
+            )
         if self._is_single_rank():
             self._checked("broadcast_object_list", obj_list, list)
         else:
-            # A rank with a wrong list takes part, too: `src` has sent, and tells the others of a mistake of its own.
             received = self._messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
-            if not isinstance(obj_list, list):
-                raise InvalidArgumentError(
-                    f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
-                    f"{type(obj_list).__name__}"
-                )
             if len(received) != len(obj_list):
                 raise InvalidArgumentError(
                     f"obj_list of broadcast_object_list on {self.context} must be a list as long as rank {src}'s, "

@@ -38,7 +38,8 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 ONLY_AT_THE_SOURCE = {
-    "scatter": ("x",), "broadcast_tensor_dict": ("out",), "broadcast_tensor_dict, spec": ("tensor_dict",),
+    "scatter": ("x",), "broadcast_tensor_dict": ("out",), "broadcast_object_list": ("obj_list",),
+    "broadcast_tensor_dict, spec": ("tensor_dict",),
 }  # fmt: skip
 """Arguments that one rank alone knows to be wrong: the other waits for it until its deadline, as documented."""
 TOLD_TO_THE_RECEIVER = {
