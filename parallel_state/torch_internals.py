@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
@@ -260,6 +259,8 @@ def _recompute_policy() -> CheckpointPolicy:
     Before 2.15 torch saves a node with several results as a tuple, and fails, if all nodes that an activation budget
     may repeat must be saved. There the budget repeats ops.
     """
+    from torch._functorch import config as functorch_config  # AOTAutograd has imported it
+
     may_repeat = 0 < functorch_config.activation_memory_budget < 1
     return CheckpointPolicy.PREFER_SAVE if _SAVES_TUPLES and may_repeat else CheckpointPolicy.MUST_SAVE
 
