@@ -261,7 +261,7 @@ def _recompute_policy() -> CheckpointPolicy:
     Before 2.15 torch saves a node with several results as a tuple, and fails, if all nodes that an activation budget
     may repeat must be saved. There the budget repeats ops.
     """
-    from torch._functorch import config as functorch_config  # the compiler's, which has imported it by now
+    from torch._functorch import config as functorch_config  # AOTAutograd has imported it
 
     may_repeat = 0 < functorch_config.activation_memory_budget < 1
     return CheckpointPolicy.PREFER_SAVE if _SAVES_TUPLES and may_repeat else CheckpointPolicy.MUST_SAVE

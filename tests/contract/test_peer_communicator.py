@@ -28,6 +28,7 @@ ROW = Row("peer_memory", "tests.peer_stand_in", "StandInPeerMemory")
 NOT_CARRIED = (
     "test_all_gatherv", "test_reduce_scatterv", "test_an_average_of_large_half_precision_numbers",
     "test_gradients_of_uneven_shapes", "test_gradient_of_broadcast",
+    "test_an_average_of_integers_wraps_and_is_divided_toward_zero",
 )  # fmt: skip
 """Of these the kernels carry nothing."""
 
