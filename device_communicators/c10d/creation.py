@@ -80,9 +80,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
     try:
         if size > 1:
             everyone = sorted(world.domain.ranks)
-            _exchange_over(store, memory, world, everyone)
+            found = _exchange_over(store, memory, world, everyone, [f"compiled/{each}" for each in range(size)])
             if begins:
-                found = [bytes(each).decode() for each in store.multi_get([f"compiled/{each}" for each in range(size)])]
                 without = next((each for each, said in enumerate(found) if said), None)
                 if without is not None:
                     world.over_gloo = f"global rank {ranks[without]} {found[without]}"
@@ -112,8 +111,13 @@ def create(options: Any, backend_options: Any = None) -> Any:
     return backend
 
 
-def _exchange_over(store: BoundedStore, memory: HostMemory, world: World, watched: list[int]) -> None:
-    """Finds out over the store who shares memory; raises CommunicationError with the cause and the ranks."""
+def _exchange_over(
+    store: BoundedStore, memory: HostMemory, world: World, watched: list[int], keys: list[str]
+) -> list[str]:
+    """Finds out over the store which ranks share memory. Returns the values of `keys` if the world begins here.
+
+    The last rank to read the keys deletes them. Raises CommunicationError with the cause and the ranks.
+    """
     members, watcher = memory.members, world.watcher
     limit_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
     bounded = store.until(time.monotonic() + limit_s, lambda: bool(watcher.deaths_of(watched)))
@@ -129,7 +133,9 @@ def _exchange_over(store: BoundedStore, memory: HostMemory, world: World, watche
         return (PeerDiedError if is_closed else kind), why, suspects
 
     memory.attach(exchange, watcher, watched, explain)
-    exchange.close()
+    found = [] if world.begun else [each.decode() for each in store.multi_get(keys)]
+    exchange.close(() if world.begun else keys)
+    return found
 
 
 def _over_gloo(world: World, store: BoundedStore, rank: int, size: int, timeout: Any) -> Any:

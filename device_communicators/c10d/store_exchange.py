@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -41,12 +42,13 @@ class StoreExchange:
     def _keys(self, number: int) -> list[str]:
         return [f"host_memory/{number}/{rank}" for rank in range(self._size)]
 
-    def close(self) -> None:
-        """Takes the keys out of the store once all ranks have read them: the last one does."""
+    def close(self, others: Sequence[str] = ()) -> None:
+        """Deletes the keys, and `others` that all ranks have set and read: the last rank to call does."""
         readers = "host_memory/readers"
+        own = [key for number in range(self._rounds) for key in self._keys(number + 1)]
         with contextlib.suppress(RuntimeError):  # its server may have left right after its own start
             if self._store.add(readers, 1) == self._size:
-                for key in (readers, *(key for number in range(self._rounds) for key in self._keys(number + 1))):
+                for key in (readers, *others, *own):
                     self._store.delete_key(key)
 
 

@@ -89,6 +89,7 @@ def _divided_again() -> list[int]:
             dist.barrier()
             counts.append(dist.distributed_c10d._get_default_store().num_keys() if rank == 0 else 0)
             dist.barrier()
+        ps.destroy_distributed_environment()
         return counts
 
 

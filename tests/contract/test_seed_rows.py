@@ -18,6 +18,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.bounded_store import BoundedStore
 from parallel_state import world as startup
 from parallel_state.startup.rendezvous import Met
 from parallel_state.startup.reserved import ReservedPort
@@ -413,7 +414,7 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     class Asked(Exception):
         pass
 
-    met = Met(dist.HashStore(), {}, SimpleNamespace(close=lambda: None), math.inf, ReservedPort())  # type: ignore[arg-type]
+    met = Met(BoundedStore(dist.HashStore()), {}, SimpleNamespace(close=lambda: None), math.inf, ReservedPort())  # type: ignore[arg-type]
 
     def init(*_: Any, **arguments: Any) -> None:
         asked.append(arguments["pg_options"])

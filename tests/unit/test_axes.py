@@ -453,7 +453,7 @@ def test_orders_that_do_not_fit(sizes: Sizes, order: object, parts: list[str]) -
 def test_a_size_that_is_no_positive_integer(axis: str, size: object) -> None:
     message = message_of(8, {axis: size})  # type: ignore[dict-item]
     assert f"axis {axis!r} must be a positive integer" in message
-    assert message.endswith(f"is {size!r}")
+    assert f"is {size!r}" in message
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
