@@ -1,8 +1,8 @@
-"""The one way to a store: every operation ends, with an answer or at its deadline.
+"""Bounds every operation at a torch store: it returns an answer or fails at its deadline.
 
-A client of torch's TCPStore waits for an answer without a deadline: behind a dead link until TCP gives up, after about
-16 minutes; while the server's process is stopped, for ever. It holds a lock meanwhile, so that the store's other
-threads wait as well. So each operation runs in a helper thread, which its caller leaves behind at the deadline.
+A client of torch's TCPStore waits for an answer without a deadline. Behind a dead link it waits about 16 minutes, until
+TCP gives up. While the server's process is stopped, it waits for ever. It holds a lock meanwhile, so other threads that
+use the store wait as well. So each operation runs in a helper thread, which its caller abandons at the deadline.
 
 No other file calls a method of a torch store (tests/unit/test_bounded_store.py). `raw` is for torch's own functions.
 """
@@ -39,7 +39,7 @@ def _never() -> bool:
 
 
 class _Line:
-    """One connection to a server, of which one operation may be left behind."""
+    """A connection to a server, and the oldest of its operations that a caller abandoned."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -59,9 +59,9 @@ class _Line:
 
 
 class BoundedStore:
-    """A store whose operations raise StoreSilentError at a deadline, and DistError as torch's do. From any thread.
+    """A store for any thread, whose operations raise StoreSilentError at a deadline, and DistError as torch's do.
 
-    `get` and `multi_get` are for keys that are known to be there: a missing key takes until the deadline.
+    `get` and `multi_get` expect existing keys: they wait for a missing key until the deadline.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class BoundedStore:
         ended: Callable[[], object] = _never,
         line: _Line | None = None,
     ) -> None:
-        """`limit_s`: of each operation. `deadline`: of all. `ended`: ends an operation that waits, when it is true."""
+        """Binds a store. `limit_s` bounds each operation, `deadline` all of them. A true `ended()` ends a wait."""
         self.raw = store
-        """The store itself, for torch's own functions: torch's calls are bounded where those are made."""
+        """The unbounded store, for torch's own functions. Their callers bound them."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
@@ -108,7 +108,7 @@ class BoundedStore:
     def connect_anew(self) -> BoundedStore | None:
         """Returns a new connection to the same server; None if the store gives none, or its server doesn't answer.
 
-        Takes at most 5 s. torch goes on for many seconds with a server that has ended, hence the probes.
+        Takes at most 5 s. It probes the port first: torch retries for many seconds if the server has exited.
         """
         server, deadline = _server_of(self.raw), time.monotonic() + _REACH_S
         made: Call | None = None
@@ -129,13 +129,13 @@ class BoundedStore:
 
     @property
     def silent_s(self) -> float:
-        """Returns for how long an operation has had no answer after its caller stopped waiting; 0.0 if none."""
+        """Returns the age in seconds of the oldest unanswered operation that its caller abandoned; 0.0 if none."""
         pending = self._line.left_behind()
         return 0.0 if pending is None else time.monotonic() - pending.started_s
 
     @property
     def served_by(self) -> int | None:
-        """Returns the global rank whose process serves the store: rank 0; None for a launcher's, a file's, a dict's."""
+        """Returns the global rank that serves the store: 0, or None for a store of a launcher, a file or a dict."""
         server = _server_of(self.raw)
         if not isinstance(server, dist.TCPStore):
             return None
@@ -173,7 +173,7 @@ class BoundedStore:
         return bool(self._ask("delete_key", key))
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Returns True once all keys are set, False after `timeout_s`. torch logs each wait of its own that fails."""
+        """Returns True once all keys are set, False after `timeout_s`. It polls: torch logs each failed wait."""
         deadline, nap_s = time.monotonic() + timeout_s, _SHORTEST_NAP_S
         while keys and not self.check(keys):
             if time.monotonic() >= deadline:
@@ -183,7 +183,7 @@ class BoundedStore:
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets what torch's own waits at this store take. Sends nothing."""
+        """Sets the timeout of torch's own waits at this store. Sends nothing."""
         self.raw.set_timeout(timeout)
 
     def _ask(self, operation: str, *args: Any) -> Any:

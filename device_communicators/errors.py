@@ -17,7 +17,7 @@ class ParallelStateError(Exception):
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Returns how to make it without `__init__`, whose arguments differ from kind to kind."""
+        """Returns how to rebuild the error without `__init__`, whose arguments differ by class."""
         cause = self.__cause__
         is_kept = isinstance(cause, ParallelStateError) or (
             isinstance(cause, OSError) and type(cause).__module__ == "builtins"
@@ -31,8 +31,8 @@ def restore(
     fields: Mapping[str, object],
     cause: BaseException | None,
 ) -> ParallelStateError:
-    """Returns the error of a pickle."""
-    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__  # no other one may make a TimeoutError
+    """Rebuilds a pickled error."""
+    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__  # object's can't make a TimeoutError
     error: ParallelStateError = new(kind)
     error.args = arguments
     error.__dict__.update(fields)
@@ -187,7 +187,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def int_advice(value: object) -> str:
-    """Returns the form in which a rank or a size is taken that numpy, torch or a string holds; else nothing."""
+    """Returns the advice to pass a Python int if numpy, torch or a string holds the rank or size; else ""."""
     if isinstance(value, int):
         return ""
     try:

@@ -1,8 +1,9 @@
-"""The exit of a process that has threads in native calls which can't be broken off: it must not be an abort.
+"""Prevents an abort at exit while threads are in native calls that can't be interrupted.
 
-Before Python 3.14 a thread that returns from a native call while the interpreter exits is ended by unwinding its stack;
-C++ code that may not throw, as torch's bindings, then calls `std::terminate`, and the process ends by SIGABRT instead
-of with its exit code. (Python 3.14 lets such a thread wait for the end.) So that thread waits here, too.
+Before Python 3.14, a thread that returns from a native call while the interpreter exits is ended by unwinding its
+stack. C++ code that may not throw, such as torch's bindings, then calls `std::terminate`. The process then ends by
+SIGABRT instead of with its exit code. Python 3.14 makes such a thread wait for the end of the process. This module does
+the same on older versions.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import sys
 import threading
 
 THREADS = "parallel_state-"
-"""With this the names of all threads of this library begin."""
+"""The prefix of the names of all threads of this library."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Has the exit of this process let threads of this library wait that return too late. Twice is fine."""
+    """Makes this library's threads wait if they return from a native call during the exit. Twice is fine."""
     if sys.version_info < (3, 14):
         atexit.register(_let_them_wait)
 
 
 def _let_them_wait() -> None:
-    """From here on `std::terminate` is the end of its thread's work, not of the process."""
+    """Makes `std::terminate` pause its thread instead of ending the process."""
     if not any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
         return
     try:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 ONE_THREAD_ELEMENTS = 32_768
-"""torch runs an operator on up to so many elements in the thread that calls it (at::internal::GRAIN_SIZE)."""
+"""torch runs an operator on at most this many elements in the calling thread (at::internal::GRAIN_SIZE)."""
 _STATE_BYTES = 64
 """More than `fenv_t` has: 32 on x86-64, 8 on 64-bit ARM."""
 _DEFAULT = ctypes.c_void_p(-1)
@@ -24,9 +24,9 @@ _DEFAULT = ctypes.c_void_p(-1)
 
 @contextmanager
 def default_floating_point() -> Iterator[None]:
-    """Gives this thread the default floating-point state, and its own back at the end.
+    """Gives this thread the default floating-point state, and restores its own at the end.
 
-    Only this thread: torch's threads for larger operators have the state of the thread that started them.
+    Other threads keep theirs: torch's threads for larger operators have the state of the thread that started them.
     """
     functions = _functions()
     if functions is None:
@@ -44,7 +44,7 @@ def default_floating_point() -> Iterator[None]:
 
 @functools.cache
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns `fegetenv` and `fesetenv`, or None where FE_DFL_ENV isn't known to be -1."""
+    """Returns `fegetenv` and `fesetenv`, or None if FE_DFL_ENV isn't known to be -1."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Threads for waits that may be left behind: kept for the next ones, as a start takes longer than many a wait."""
+"""Runs calls that their callers may abandon. Threads are reused: starting one takes longer than many calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLICE_S = 0.05
 
 
 class _Helpers:
-    """Daemon threads, one per job that is under way, and those that wait for the next job."""
+    """Daemon threads: one per running job, and idle ones for the next jobs."""
 
     def __init__(self) -> None:
         self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
@@ -34,7 +34,7 @@ class _Helpers:
         while (job := jobs.get()) is not None:
             ends = self._ends
             job()
-            del job  # with it the caller's tensors
+            del job  # frees the caller's tensors
             if ends != self._ends:
                 return
             self._idle.append((threading.current_thread(), jobs))
@@ -57,7 +57,7 @@ def run_in_thread(job: Callable[[], object]) -> None:
 
 
 def end_idle_threads() -> None:
-    """Ends the threads that wait for the next job: when a group that had some is closed."""
+    """Ends the idle threads. Called when a group that used some is closed."""
     _HELPERS.end_idle()
 
 
@@ -79,7 +79,7 @@ class Call:
         except BaseException as error:  # for `result`, in the caller's thread
             self._error = error
         finally:
-            del function  # with it a store, whose server must be able to go
+            del function  # frees a store, so that its server can close
             self._done.set()
 
     def is_done(self) -> bool:
@@ -93,7 +93,7 @@ class Call:
         return True
 
     def result(self) -> Any:
-        """Returns what the call returned, or raises what it raised. Only after it is done."""
+        """Returns the call's result, or raises its error. Use it only after the call is done."""
         if self._error is not None:
             raise self._error
         return self._result

@@ -49,9 +49,9 @@ def start_time(pid: int) -> str:
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
-    """Returns what `socket.getaddrinfo` does; all look-ups of names go through here.
+    """Returns the result of `socket.getaddrinfo`. All look-ups of names use this function.
 
-    Raises OSError also for what can't be a name: Python raises a UnicodeError for an empty label, or one of 64 letters.
+    Raises OSError also for an impossible name: Python raises UnicodeError for an empty label, or one of 64 letters.
     """
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
@@ -61,7 +61,7 @@ def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_S
 
 
 def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Returns a connection to a name or an address. Raises OSError, also for what can't be a name."""
+    """Returns a connection to a name or an address. Raises OSError, also for an impossible name."""
     try:
         return socket.create_connection(address, timeout=timeout_s)
     except UnicodeError as error:

@@ -142,7 +142,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
         return "files ran out: the machine has no more; raise fs.file-max (sysctl), or look for who holds them"
     if number == errno.EAGAIN and _clone3_is_forbidden():
         return (
-            "the sandbox forbids the system call clone3 with EPERM, by which new threads are made: use a container "
+            "the sandbox forbids the system call clone3, which creates threads, with EPERM: use a container "
             "runtime whose filter answers ENOSYS (Docker 20.10.10 or later), or run without it "
             "(`--security-opt seccomp=unconfined`)"
         )
@@ -167,7 +167,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns True if a filter answers EPERM to clone3: glibc takes clone instead for ENOSYS alone.
+    """Returns True if a filter answers EPERM to clone3: glibc falls back to clone only for ENOSYS.
 
     Without arguments the kernel itself answers EINVAL.
     """

@@ -1,8 +1,8 @@
 """A group of any size in one process: this rank is real, the others are imagined to hold the same tensor.
 
-So a sum multiplies by the size, a product is a power, max and min change nothing, nor does avg unless a sum of integers
-wraps, gathers copy, and what only a real peer could provide (another rank's broadcast, a receive) is refused. For
-building and shape-checking model code.
+So a sum multiplies by the size, a product is a power, gathers copy, and max and min change nothing. avg changes nothing
+either, unless a sum of integers wraps. Calls that need a real peer's data (another rank's broadcast, a receive) are
+refused. It serves to build and shape-check model code.
 """
 
 from __future__ import annotations

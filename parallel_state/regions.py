@@ -98,7 +98,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
         args = (dim, *args[1:])
     if group.world_size == 1:
         return x
-    # A slice, of the result or of its gradient, is another one on each rank.
+    # Each rank has another slice, of the result or of its gradient.
     is_ranked = torch.is_grad_enabled() and (name == "scatter_region" or (name == "gather_region" and not args[-1]))
     return _with_gradient(name, kernel, x, group._token, *args, group._ranked_key if is_ranked else group._key)
 

@@ -221,12 +221,13 @@ def order_in_graph(
 ) -> Any:  # fmt: skip
     """Makes an op functional. The op writes the graph's own token, which starts as the token that the call passes.
 
-    A token of the caller's that is written is an input that the graph changes. An exported program may not change a
+    If ops wrote the caller's token, it would be an input that the graph changes. An exported program may not change a
     constant. A partitioner without in-graph mutation takes the token after the backward for an output of the forward.
 
     The op's results are marked to be saved for the backward, as repeated collectives have no order with those of the
     backward. So an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops of the forward, in
-    their order, and a checkpoint without a policy, or with one that recomputes, those of its region, as in eager code.
+    their order. A checkpoint without a policy, or with one that recomputes, repeats the ops of its region, as in eager
+    code.
     """
     given, token = list(args), None
     for at, argument in enumerate(op._schema.arguments[: len(given)]):
@@ -283,7 +284,7 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""torch.autograd.Function without its `apply`, which refuses transforms itself: since torch 2.14 in C++."""
+"""torch.autograd.Function without its `apply`. That one refuses transforms, since torch 2.14 in C++."""
 
 
 def in_transform() -> bool:

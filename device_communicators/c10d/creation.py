@@ -53,9 +53,8 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
 
-    `options` are torch's DistributedBackendOptions; `backend_options` are not used. Where a rank of the world has no
-    compiled part, all groups of that world are gloo's, with one warning. Raises CommunicationError where ranks don't
-    come.
+    `options` are torch's DistributedBackendOptions; `backend_options` are not used. If a rank of the world has no
+    compiled part, all groups of that world use gloo, with one warning. Raises CommunicationError if ranks are missing.
     """
     size, rank = options.group_size, options.group_rank
     timeout = options.timeout
@@ -139,7 +138,7 @@ def _exchange_over(
 
 
 def _over_gloo(world: World, store: BoundedStore, rank: int, size: int, timeout: Any) -> Any:
-    """Returns a gloo backend in place of ours. Deaths are noticed by broken connections and at deadlines there."""
+    """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
     if not world.has_warned:
         world.has_warned = True
         logger.warning(
@@ -193,7 +192,7 @@ def _recipe() -> Recipe:
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Returns the compiled module, compiled now if need be, or why this process can't have it."""
+    """Returns the compiled module and "", or None and the reason. Compiles the module if needed."""
     try:
         path, problem = native.find_or_compile(_recipe())
     except (OSError, BuildError, CacheError) as error:
@@ -212,7 +211,7 @@ def try_load() -> tuple[Any, str]:
 
 
 def load() -> Any:
-    """Returns the compiled module, compiled now if need be. Raises UnsupportedError."""
+    """Returns the compiled module. Compiles it if needed. Raises UnsupportedError."""
     module, problem = try_load()
     if module is None:
         raise UnsupportedError(f'the backend "parallel_state" of torch.distributed {problem}')

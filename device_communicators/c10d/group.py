@@ -68,9 +68,9 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns a communication error as one of torch's, too, for programs that catch those; others as they are.
+    """Returns a communication error that is also one of torch's, for programs that catch those; others unchanged.
 
-    `error_of` finds it where torch's autograd keeps no more of it than the text.
+    `error_of` finds it even if torch's autograd keeps only its text.
     """
     if not isinstance(error, CommunicationError):
         return error
@@ -88,7 +88,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Names the kind that a module has: pickle looks classes up by their names."""
+        """Names the class that its module defines: pickle finds classes by name."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -422,7 +422,7 @@ class Group:
 
 
 def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Returns a gloo backend, which listens at `address`, as other hosts reach this process, if that is known."""
+    """Returns a gloo backend. It listens at `address`, where other hosts reach this process, if that is known."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [_gloo_device(address)]

@@ -1,6 +1,6 @@
-"""Makes torch.distributed know the backend, without loading any of it.
+"""Registers the backend with torch.distributed, without loading any of it.
 
-Where torch asks for gloo by its name or class, and the backend has the same, it is let in here.
+Also patches places where torch requires gloo by name or class although this backend supports the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from device_communicators.settings import SHOWN_BACKEND
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""Packages that get the backend's own name: they make further groups of it."""
+"""These packages receive the backend's true name: they make further groups with it."""
 
 
 def register() -> None:
@@ -52,7 +52,7 @@ def _open_monitored_barrier() -> None:
 
 
 def _open_set_pg_timeout() -> None:
-    """Lets `_set_pg_timeout` set this backend's timeout: before torch 2.15 it knows gloo's and NCCL's classes alone."""
+    """Lets `_set_pg_timeout` set this backend's timeout: before torch 2.15 it supports only gloo and NCCL."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -75,9 +75,9 @@ def _open_set_pg_timeout() -> None:
 
 
 def _open_backend_type() -> None:
-    """Returns gloo for this backend from `_get_backend_name`, which says "custom" for every backend of a library.
+    """Makes `_get_backend_name` return "gloo" for this backend. torch returns "custom" for all external backends.
 
-    ShardedTensor asks it on ranks without a shard, and takes what isn't gloo for a backend of GPUs.
+    ShardedTensor calls it on ranks without a shard, and treats every name but "gloo" as a backend of GPUs.
     """
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def _cpu_backend(group: Any) -> Any:
 
 @functools.cache
 def _show_as_gloo() -> None:
-    """Has `dist.get_backend` return gloo for this backend, to all but `_TRUSTED`. Twice is fine."""
+    """Makes `dist.get_backend` return "gloo" for this backend to all packages but `_TRUSTED`. Twice is fine."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

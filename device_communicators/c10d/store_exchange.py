@@ -27,7 +27,7 @@ class StoreExchange:
         self._last: _Exchange | None = None
 
     def missing(self) -> list[int]:
-        """Returns the ranks whose part of the last all-gather is not there; none if the store doesn't tell."""
+        """Returns the ranks whose part of the last all-gather is missing; none if the store doesn't answer."""
         with contextlib.suppress(RuntimeError):
             return [] if self._last is None else self._last.missing()
         return []
@@ -43,7 +43,7 @@ class StoreExchange:
         return [f"host_memory/{number}/{rank}" for rank in range(self._size)]
 
     def close(self, others: Sequence[str] = ()) -> None:
-        """Deletes the keys, and `others` that all ranks have set and read: the last rank to call does."""
+        """Deletes the keys, and `others` that all ranks have set and read. The last rank to call this deletes them."""
         readers = "host_memory/readers"
         own = [key for number in range(self._rounds) for key in self._keys(number + 1)]
         with contextlib.suppress(RuntimeError):  # its server may have left right after its own start
@@ -65,7 +65,7 @@ class _Exchange:
         return self._out is None or self._error is not None
 
     def wait(self, timeout: timedelta) -> None:
-        """Returns once all is there. Raises RuntimeError when the time is over; it can be waited for again.
+        """Returns once all parts have arrived. Raises RuntimeError at the timeout, and may be called again.
 
         An error of the store completes it: each wait raises that error.
         """
@@ -86,6 +86,6 @@ class _Exchange:
         self._out = None
 
     def missing(self) -> list[int]:
-        """Returns the ranks whose part is not there."""
+        """Returns the ranks whose part is missing."""
         store = self._store.within(LAST_WORD_S)  # the exchange's own deadline has passed
         return [rank for rank, key in enumerate(self._keys) if not store.check([key])]

@@ -187,7 +187,7 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those that it sees."""
+        """Ends waits in this memory at deaths in `domain` that `watcher` reports, besides those it detects."""
         self._watcher, self._domain = watcher, domain
         watcher.on_death.append(self._pass_on)
         self._pass_on()
@@ -348,7 +348,7 @@ class _Meeting:
         self._open_others()
 
     def _compare_beats(self) -> None:
-        """Raises ConfigMismatchError on all ranks where two would take each other's heartbeats for late."""
+        """Raises ConfigMismatchError on all ranks if their heartbeat settings differ."""
         found = [tuple(facts["beats"]) for facts in self._facts]
         other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
         if other is not None:

@@ -37,8 +37,8 @@ DTYPES = {
 """ncclDataType_t."""
 BYTE = DTYPES[torch.uint8]
 REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
-"""ncclRedOp_t. Only averages of integers are NCCL's: of floats it rounds each summand first, so those are sums that are
-divided afterwards."""
+"""ncclRedOp_t. Only averages of integers use NCCL's "avg". It rounds each summand of floats first, so averages of
+floats are sums that are divided afterwards."""
 
 UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT: NCCL's own default, or what the user's environment says."""

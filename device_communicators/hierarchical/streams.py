@@ -324,9 +324,9 @@ class Streams:
         return tuple(words)
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose kernel has acknowledged nothing on a connection for this long, though it was sent to.
+        """Returns the ranks whose kernel has left data sent on a connection unacknowledged for this long.
 
-        Call it several times within `limit_s`. A rank that only doesn't read is not among them: its kernel answers.
+        Call it several times within `limit_s`. It omits a rank that just doesn't read: its kernel still answers.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -358,7 +358,7 @@ class Streams:
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
 """Of Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
-"""Unanswered probes of a full receiver, from which on its kernel owes an answer."""
+"""After this many unanswered probes of a full receiver, its kernel owes an answer."""
 _SLICE_US = int(1e6 * SLICE_S)
 
 

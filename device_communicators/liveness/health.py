@@ -149,10 +149,10 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Farewells:
-    """Records in the store, over a connection of its own, which ranks end on purpose."""
+    """Records in the store, over a connection of its own, which ranks leave on purpose."""
 
     def __init__(self, store: Any) -> None:
-        """`store`: None if there is none."""
+        """Binds the store of the farewells, or None."""
         self._store = None if store is None else BoundedStore.of(store)
 
     def announce(self, rank: int) -> None:
@@ -160,7 +160,7 @@ class Farewells:
             if self._store is not None:
                 store, key = self._store.within(_FAREWELL_S), f"left/{rank}"
                 store.set(key, "1")
-                store.check([key])  # a set has no answer: this one's tells that the others can see it
+                store.check([key])  # a set has no answer; this answer proves that the key is set
 
     def was_announced(self, rank: int) -> bool:
         """Returns True if the rank announced its end; False if the store, gone with it perhaps, is silent."""
@@ -228,7 +228,7 @@ class Watcher:
                 self._ends.add(rank, pid)
             except ProcessLookupError:
                 self.report(rank, f"(pid {pid}) has ended")
-            except OSError as error:  # no descriptor, or neither pidfds nor /proc: the deadline is left
+            except OSError as error:  # no descriptor, or neither pidfds nor /proc: only the deadline
                 logger.warning("rank %d can't be watched (%s): its end is noticed at deadlines only", rank, error)
         if self._ends.ranks:
             self._wake = WakeEvent()
@@ -240,11 +240,11 @@ class Watcher:
         self._left = self._left | {rank}
 
     def left(self, ranks: Iterable[int]) -> list[int]:
-        """Returns those of these global ranks that are known to have left their world on purpose, of any host."""
+        """Returns the ranks among these global ranks, of any host, that are known to have left on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if the end of each of these ranks would be noticed at once: by its process, or by a link."""
+        """Returns True if the exit of each of these ranks is detected at once, by its process or by a link."""
         return set(ranks) <= self._ends.ranks | self._linked
 
     def explain(self, ranks: Iterable[int]) -> str:
@@ -255,7 +255,7 @@ class Watcher:
         return f"ends of ranks are noticed {how}: {sys.platform} has no pidfds"
 
     def is_neighbour(self, rank: int) -> bool:
-        """Returns True for a rank of this host whose process is watched: it is dead only if that has ended."""
+        """Returns True for a rank of this host whose process is watched: it is dead only if its process has exited."""
         return rank in self._ends.ranks
 
     def link(self, rank: int, up: bool) -> None:
@@ -322,10 +322,11 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, the cause in words and the suspects of an error for a `store` operation that failed.
+        """Returns the class, the cause in words and the suspects of the error for a failed `store` operation.
 
         The cause is a death of `ranks` or of the rank that serves the store, if one is known. A connection can break
-        before the end of its process is known, so that one is waited for; the deadline of a silent store has passed.
+        before the exit of its process is detected, so this waits for that exit. It doesn't wait if the store is silent:
+        the deadline has passed.
         """
         server = store.served_by
         watched = set(ranks) | ({server} if server is not None else set())

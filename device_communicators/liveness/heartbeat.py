@@ -75,7 +75,7 @@ class Heartbeats:
         self.limit_s = limit_s
         self._reached = self._looked = time.monotonic()
         self._judges_at = 0.0
-        """Before this time nobody is given up: this process itself was paused, and reads the others' beats first."""
+        """No host is given up before this time: this process was paused, and reads the other hosts' beats first."""
         self._broken = False
         self._stop = threading.Event()
         self._news = threading.Event()
@@ -180,7 +180,7 @@ class Heartbeats:
             self._look_at_connections()
 
     def _look_at_connections(self) -> None:
-        """Gives up hosts that are unreachable on the way of the data, which may be another one than to the store."""
+        """Gives up hosts that are unreachable over data connections, whose route may differ from the store's."""
         for connections, ranks in list(self._watcher.connections.items()):
             silent = {ranks[peer] for peer in connections.silent_peers(self.limit_s)}
             for host in self._hosts:
@@ -191,7 +191,7 @@ class Heartbeats:
                         "between the hosts, at each interface that the connections take",
                     )
         if any(host.given_up and host.ranks[0] not in self._own.gave_up for host in self._hosts):
-            self._news.set()  # the others learn of it at once
+            self._news.set()  # publishes it at once
 
     def _skip_pause(self, now: float) -> None:
         """Leaves out the time for which this process itself was stopped, or didn't come to its threads."""

@@ -1,8 +1,8 @@
-"""Detects the ends of processes of this PID namespace: by pidfd, or through /proc where those are refused.
+"""Detects exits of processes in this PID namespace: by pidfd, or through /proc if pidfds are unavailable.
 
 Kernels before 5.3 have no `pidfd_open` (ENOSYS), sandboxes refuse it (EPERM). An open /proc/PID/stat belongs to one
-process as a pidfd does: it can't be read any more once that has ended, whoever has its PID by then. It can't be polled
-for, so the waiting thread reads it every `READ_S`.
+process, as a pidfd does. Once that process has exited, reads fail even if its PID is used again. The file can't be
+polled, so the waiting thread reads it every `READ_S`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Iterable
 from device_communicators.host import start_time
 
 READ_S = 0.1
-"""The time between two reads of /proc, so also how much later than by pidfd an end is detected there."""
+"""The time between two reads of /proc. Detection by /proc is at most this much later than by pidfd."""
 CAN_WATCH_PROCESSES = sys.platform == "linux"
-"""False on other systems: there ranks of one host detect each other's ends as those of several hosts do."""
+"""False on other systems: there, ranks of one host detect each other's exits as ranks of several hosts do."""
 _ENDED = ("Z", "X", "x")
 _STATE, _THREADS = 0, 17
 """Fields of proc(5) from the third on."""
 
 
 class ProcessEnds:
-    """The processes that one thread waits for, by rank; other threads may ask which have ended."""
+    """The processes that one thread waits for, by rank. Other threads may call `ended`."""
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
@@ -37,7 +37,7 @@ class ProcessEnds:
 
     @property
     def ranks(self) -> set[int]:
-        """Returns the ranks whose processes are watched, or were until they ended."""
+        """Returns the ranks whose processes are watched, including exited ones."""
         return {*self._pidfds.values(), *self._stats.values()}
 
     def add(self, rank: int, pid: int, began: str = "") -> None:
@@ -54,9 +54,9 @@ class ProcessEnds:
         kept[descriptor] = rank
 
     def wait(self, timeout_s: float | None, wake: Iterable[int] = ()) -> list[int]:
-        """Returns the ranks that have ended since the last call, once there are any; else those that end meanwhile.
+        """Waits for exits, and returns the ranks that have exited since the last call.
 
-        Returns at the timeout, and as soon as a descriptor of `wake` can be read.
+        Returns at the first exit, at the timeout, or when a descriptor of `wake` is readable.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         poll = select.poll()
@@ -74,7 +74,7 @@ class ProcessEnds:
                 return ended
 
     def ended(self) -> set[int]:
-        """Returns all that have ended by now."""
+        """Returns all ranks that have exited by now."""
         poll, pidfds = select.poll(), dict(self._pidfds)
         for descriptor in pidfds:
             poll.register(descriptor, select.POLLIN)
@@ -118,5 +118,5 @@ def _has_ended(stat: int) -> bool:
         return True
     except OSError:
         return False
-    # A first thread that has exited is a zombie, too, as long as others run.
+    # A process whose first thread has exited is also a zombie while other threads run.
     return bool(fields) and fields[_STATE] in _ENDED and int(fields[_THREADS]) <= 1

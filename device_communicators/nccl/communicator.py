@@ -554,7 +554,7 @@ class NcclCommunicator(Communicator):
 
 
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
-    """Returns NCCL's op: an average is a sum that is divided afterwards, but for integers in their own dtype."""
+    """Returns NCCL's op. An average is a sum, divided afterwards, except for integers in their own dtype."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 

@@ -102,8 +102,8 @@ class Table:
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads the table at `path`; by default that of PARALLEL_STATE_PEER_MEMORY_TABLE, or else the user's rows, of which
-    those of shared GPUs are left out. Without either the table is empty.
+    """Loads the table at `path`. The default is that of PARALLEL_STATE_PEER_MEMORY_TABLE, else the user's rows without
+    those of shared GPUs. Without either the table is empty.
 
     Raises SettingError where it can't be read or isn't such a table.
     """
@@ -129,11 +129,11 @@ def load(path: Path | None = None) -> Table:
 
 
 _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
-"""Up to so many ranks: the bounds of pull and of two_shot."""
+"""The largest number of ranks of a row, and its bounds of pull and of two_shot."""
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns bounds from other libraries, for `on` without a row of its own; None for more than 8 ranks.
+    """Returns bounds from other libraries, for `on` without a measured row; None for more than 8 ranks.
 
     MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM pulls on 2 ranks, below 512 KiB on 4 and below 256 KiB on
     8 (csrc/custom_all_reduce.cuh). The bound of two_shot is the least that vLLM has for any architecture

@@ -237,7 +237,7 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _is_extreme_of_floats(wide: Tensor, reduce_op: str) -> bool:
-    """Returns True for reductions of which gloo gives other values: its max and min lose a NaN of some ranks."""
+    """Returns True for reductions that gloo computes differently: its max and min lose a NaN of some ranks."""
     return reduce_op in ("max", "min") and wide.is_floating_point()
 
 

@@ -157,16 +157,16 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns the group's name in ops: the name, and the size, on which compiled code depends.
+        """Returns the group's key in ops: its name and its size. Compiled code depends on the size.
 
-        Caches of compiled code outlive processes and are shared by ranks. Their keys have the arguments of ops, and
-        nothing else that a graph depends on.
+        Caches of compiled code outlive processes and are shared by ranks. Their keys have the arguments of ops, so
+        these must name all that the code depends on.
         """
         return f"{self.name}/{self.size}"
 
     @property
     def ranked_key(self) -> str:
-        """Returns the group's name in ops whose compiled code depends on the rank as well; no other rank shares it."""
+        """Returns the group's key in ops whose compiled code depends on the rank as well. No other rank shares it."""
         return f"{self.key}@{self.rank}"
 
     @property
@@ -529,7 +529,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
     with default_state(wide):
         out = wide[0].clone()
-        for row in wide[1:]:  # not torch's sum: that starts from +0, so -0 is lost, and has an order of its own
+        for row in wide[1:]:  # torch's sum starts from +0, which loses -0, and has its own order
             combine_(out, row, reduce_op)
         if reduce_op == "avg":
             out = out.contiguous()

@@ -30,7 +30,7 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
-"""The last errors that were raised through torch's C++. Copies: without the frames that the originals keep alive."""
+"""Copies of the last errors raised through torch's C++. Copies don't keep the originals' frames alive."""
 
 
 def note_error(error: CommunicationError) -> None:
@@ -43,9 +43,9 @@ def note_error(error: CommunicationError) -> None:
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
     """Returns this library's error behind `exception`, or None if there is none. Each rank for itself.
 
-    It is the exception itself, or the nearest of its causes and contexts. Or it is an error of the backend
-    "parallel_state" whose text an exception of torch's holds: torch's autograd, and so the backward of DDP and FSDP,
-    raises such an error as a plain DistBackendError. The last 16 of them in this process are kept, without tracebacks.
+    It is the exception itself, or the nearest of its causes and contexts. Errors of the backend "parallel_state" are
+    also found by their text: torch's autograd, and so the backward of DDP and FSDP, raises them as a plain
+    DistBackendError. The last 16 of them in this process are kept, without tracebacks.
     """
     seen: set[int] = set()
     link = exception

@@ -1,8 +1,8 @@
-"""A tensor and its memory: does the memory hold the tensor's values, as which bytes, and of which dtypes.
+"""Makes a tensor's memory hold its values, views it as bytes, and refuses dtypes that can't be sent.
 
-torch defers conjugation, negation and zeros: it notes them on the tensor, and the memory keeps other numbers, or none.
-Whatever hands memory on takes its tensors through `dense`, and its bytes through `as_bytes`. Ops are called through
-torch's dispatcher, which computes deferred values first; what an op writes is copied back by the op: see `ops`.
+torch defers conjugation, negation and zeros: the tensor has a mark, and its memory holds other numbers or none. Code
+that passes memory on gets its tensors from `dense` and its bytes from `as_bytes`. Ops are called through torch's
+dispatcher, which computes deferred values first. An op copies its outputs back itself: see `ops`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
-"""Dtypes of values that mean nothing without a scale, of which torch makes no plain tensor that could receive them."""
+"""Dtypes whose values mean nothing without a scale. torch can't make a plain tensor of them to receive into."""
 _BITS = frozenset(
     dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
 )
-"""Integers of fewer than eight bits, a byte each, which torch can copy as bytes only."""
+"""Integers of fewer than eight bits. Each takes a byte, and torch can copy them only as bytes."""
 DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
 """torch's dispatch keys of tensors whose memory doesn't hold their values."""
 
 
 def dtype_refusal(dtype: torch.dtype) -> str | None:
-    """Returns what tensors of a dtype are that can't be sent, in words, or None. Senders and receivers ask it alike."""
+    """Describes tensors of a dtype that can't be sent; None if they can. Senders and receivers both call it."""
     if dtype in QUANTIZED:
         return f"a quantized tensor, {dtype}: send its int_repr(), or the integers that it was viewed from"
     return None
@@ -56,7 +56,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def copy_values(out: Tensor, x: Tensor) -> Tensor:
-    """Copies `x` to `out`, of its shape and dtype, as torch's `copy_` of any dtype would; returns `out`."""
+    """Copies `x` to `out`, of its shape and dtype, also for dtypes that torch's `copy_` lacks. Returns `out`."""
     if x.dtype in _BITS:
         out.view(torch.uint8).copy_(x.view(torch.uint8))
         return out

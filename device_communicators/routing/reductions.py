@@ -18,7 +18,7 @@ _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
 UNSIGNED = frozenset([torch.uint32, torch.uint64])
-"""NCCL alone reduces these, which torch has few operations for."""
+"""Only NCCL reduces these. torch has few operations for them."""
 _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
@@ -63,7 +63,7 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
 
 
 def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns the same for a rank that reduces all ranks' tensors by itself: int16 stays, so that its sums wrap."""
+    """Returns `reducible`'s result for a rank that reduces all tensors itself: int16 stays, so that sums wrap."""
     return (x, reduce_op, None) if x.dtype == torch.int16 else reducible(x, reduce_op)
 
 
@@ -75,7 +75,7 @@ def default_state(x: Tensor) -> AbstractContextManager[None]:
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
     """Reduces `x` into `total`, of the same dtype, to the bits that the kernels in C++ give (cpu/csrc/reduce.h).
 
-    Not torch's maximum and minimum of floats: which zero these return depends on where it lies in memory.
+    Avoids torch's maximum and minimum of floats: the zero that they return depends on its place in memory.
     """
     if reduce_op in ("sum", "avg"):
         total.add_(x)
@@ -91,14 +91,14 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
 
 def divide_(total: Tensor, size: int) -> None:
-    """Makes an average of a sum over `size` ranks, in place.
+    """Divides a sum over `size` ranks in place, which gives the average.
 
     Integers have NCCL's average: the sum in the tensor's dtype, which wraps, divided toward zero.
     """
     if not (total.dtype.is_floating_point or total.dtype.is_complex):
         total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold 128 ranks
         return
-    in_pieces = total.is_cpu and total.is_contiguous()  # which torch doesn't give to threads of another state
+    in_pieces = total.is_cpu and total.is_contiguous()  # torch's other threads may have another state
     with default_state(total):
         for piece in total.view(-1).split(ONE_THREAD_ELEMENTS) if in_pieces else (total,):
             piece.div_(size)

@@ -2,9 +2,9 @@
 
 Common to all: every rank of the group calls it, in the same order, with tensors that fit; `src` and `dst` are ranks in
 the group; inputs of any strides, also empty, are left unchanged and results are new contiguous tensors (for a group of
-one rank: the input itself). Conjugated and negated views count with their values, as inputs and as what is written to.
-Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no communicator carries raises
-UnsupportedError; what happens on the way raises a CommunicationError.
+one rank: the input itself). Conjugated and negated views count with their values, as inputs and as outputs. Wrong
+arguments raise InvalidArgumentError before anything is sent. A tensor that no communicator supports raises
+UnsupportedError. A failure during the call raises a CommunicationError.
 With `out`, a tensor of the result's shape and dtype on the same device, of any strides, the result is there and `out`
 is returned. A contiguous one that needs no gradient is written in place; else the result is copied, with its gradient,
 as by `copy_`.
@@ -76,7 +76,7 @@ class GroupFacts:
         return True
 
     def _is_single_rank_reducing(self, operation: str, x: Tensor, op: str = "sum") -> bool:
-        """As `_is_single_rank`; raises UnsupportedError where a larger group would."""
+        """Returns `_is_single_rank()`. Raises UnsupportedError if a larger group would."""
         if not self._is_single_rank():
             return False
         if not is_dynamo_compiling():
@@ -445,7 +445,7 @@ class TensorCalls(GroupFacts):
         checks.check_rank(self.context, "broadcast", "src", src)
         if self._is_single_rank():
             return x
-        # The gradient of `src` is another computation than that of the others.
+        # The gradient on `src` is computed differently from the gradients on other ranks.
         return _BROADCAST(x, self._token, src, self._ranked_key if torch.is_grad_enabled() else self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:

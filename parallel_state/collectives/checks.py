@@ -24,7 +24,7 @@ _MOST_ELEMENTS = 1 << 58
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns False for a condition that is known to be false; compiled code checks what is known when it runs.
+    """Returns False if the condition is known to be false. Compiled code checks unknown conditions when it runs.
 
     `condition` compares sizes. A size that comes from a tensor's values is symbolic while the code is compiled, and a
     branch on it would be an error there. The compiled code raises torch's RuntimeError.
@@ -40,7 +40,7 @@ def must_hold(condition: Any) -> bool:
 
 
 def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns False for shapes that are known to differ, as `must_hold`."""
+    """Returns False if the shapes are known to differ; see `must_hold`."""
     return len(one) == len(other) and all(must_hold(a == b) for a, b in zip(one, other, strict=True))
 
 
@@ -80,7 +80,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Takes a tensor with one place in memory per element. That of a deferred value is written by torch's `copy_`."""
+    """Takes a tensor with one place in memory per element. torch's `copy_` writes deferred tensors."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -159,7 +159,7 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
 
 
 def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op: str) -> None:
-    """Raises UnsupportedError in a group of one rank where a larger one, whose route is asked, would."""
+    """Raises UnsupportedError in a group of one rank if the route of a larger group would."""
     refusal = reduction_refusal(x.dtype, reduce_op) if x.is_cpu else None
     if refusal is not None:
         raise UnsupportedError(f"{operation} on {context} isn't carried: {refusal}")

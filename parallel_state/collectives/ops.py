@@ -97,13 +97,13 @@ def define(
         torch.library.register_torch_dispatch(
             f"parallel_state::{name}", FunctionalTensorMode, torch_internals.order_in_graph, lib=_LIBRARY
         )
-        has_side_effect(getattr(_OPS, name).default)  # keeps the last op of a graph, whose token nobody reads
+        has_side_effect(getattr(_OPS, name).default)  # keeps the last op of a graph: its token has no reader
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns the kernel of an op that writes, for tensors whose memory doesn't hold their values; None for others.
+    """Returns a writing op's kernel for tensors whose memory doesn't hold their values; None for other ops.
 
-    torch's own kernel for those computes what is read, but can't copy back what an op without a result has written.
+    torch's own kernel computes the values of inputs, but can't copy outputs back for an op without a result.
     """
     arguments = op._schema.arguments
     written = [at for at, each in enumerate(arguments) if _is_written(each) and each.name != "token"]

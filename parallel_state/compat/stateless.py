@@ -69,7 +69,7 @@ class StoreGroup:
 
     @property
     def bounded(self) -> BoundedStore:
-        """Returns the store with the deadline of one operation: the store's timeout, and a second for its answer."""
+        """Returns the store with the deadline of one operation: the store's timeout plus 1 s for the answer."""
         return self._bounded.within(self.store.timeout.total_seconds() + ANSWER_S)
 
     def send_obj(self, obj: Any, dst: int) -> None:

@@ -1,7 +1,8 @@
-"""State of a process that its children inherit: a fork server's may be other than the launcher's, or as old as it is.
+"""Copies process state that children inherit from the launcher to its ranks.
 
-Belongs here: what a worker takes over from the launcher whoever has forked it, so that both start methods give it the
-same. Variables are `worker`'s; multiprocessing itself hands over the working directory and sys.path.
+A rank that a fork server forks inherits the server's state, which may be older than the launcher's or differ from it. A
+worker takes over the launcher's state instead, so that both start methods give the same. `worker` handles environment
+variables. multiprocessing itself passes the working directory and sys.path.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from dataclasses import dataclass
 
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
-"""A rank is stopped by the first, and learns of its own children by the second."""
+"""The first signal stops a rank. The second reports exits of the rank's own children."""
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """The launcher's, when it starts a rank."""
+    """The launcher's state when it starts a rank."""
 
     umask: int | None
-    """None if the system doesn't tell it without changing it."""
+    """None if the system can't report it without changing it."""
     cores: frozenset[int]
-    """Empty where the system has no such thing."""
+    """Empty if the system doesn't support affinity."""
     limits: tuple[tuple[int, tuple[int, int]], ...]
     blocked: frozenset[int]
 
@@ -40,9 +41,9 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Gives it to this process, but for what would keep a rank from being stopped or from having children.
+        """Applies the state to this process, unless it would keep a rank from being stopped or from having children.
 
-        What isn't permitted is left as it is.
+        Settings that aren't permitted are left unchanged.
         """
         if self.umask is not None:
             os.umask(self.umask)
@@ -60,7 +61,7 @@ class Inheritance:
 
 
 def blocked_signals(pid: int) -> int:
-    """Returns the signals that a process has blocked, a bit each from SIGHUP (1) on; 0 where that isn't known."""
+    """Returns the signals that a process has blocked, one bit each from SIGHUP (1) on; 0 if unknown."""
     return int(_status(pid, "SigBlk") or "0", 16)
 
 

@@ -2,7 +2,7 @@
 
 Its heap is frozen: a collector that ran in a rank would else write into each of its objects, and copy all their pages.
 
-It can't learn that ranks end while SIGCHLD is blocked, as a program may have it that waits for it by sigwait.
+The server can't detect exits of ranks while SIGCHLD is blocked. A program that waits for SIGCHLD by sigwait blocks it.
 
 That server starts with SIGINT blocked, so that Ctrl-C while it imports torch prints no traceback of its. From here
 on it ignores SIGINT by itself, and its children must find the signal unblocked, those of other code as well.

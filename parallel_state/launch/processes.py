@@ -314,10 +314,10 @@ def _ends(pid: int) -> bool:
 
 
 def _learns_of_ends() -> bool:
-    """Returns False for a fork server that runs already, of the program's own, and has SIGCHLD blocked.
+    """Returns False if a fork server of the program itself already runs and has SIGCHLD blocked.
 
-    One that this library starts unblocks it itself, at the end of its imports: here the mask may have signals pending,
-    whose handlers must not run.
+    A fork server of this library unblocks SIGCHLD itself, at the end of its imports. This process doesn't unblock it:
+    handlers of pending signals would run.
     """
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)

@@ -73,7 +73,7 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
             except dist.DistNetworkError as error:
                 raise _not_reached(config, start_s, error) from error
         address = {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port)}
-        yield {**address, AGENT_STORE: str(not secret)}, secret  # with one, `JOB_STORE` is how a rank finds it
+        yield {**address, AGENT_STORE: str(not secret)}, secret  # with a secret, ranks find it by `JOB_STORE`
         if several:
             _leave_together(store, config, min(deadline, time.monotonic() + start_s))
     finally:

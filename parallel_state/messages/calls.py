@@ -292,7 +292,7 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None = None,
         spec: TensorDictSpec | None = None,
     ) -> None:
-        """Checks the types of what a tensor dict travels with."""
+        """Checks the types of the options of a tensor dict."""
         if spec is not None and not isinstance(spec, TensorDictSpec):
             raise InvalidArgumentError(
                 f"spec of {operation} on {self.context} must be a TensorDictSpec, but is a {type(spec).__name__}"
@@ -309,7 +309,7 @@ class MessageCalls(GroupFacts):
             )
 
     def _checked(self, operation: str, obj: Any, must_be: type | None = None) -> Any:
-        """Returns an object in a group of one rank; raises where a larger group couldn't send it."""
+        """Returns an object in a group of one rank. Raises if a larger group couldn't send it."""
         if must_be is not None and not isinstance(obj, must_be):
             what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
             raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")

@@ -74,7 +74,7 @@ _UNWAITED_S = 0.02
 
 
 def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the tensors themselves where all are dense, else with copies of those that are not."""
+    """Returns the tensors themselves if all are dense, else dense copies in place of the others."""
     for x in tensors:
         if not is_dense(x):
             return [dense(x) for x in tensors]

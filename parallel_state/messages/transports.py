@@ -174,9 +174,9 @@ class FakeTransport(Transport):
 
 
 class RouteTransport(Transport):
-    """Carries each part as a transfer of its own, over whatever carries the group's tensors.
+    """Sends each part as a transfer of its own, over the transport of the group's tensors.
 
-    A tensor without elements is no part: both sides know it from the head.
+    A tensor without elements is no part: the head describes it.
     """
 
     takes_many = False

@@ -70,11 +70,11 @@ class Agreement:
 
     @property
     def silent_s(self) -> float:
-        """Returns for how long the store has not answered an operation whose deadline has passed; 0.0 if it does."""
+        """Returns for how many seconds an operation past its deadline has had no answer; 0.0 if the store answers."""
         return self.store.silent_s
 
     def _until(self, deadline: float, watched: Collection[int]) -> BoundedStore:
-        """Returns the store for a question: until its deadline, or the death of a rank that must answer or serves."""
+        """Returns the store, bounded by the deadline and by the death of a watched rank or of the store's server."""
         server = self.store.served_by
         ranks = {*watched} if server is None else {*watched, server}
         return self.store.until(deadline, lambda: bool(self._watcher.deaths_of(ranks)))
@@ -246,7 +246,7 @@ class Agreement:
                     ):
                         self._names[key] = name
                         raise
-            if store.check([f"{key}/{name}/all"]):  # somebody can't, and the first rank tries anew already
+            if store.check([f"{key}/{name}/all"]):  # a rank can't, and the first rank already tries anew
                 self._names[key] = name
                 return name
 
@@ -427,7 +427,7 @@ class Agreement:
     ) -> None:
         """Waits for a key as `_read`; ends also where a rank can't go on with the `meeting` of this name."""
         pause_s = _PAUSE_S
-        while not store.check([key]):  # the store's own wait logs each time that it waits in vain
+        while not store.check([key]):  # the store's own wait logs each timeout
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"{key} was not there in time")
             if self._watcher.deaths_of(watched):

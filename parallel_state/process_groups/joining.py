@@ -141,10 +141,10 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Compares the settings that must be equal on `ranks` (global), each of which calls it within `limit_s`.
+    """Compares the settings that must be equal on `ranks` (global). Each of them must call this within `limit_s`.
 
-    `backend` and `timeout_s` are those in effect: an argument counts as the setting that it replaces. Raises
-    ConfigMismatchError on all ranks where two differ, and as `Agreement.agree`.
+    `backend` and `timeout_s` are the values in effect: an argument replaces its setting. Raises ConfigMismatchError on
+    all ranks if two differ, and the errors of `Agreement.agree`.
     """
 
     def own() -> tuple[None, Request]:

@@ -194,10 +194,10 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True where torchrun or `launch` hosts the store at an address, which rank 0 must not do then.
+    """Returns True if torchrun or `launch` hosts the store at an address. Rank 0 must not host it then.
 
-    torchrun says so by its variable, `launch` by having handed over the store: programs that a rank starts inherit
-    variables, and torch would look for the launcher's store at whatever address they have of their own.
+    torchrun sets a variable, `launch` hands over the store. A variable alone would mislead programs that a rank starts:
+    they inherit it, and torch would expect the launcher's store at the address of their own.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True

@@ -58,10 +58,10 @@ E = TypeVar("E", bound=CommunicationError)
 logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
-_FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
-_LATE_S = 0.6  # of that for ranks that have not come yet
-_TOGETHER_S = 0.1  # two that are killed together are named together
-_REFUSED_S = 1.0  # rank 0's port refuses connections for this long: it has ended
+_FAREWELL_S = 1.0  # a rank 0 that gives up keeps its server for this long, so that the others read why
+_LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
+_TOGETHER_S = 0.1  # ranks that exit within this time are named together
+_REFUSED_S = 1.0  # rank 0 has exited if its port refuses connections for this long
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _GAVE_UP = "gave up"
@@ -72,7 +72,7 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_LOOPBACK, interfaces.unreachable), (_SAME, interfaces.shared_address), (_CORES, binding.different_cores),
 )  # fmt: skip
 _ROSTER_S = 0.2  # between two rosters of those who came so far
-_LOOKED_AT_PER_S = 1024  # ranks that rank 0 looks for beyond the first that is missing
+_LOOKED_AT_PER_S = 1024  # ranks per second that rank 0 looks for beyond the first missing one
 
 
 class Met(NamedTuple):
@@ -243,7 +243,7 @@ class _Meeting:
         return f"{_COMPLETE} {size}", size - 1
 
     def _survey(self, world: BoundedStore) -> None:
-        """Watches the processes of all that came, also of those with a higher rank than one that has not."""
+        """Watches the processes of all ranks that have arrived, also of ranks above a missing one."""
         for rank in range(1, self.place.world_size):
             if rank not in self.places and world.check([_key(rank)]):
                 self.places[rank] = Address.parse(world.get(_key(rank)).decode().split(" ")[2:])
@@ -368,7 +368,7 @@ class _Meeting:
         if 0 in ended:
             time.sleep(_TOGETHER_S)
             raise self._failure(f"{_ENDED} {' '.join(map(str, self.processes.ended()))}")
-        if ended:  # ranks of other hosts may tell of theirs
+        if ended:  # ranks of other hosts may publish theirs
             told = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
             if not set(ended) <= set(map(int, told)):
                 world.set(_ENDED, " ".join(map(str, sorted({*ended, *map(int, told)}))))

@@ -36,7 +36,7 @@ logger = logging.getLogger("parallel_state")
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
 _RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up to 30 s
-_STRANGER_S = 0.2  # for what has rank 0's port to say what it is
+_STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
@@ -83,7 +83,7 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
 
 
 def _method_advice(init_method: str) -> str:
-    """Returns the form that works of a method without '://': of an address, a file, or a method's name."""
+    """Returns the advice to write a method with '://', for an address, a file, or a method's name; else ""."""
     scheme, _, rest = init_method.partition(":")
     _, _, port = init_method.rpartition(":")
     if init_method.rstrip(":/").lower() == "env":
@@ -191,7 +191,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
-    """Returns what listens at an address that is in use, if it isn't a store that is just being closed."""
+    """Describes the service at an address in use; "" if it is a store that is shutting down."""
     try:
         ask_for_store(address, time.monotonic() + _STRANGER_S)
     except ForeignServiceError as error:
@@ -239,7 +239,7 @@ def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
 
 
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    # While nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
+    # Ask first: while the port has no listener, TCPStore pauses for seconds, returns late and fills the log.
     try:
         ask_for_store(address, deadline)
     except ForeignServiceError as error:
@@ -289,7 +289,7 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             return sorted({str(entry[4][0]) for entry in found})
         except OSError as error:
             problem = error
-            if isinstance(error.__cause__, UnicodeError):  # it will never be a name
+            if isinstance(error.__cause__, UnicodeError):  # an impossible name
                 break
         if not told:
             told = True

@@ -1,8 +1,8 @@
 """The watch over a start: each of its waits ends when a rank ends or gives up, and at the latest at its deadline.
 
-Ranks tell their process ids as the first thing they say in a meeting (`rendezvous`); from then on those that can see
-each other's processes watch them. Who sees an end, and who gives up by itself, tells the others through the
-store. What was heard goes into the world's `Watcher`, where all waits look.
+Ranks publish their process ids first in a meeting (`rendezvous`). From then on, ranks in the same PID namespace watch
+each other's processes. A rank that detects an exit, or gives up itself, publishes that in the store. The world's
+`Watcher` collects these reports, and all waits poll it.
 
 What belongs elsewhere: deaths after the start (`device_communicators.liveness.health`, `heartbeat`).
 """
@@ -63,7 +63,7 @@ class Processes:
             self._ends.add(rank, pid, began)
         except ProcessLookupError:
             self._ended.append(rank)
-        except OSError as error:  # no descriptor, or neither pidfds nor /proc: the deadline is left
+        except OSError as error:  # no descriptor, or neither pidfds nor /proc: only the deadline
             logger.debug("rank %d can't be watched while it starts: %s", rank, error)
 
     def watches(self, rank: int) -> bool:
@@ -183,12 +183,12 @@ class StartWatch:
         with contextlib.suppress(dist.DistError):
             if store is not None:
                 store = store.within(LAST_WORD_S)
-                if store.add(f"{_ENDED}/of/{what['rank']}", 1) == 1:  # one of its neighbours tells
+                if store.add(f"{_ENDED}/of/{what['rank']}", 1) == 1:  # one neighbour publishes it
                     store.set(f"{_ENDED}/{store.add(_ENDED, 1)}", json.dumps(what))
                 store.compare_set(_FAILED, "", json.dumps(what))
 
     def _read_failure(self) -> bool:
-        """Takes in the first failure, and all ends of ranks. Returns False if there is nothing more to hear."""
+        """Reads the first failure, and all exits of ranks. Returns False if no more can arrive."""
         if self._store is None:
             return True
         store = self._store.within(self._look_s)  # this thread also watches processes
@@ -199,7 +199,7 @@ class StartWatch:
                 self._take_in(json.loads(store.get(_FAILED)))
                 self._has_failed = True
             for number in range(self._ends_read + 1, store.add(_ENDED, 0) + 1):
-                if not store.check([f"{_ENDED}/{number}"]):  # its teller is just writing it
+                if not store.check([f"{_ENDED}/{number}"]):  # another rank is still writing it
                     break
                 self._take_in(json.loads(store.get(f"{_ENDED}/{number}")))
                 self._ends_read = number

@@ -1,10 +1,10 @@
-"""Asks what listens at the address of a store: torch's TCPStore, the store of `launch`, or another service.
+"""Identifies the service at a store's address: torch's TCPStore, the store of `launch`, or another service.
 
-torch's own client is asked only after that: it waits on a service that isn't a store for its whole timeout, in C++, in
-a thread that can't be broken off and that ends the process by SIGABRT if it returns while the interpreter exits.
+torch's own client runs only after that. If the service isn't a store, the client blocks in C++ for its whole timeout.
+Its thread can't be interrupted, and ends the process by SIGABRT if it returns while the interpreter exits.
 
-torch's client begins with the same bytes, on torch 2.3 to 2.15: VALIDATE and a magic number, PING and a nonce, which
-the server returns.
+The question has the first bytes of torch's client (torch 2.3 to 2.15): VALIDATE and a magic number, then PING and a
+nonce. The server returns the nonce.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from parallel_state.store import protocol
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
 _LINES = b"\r\n\r\n"
-"""Sent after `_QUIET_S`: a service that reads lines answers then. To a TCPStore it is the begin of another PING."""
+"""Sent after `_QUIET_S`: a service that reads lines answers then. To a TCPStore it is the start of another PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.1
-"""A last look, at the deadline, takes so long: else it would report silence, whatever the looks before it found."""
+"""A last question, at the deadline, has this much time. With less, it would report silence whatever answered before."""
 _SHOWN_BYTES = 48
 
 
 class ForeignServiceError(Exception):
-    """Something answered that is no store for this process; the text says what."""
+    """A service answered that is no store for this process. The text describes it."""
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered at `address`.
 
-    Raises ForeignServiceError for another answer, and OSError where nothing answers: no server, a silent one
-    (TimeoutError, at the deadline), or one that closes the connection, as a store that is just being closed does, and
-    a proxy whose server isn't there yet.
+    Raises ForeignServiceError for another answer, and OSError without an answer: no server, a silent one (TimeoutError,
+    at the deadline), or one that closes the connection. A store that is shutting down closes it, and so does a proxy
+    whose server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)
@@ -50,13 +50,13 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
         if answer == nonce:
             return
         if not answer:
-            raise TimeoutError("what is there doesn't answer")
+            raise TimeoutError("the service there doesn't answer")
         answer += _receive(connection, protocol.GREETING_BYTES, time.monotonic() + _REST_S, closed=b"")
     raise ForeignServiceError(in_words(answer))
 
 
 def in_words(answer: bytes) -> str:
-    """Returns what a service is that answered with these bytes, of which the first ones are shown."""
+    """Describes the service that answered with these bytes, and quotes the first of them."""
     if answer.startswith(protocol.MAGIC):
         return (
             "the store of another launch listens there, which takes only the ranks of that launch. If a rank of it has "
@@ -68,7 +68,7 @@ def in_words(answer: bytes) -> str:
 
 
 def _receive(connection: socket.socket, count: int, until: float, closed: bytes | None = None) -> bytes:
-    """Returns what comes until then, at most `count` bytes; `closed`, or ConnectionResetError, at the end of all."""
+    """Receives at most `count` bytes. If the peer closes first, raises ConnectionResetError unless `closed` is set."""
     received = b""
     while len(received) < count and (left_s := until - time.monotonic()) > 0:
         connection.settimeout(left_s)
@@ -80,7 +80,7 @@ def _receive(connection: socket.socket, count: int, until: float, closed: bytes 
             data = b""
         if not data:
             if not received and closed is None:
-                raise ConnectionResetError("what listens there closes each connection without an answer")
+                raise ConnectionResetError("the service there closes each connection without an answer")
             break
         received += data
     return received

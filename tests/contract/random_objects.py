@@ -1,4 +1,4 @@
-"""Random nested objects with tensors of every awkward kind, equal for equal seeds; and how they must arrive."""
+"""Random nested objects with tensors of every awkward kind, equal for equal seeds, and a check of their copies."""
 
 from __future__ import annotations
 

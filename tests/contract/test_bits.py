@@ -1,4 +1,4 @@
-"""The bits of reductions: signed zeros, NaN, and ranks whose threads have other floating-point states."""
+"""The bits of reductions: signed zeros, NaN, and ranks whose threads have different floating-point states."""
 
 from __future__ import annotations
 

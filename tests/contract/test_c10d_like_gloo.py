@@ -1,4 +1,4 @@
-"""The backend "parallel_state" where torch and programs take gloo for granted.
+"""The backend "parallel_state" where torch and programs expect gloo.
 
 Calls of several tensors, tensors that share memory, averages, options and timeouts of groups that are made from others,
 and the backend's name. gloo in the same ranks is the oracle where it has the call.

@@ -1,4 +1,4 @@
-"""What programs beside vLLM import of `vllm.distributed` is found at the same paths of `parallel_state.compat.vllm`."""
+"""`parallel_state.compat.vllm` has, at the same paths, the names of `vllm.distributed` that other programs import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A tensor's value isn't its memory: each kind that torch defers, through every call, as input and as what is written.
+"""Tensors whose memory doesn't hold their values: each kind that torch defers, as input and output of every call.
 
-What a call gives for the same values in plain memory is the business of the other tests: here both must be equal.
+The result must equal that for the same values in plain memory. Other tests check the latter.
 """
 
 from __future__ import annotations

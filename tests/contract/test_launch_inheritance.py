@@ -1,4 +1,4 @@
-"""What ranks inherit: the state of the launcher as it is now, and nothing that keeps it from watching them."""
+"""Ranks inherit the launcher's current state, without the parts that would keep the launcher from watching them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What long runs leave behind: resident memory, and keys of the store."""
+"""Long runs keep bounded resident memory, and bounded keys in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each argument of each call of a group, one at a time, is something that it can't be: UsageError at once, or it works.
+"""Each argument of each call of a group, one at a time, gets a wrong value: UsageError at once, or the call works.
 
 Both ranks make the same calls with the same wrong argument. A call that takes the value after all must go on to work.
 """

@@ -68,7 +68,7 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
 
 
 def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) -> tuple[Outcome, float] | None:
-    """What a survivor is told, and when after the kill; None for the rank that doesn't come to the meeting."""
+    """Returns a survivor's error and its time after the kill; None for the rank that doesn't come to the meeting."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if stage == "meeting" and rank == 3:
         return None

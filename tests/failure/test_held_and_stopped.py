@@ -1,4 +1,4 @@
-"""Rows 51 to 54 and 60: hosts whose ranks can't run for a while, leads that go, a large rank that dies, a pause.
+"""Rows 51 to 54 and 60: hosts whose ranks can't run for a while, leads that exit, a large rank that dies, a pause.
 
 Hosts are of two ranks; the first of each is its lead, which beats for it.
 """
@@ -80,7 +80,7 @@ def test_row_51_one_rank_of_a_host_holds_the_interpreter_lock() -> None:
 
 
 def _stop_and_go_on(who: tuple[int, ...], pause_s: float) -> tuple[Outcome, list[int]]:
-    """These ranks are stopped, and go on; what each is told by a call meanwhile, and whom it takes for dead."""
+    """Stops these ranks and resumes them. Returns what a call did meanwhile, and the ranks taken for dead."""
     group = _world()
     if group.rank in who:
         with subprocess.Popen(["sh", "-c", f"sleep {pause_s}; kill -CONT {os.getpid()}"]):
@@ -113,7 +113,7 @@ def test_row_52_all_ranks_of_a_host_are_stopped(tmp_path: Path) -> None:
 
 
 def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcome, float]:
-    """All sum until that fails, while `how` befalls the victims; what a survivor is told, and when after the kill."""
+    """Sums until that fails, while `how` ends the victims. Returns a survivor's error and its time after the kill."""
     group = _world()
     attempt(group.all_reduce, torch.ones(3))
     Path(folder, f"pid-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")

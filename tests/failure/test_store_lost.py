@@ -62,7 +62,7 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
 
 
 def _stop_rank_0(folder: Path) -> None:
-    """Stops rank 0 until the others have been told."""
+    """Stops rank 0 until the other ranks have their errors."""
     until = time.monotonic() + DEADLINE_S
     while len(list(folder.glob("ready-*"))) < 4 and time.monotonic() < until:
         time.sleep(0.01)

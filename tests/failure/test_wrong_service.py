@@ -1,6 +1,6 @@
-"""Row 58: something that is no store for this process answers at MASTER_PORT. It is named, and no process aborts.
+"""Row 58: another service answers at MASTER_PORT. The error names it, and no process aborts.
 
-The programs are interpreters of their own: at whose exit a thread that waits in torch's client would end them.
+The programs are interpreters of their own. At exit, a thread that waits in torch's client would abort them.
 """
 
 from __future__ import annotations

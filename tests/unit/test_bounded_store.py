@@ -1,4 +1,4 @@
-"""Stores: each operation ends at its deadline, and no file but one calls a torch store's methods."""
+"""Stores: each operation ends by its deadline, and only one file calls a torch store's methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that are refused although one can guess what was meant: the error says the form that works."""
+"""Arguments in a wrong form whose meaning is clear: the error gives the right form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look-ups of names: what can't be a name is told as one that doesn't resolve, by the one function that looks up."""
+"""Look-ups of names: one function makes them, and reports an impossible name like one that doesn't resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What listens at a store's address: a store of torch's, that of a launch, or another service, which is named."""
+"""The service at a store's address: torch's store, a launch's store, or another service, which the error names."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ void divide_(const Tensor& x, std::int64_t divisor) {
   }
 }
 
-// Work of gloo's, whose errors `name` turns into the library's where they are gloo's own. When gloo is done, `averaged`
-// are divided by the number of ranks: gloo has no averages.
+// A work of gloo. `name` turns gloo's own errors into the library's. When gloo is done, the tensors `averaged` are
+// divided by the number of ranks: gloo has no averages.
 class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
@@ -196,11 +196,11 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
   return true;
 }
 
-// The bytes of a contiguous tensor as a flat view of it: one element is contiguous whatever its stride, of which torch
-// would view none as bytes.
+// Returns the bytes of a contiguous tensor as a flat view. A tensor of one element is contiguous with any stride, but
+// torch views it as bytes only if the stride is 1.
 Tensor as_bytes(const Tensor& x) { return x.as_strided({x.numel()}, {1}).view(at::kByte); }
 
-// The memory from a tensor's first element to its last one: nothing of it lies elsewhere.
+// The memory range of a tensor, from its first element to its last one.
 struct Extent {
   const char* begin;
   const char* end;
@@ -232,8 +232,8 @@ bool any_overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
-// Contiguous `input` for a call that writes `outputs`, of which the one at `own` gets the input itself: a copy where
-// another one, or another place of that one, overlaps it.
+// Returns contiguous `input` for a call that writes `outputs`. It is a copy if an output overlaps the input. The
+// exception is `outputs[own]` at the input's own address: the call writes the input itself there.
 Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   const Tensor in = input.contiguous();
   if (!in.is_same(input)) return in;
@@ -245,13 +245,14 @@ Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
   return in;
 }
 
-// As above, of a call whose `whole` output, or input, has an equal part for each rank.
+// Returns `part`, or a copy if it overlaps `whole` anywhere but at the place of rank `own`. `whole` is an output or
+// input with an equal part for each rank.
 Tensor apart_from_whole(const Tensor& part, const Tensor& whole, int own) {
   const auto* const place = static_cast<const char*>(whole.const_data_ptr()) + own * part.nbytes();
   return place != part.const_data_ptr() && overlap(part, whole) ? part.clone() : part;
 }
 
-// The inputs of calls that run one after the other: copies of those that outputs of earlier calls overlap.
+// Returns the inputs of calls that run in order. An input that an earlier call's outputs overlap is copied.
 std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
                                   const std::function<std::vector<Tensor>(std::size_t call)>& outputs_of) {
   std::vector<Extent> written;
@@ -267,8 +268,8 @@ std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
 // Reduces dim 0, in its order. Integers wrap.
 Tensor reduce_rows(const Tensor& rows, RedOp op) {
   const at::ScalarType dtype = rows.scalar_type();
-  // Unsigned numbers of more than 8 bits have few operators: they are reduced as signed ones of 64 bits. Those that
-  // have 64 themselves keep their order when their highest bit is flipped.
+  // torch has few operators for unsigned numbers of more than 8 bits, so they are reduced as int64. Flipping the
+  // highest bit keeps the order of uint64 for min and max.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
   const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
@@ -297,7 +298,7 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
   return total;
 }
 
-// What gloo is asked for where it is an average: the sum.
+// Replaces an average by a sum, which gloo can reduce.
 template <typename Options>
 Options summed(Options options) {
   if (options.reduceOp == RedOp::AVG) options.reduceOp = RedOp::SUM;
@@ -380,7 +381,7 @@ const Tensor& Backend::only(const Tensors& tensors, const char* method) const {
   return tensors[0];
 }
 
-// Several tensors a rank have one dtype and one size.
+// Requires one dtype and one size of all tensors of a rank.
 void Backend::check_alike(const Tensors& tensors, const char* method) const {
   check(!tensors.empty(), method, " takes at least one tensor");
   for (const Tensor& tensor : tensors) {
@@ -555,7 +556,7 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   x.view({-1}).copy_(reduce_rows(gather_rows({x}), op));
 }
 
-// Every rank's `tensors`, one after the other: [size · tensors.size(), numel].
+// Returns the `tensors` of all ranks in rank order: [size · tensors.size(), numel].
 Tensor Backend::gather_rows(const Tensors& tensors) {
   const auto count = static_cast<std::int64_t>(tensors.size());
   const Tensor mine = at::empty({count, tensors[0].numel()}, tensors[0].options());
@@ -592,7 +593,7 @@ Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
     return submit(kKind, {x}, {x}, options.asyncOp, options.timeout,
                   [this, x, op = options.reduceOp] { all_reduce(x, op); });
   }
-  // As over gloo: all tensors of all ranks are reduced to one result, which each of them gets.
+  // As over gloo, all tensors of all ranks are reduced to one result, and each tensor receives it.
   return submit(kKind, tensors, tensors, options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
     const Tensor total = reduce_rows(gather_rows(tensors), op);
     for (const Tensor& tensor : tensors) tensor.copy_(total.view(tensor.sizes()));
@@ -627,7 +628,7 @@ Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allr
                     for (const Tensor& tensor : tensors) all_reduce(tensor, op);
                     return;
                   }
-                  // In place, what one of them came to would be reduced again as a part of the next.
+                  // In place, the result of one tensor would be reduced again as part of the next.
                   Tensors totals;
                   for (const Tensor& tensor : tensors) totals.push_back(tensor.clone(at::MemoryFormat::Contiguous));
                   for (const Tensor& total : totals) all_reduce_flat(total, op);
@@ -683,7 +684,7 @@ Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   if (tensors.size() == 1) return submit(kKind, {x}, {x}, options.asyncOp, options.timeout, run);
   return submit(kKind, {x}, tensors, options.asyncOp, options.timeout, [run, x, tensors] {
     run();
-    for (const Tensor& tensor : tensors) {  // the rank's other ones get it as well
+    for (const Tensor& tensor : tensors) {  // this rank's other tensors receive it as well
       if (!tensor.is_same(x)) tensor.copy_(x.view_as(tensor));
     }
   });

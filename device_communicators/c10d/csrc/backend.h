@@ -43,9 +43,9 @@ class Backend : public c10d::Backend {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
-    Options(const Options& other) : c10d::Backend::Options(other) {}  // of no backend
-    // Torch from 2.15 on copies options by this before it changes them for a child group. Older ones don't know it, so
-    // it can't be marked `override`.
+    Options(const Options& other) : c10d::Backend::Options(other) {}  // a copy has no backend
+    // torch 2.15 and later call this to copy options before they change them for a child group. Older versions lack it,
+    // so it can't be marked `override`.
     virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
     // Gives a backend its new timeout; null for options of no backend.
     std::function<void(std::chrono::milliseconds)> apply_timeout;
@@ -58,7 +58,7 @@ class Backend : public c10d::Backend {
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }
-  // A copy: torch before 2.15 writes a child group's timeout and name into what its parent's backend returns here.
+  // Returns a copy: torch before 2.15 writes a child group's timeout and name into the returned options.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_->clone(); }
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;

@@ -201,7 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
   py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
-      module, "ResolvingBackend");  // what `make` makes
+      module, "ResolvingBackend");  // the class that `make` returns
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
              py::arg("library"), py::arg("group"), py::arg("places"), py::arg("spans_hosts"), py::arg("timeout"),
              py::arg("python"));

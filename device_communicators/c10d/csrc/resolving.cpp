@@ -34,7 +34,7 @@ std::vector<Each> with_values(const std::vector<Each>& list) {
   return found;
 }
 
-// As `with_values`, of what is written.
+// Returns `x`, or a copy that a call writes in its place. `targets` records the pair.
 Tensor staged(const Tensor& x, ResolvingBackend::Targets* targets) {
   if (!is_deferred(x)) return x;
   TORCH_CHECK_VALUE(!x._is_zerotensor(),
@@ -50,7 +50,7 @@ std::vector<Each> staged(const std::vector<Each>& list, ResolvingBackend::Target
   return found;
 }
 
-// A work whose results are copied to their targets once, by who first finds it done.
+// A work whose results are copied to their targets once, by the first thread that finds it done.
 class Filled final : public c10d::Work {
  public:
   Filled(int rank, Backend::Started work, ResolvingBackend::Targets targets)
@@ -83,7 +83,7 @@ class Filled final : public c10d::Work {
     auto self = c10::intrusive_ptr<Filled>::reclaim_copy(this);
     return work_->getFuture()->then(
         [self](c10::ivalue::Future& done) {
-          const c10::IValue value = done.value();  // raises what the call failed with
+          const c10::IValue value = done.value();  // throws the call's error
           self->fill();
           return self->with_targets(value);
         },
@@ -98,7 +98,7 @@ class Filled final : public c10d::Work {
     return x;
   }
 
-  // A future's value, tensors or lists of them, with the targets in their places.
+  // Returns a future's value (a tensor, or lists of tensors) with the copies replaced by their targets.
   c10::IValue with_targets(const c10::IValue& value) const {
     if (value.isTensor()) return target_of(value.toTensor());
     if (!value.isList()) return value;
@@ -123,7 +123,7 @@ class Filled final : public c10d::Work {
 
 }  // namespace
 
-// Calls with copies in place of the deferred among the tensors that are written, and read.
+// Makes a call with copies in place of deferred tensors, both written and read ones.
 template <typename Written, typename Read, typename Call>
 Backend::Started ResolvingBackend::resolved(Written& written, Read& read, Call call) {
   if (!is_deferred(written) && !is_deferred(read)) return call(written, read);
@@ -257,11 +257,11 @@ Backend::Started ResolvingBackend::endCoalescing() {
   return work ? filled(std::move(work), std::move(targets)) : work;
 }
 
-// torch's own kernel for deferred tensors hands a copy to the backend of a c10d op, and what that writes is lost.
+// torch's own kernel for deferred tensors passes a copy to the backend, so the backend's writes are lost.
 
 namespace {
 
-// Whether a call is of a group that has this backend for its tensors.
+// Returns true if the call's group has this backend for the call's tensors.
 bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given) {
   const auto& arguments = op.schema().arguments();
   std::optional<c10::DeviceType> device;
@@ -279,12 +279,12 @@ bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given)
   if (!group || !device.has_value()) return false;
   try {
     return dynamic_cast<ResolvingBackend*>(group->getBackend(*device).get()) != nullptr;
-  } catch (const std::exception&) {  // none for the device, as the call itself will say
+  } catch (const std::exception&) {  // the device has no backend: the call itself raises
     return false;
   }
 }
 
-// Hands this backend's calls on as they are, and copies in place of the deferred tensors to any other, as torch does.
+// Passes calls of this backend on unchanged. For other backends it replaces deferred tensors by copies, as torch does.
 template <DispatchKey kKey>
 void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   c10::IValue* const given = stack->data() + (stack->size() - op.schema().arguments().size());

@@ -1,8 +1,8 @@
-// The backend behind a door at which each tensor's memory comes to hold its values.
+// Resolves deferred tensors before and after the backend's calls.
 //
-// torch defers conjugations, negations and zeros: it notes them on the tensor, whose memory keeps other numbers, or
-// none. Backends of torch's read and write that memory as it is. Here a call reads a copy that holds the values, and
-// what it writes is copied to its tensor when the work is done, by torch's `copy_`, which knows such tensors.
+// torch defers conjugations, negations and zeros: the tensor has a mark, and its memory holds other numbers or none.
+// torch's backends read and write that memory as it is. Here a call reads a copy that holds the values. When the work
+// is done, its results are copied to the caller's tensors by torch's `copy_`, which supports deferred tensors.
 #pragma once
 
 #include <functional>
@@ -16,7 +16,7 @@ class ResolvingBackend final : public Backend {
  public:
   using Backend::Backend;
 
-  // Tensors of the caller's, and what a call writes in their place.
+  // Pairs of a caller's tensor and the copy that a call writes in its place.
   using Targets = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;

@@ -52,7 +52,7 @@ class Operation : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   void set_source_rank(int rank) { source_rank_ = rank; }
-  // Before the call starts: its future's value is lists of so many outputs, not one list of all.
+  // Makes the future's value lists of `length` outputs instead of one list. Call it before the call starts.
   void set_list_length(std::size_t length) { list_length_ = length; }
 
  protected:

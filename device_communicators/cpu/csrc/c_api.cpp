@@ -391,7 +391,7 @@ void ps_reduce_part(void* out, const void* const* sources, std::uint64_t wide, i
                     int dtype, int op, int total) {
   const auto kind = static_cast<Dtype>(dtype);
   const auto reduction = static_cast<ReduceOp>(op);
-  // Of inputs alone, and without a division by `total`: a whole reduction, which has faster kernels.
+  // A reduction of inputs only, without a division by `total`, has faster kernels.
   const bool is_whole = wide == 0 && (total != 0 || wide_size_of(kind) == size_of(kind));
   if (is_whole && reduction != ReduceOp::kAverage) {
     reduce_function(kind, reduction)(&out, 1, sources, source_count, count);

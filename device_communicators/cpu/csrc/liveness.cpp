@@ -41,7 +41,8 @@ std::shared_ptr<const Pidfd> pidfd_of(std::int64_t pid) {
   return found;
 }
 
-// Returns true if the process of this /proc/PID/stat has ended: it is gone, or a zombie without other threads.
+// Returns true if the process of this /proc/PID/stat has ended: it no longer exists, or is a zombie without other
+// threads.
 bool has_ended_by(int stat) {
   char text[1024];
   const ssize_t size = pread(stat, text, sizeof(text) - 1, 0);

@@ -32,8 +32,8 @@ struct Loss {
   int status = 0;     // with which status it failed there
 };
 
-// A descriptor that tells a process' end; all groups of this process share it. Without `pidfd_open` (kernels
-// before 5.3, sandboxes) it is that of /proc/PID/stat, which can't be read any more once the process has ended.
+// A descriptor that reports a process's exit; all groups of this process share it. Without `pidfd_open` (kernels before
+// 5.3, sandboxes) it is that of /proc/PID/stat, which can't be read after the process has exited.
 class Pidfd {
  public:
   explicit Pidfd(std::int64_t pid);

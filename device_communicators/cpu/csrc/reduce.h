@@ -1,9 +1,9 @@
 // Element-wise reduction of several sources into one output, in the order of the sources.
 //
-// 16-bit floats are accumulated in float32 and rounded once; integers wrap, and averages of them are divided toward
-// zero. The same sources in the same order give the same bits with every instruction set, so that ranks agree, and
-// under every floating-point state of the calling thread (see floating_point.h). Of zeros, max gives +0 unless all are
-// -0, min the reverse. Which NaN comes out isn't promised.
+// 16-bit floats are accumulated in float32 and rounded once. Integers wrap, and their averages are divided toward zero.
+// The same sources in the same order give the same bits, so that ranks agree: with every instruction set, and under
+// every floating-point state of the calling thread (see floating_point.h). The max of zeros is +0 unless all are -0;
+// the min is -0 unless all are +0. A NaN result may be any NaN.
 #pragma once
 
 #include <cstddef>

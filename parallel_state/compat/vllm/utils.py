@@ -1,4 +1,4 @@
-"""vLLM's `distributed.utils`, and names that its tree imports of `shm_broadcast` beside the queue."""
+"""vLLM's `distributed.utils`, and the names besides the queue that vLLM imports from `shm_broadcast`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def verify_group_size_divides_partition(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the one after its last; VLLM_PP_LAYER_PARTITION (5,2) says other numbers."""
+    """Returns a stage's first layer and the one after its last. VLLM_PP_LAYER_PARTITION (as 5,2) overrides them."""
     given = os.environ.get("VLLM_PP_LAYER_PARTITION")
     if not given:
         return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
@@ -143,7 +143,7 @@ def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Returns a gloo group that torch.distributed doesn't know; every rank of it calls it.
+    """Returns a gloo group that isn't registered with torch.distributed. Every rank of the group must call this.
 
     Raises CollectiveTimeoutError a second after `timeout`.
     """

@@ -1,1 +1,1 @@
-"""vLLM's `distributed.device_communicators`, as far as programs beside vLLM import it."""
+"""The part of vLLM's `distributed.device_communicators` that programs other than vLLM import."""

@@ -1,4 +1,4 @@
-"""vLLM's PyNcclCommunicator, with which trainers send weights to an engine, over torch's process groups.
+"""vLLM's PyNcclCommunicator over torch's process groups. Trainers use it to send weights to an engine.
 
 NCCL's calls (`group_start`, windows, the wrapper of its library) aren't here: vLLM's own class has them.
 """
@@ -23,8 +23,9 @@ _TIMEOUT = timedelta(minutes=30)
 class PyNcclCommunicator:
     """Collectives of tensors on one device, among ranks of a StatelessProcessGroup or of a process group.
 
-    NCCL carries those of a GPU and gloo those of the CPU, in a group of its own. Every rank makes it. Calls on a GPU
-    run on the current stream, or on `stream`. A communicator of one rank is `disabled` and moves nothing, as vLLM's.
+    It makes a group of its own: of NCCL for a GPU, of gloo for the CPU. Every rank must make the communicator. Calls on
+    a GPU run on the current stream, or on `stream`. A communicator of one rank is `disabled` and moves nothing, as in
+    vLLM.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class PyNcclCommunicator:
         device: int | str | torch.device,
         library_path: str | None = None,
     ) -> None:
-        """`library_path` is for vLLM's callers: torch's NCCL is used. Raises InvalidArgumentError for other groups."""
+        """Ignores `library_path`: torch's NCCL is used. Raises InvalidArgumentError for other groups."""
         self.group = group
         self.device = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
         if isinstance(group, StatelessProcessGroup):
