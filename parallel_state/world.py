@@ -377,7 +377,8 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
         missing = [] if came else [rank for rank, key in enumerate(keys) if not bounded.check([key])]
         entries = enumerate(bounded.multi_get(keys) if came else [])
     except dist.DistError as error:
-        raise _not_joined(place, f"{plain(error)}", [store.served_by or 0], start_timeout_s) from error
+        suspects = [] if store.served_by is None else [store.served_by]
+        raise _not_joined(place, plain(error), suspects, start_timeout_s) from error
     if missing:
         raise _not_joined(place, f"ranks {format_ranks(missing)} did not", missing, start_timeout_s)
     processes = Processes(own)

@@ -128,7 +128,7 @@ def _of_digests(placement: str) -> Iterator[str]:
 
 def note_collected(test_ids: Iterable[str]) -> None:
     """Appends ids to the file that the environment names; does nothing where it names none."""
-    path = os.environ.get(COLLECTED)
+    path = os.environ.pop(COLLECTED, None)  # a pytest that a test starts has tests of its own
     if path:
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(f"{test_id}\n" for test_id in test_ids))

@@ -8,6 +8,7 @@ connections are made as they are needed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -15,6 +16,7 @@ import sys
 import sysconfig
 import time
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,17 +69,18 @@ def create(options: Any, backend_options: Any = None) -> Any:
     world = World.of(store, ranks, is_default)
     begins = not world.begun
     module, problem = try_load()
-    if begins:
+    if begins and not world.over_gloo:
         settings.warn_about_unknown_names()
-        if size > 1:
-            store.set(f"compiled/{rank}", problem)  # the ranks' meeting follows
-        elif problem:
+        if problem and size == 1:
             world.over_gloo = f"global rank {ranks[0]} {problem}"
     if world.over_gloo:
-        return _over_gloo(world, store, rank, size, timeout)
+        return _over_gloo(world, store, members, timeout)
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1:
+            if begins:
+                with _named(store, world, members):
+                    store.set(f"compiled/{rank}", problem)  # the ranks' meeting follows
             everyone = sorted(world.domain.ranks)
             found = _exchange_over(store, memory, world, everyone, [f"compiled/{each}" for each in range(size)])
             if begins:
@@ -85,7 +88,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
                 if without is not None:
                     world.over_gloo = f"global rank {ranks[without]} {found[without]}"
                     memory.close()
-                    return _over_gloo(world, store, rank, size, timeout)
+                    return _over_gloo(world, store, members, timeout)
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
     except BaseException:
@@ -119,7 +122,7 @@ def _exchange_over(
     """
     members, watcher = memory.members, world.watcher
     limit_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
-    bounded = store.until(time.monotonic() + limit_s, lambda: bool(watcher.deaths_of(watched)))
+    bounded = store.until(time.monotonic() + limit_s + LAST_WORD_S, lambda: bool(watcher.deaths_of(watched)))
     exchange = StoreExchange(bounded, members.rank, len(members.ranks))
 
     def explain(error: RuntimeError) -> tuple[type[CommunicationError], str, list[int]]:
@@ -132,12 +135,26 @@ def _exchange_over(
         return (PeerDiedError if is_closed else kind), why, suspects
 
     memory.attach(exchange, watcher, watched, explain)
-    found = [] if world.begun else [each.decode() for each in store.multi_get(keys)]
+    with _named(store, world, members):
+        found = [] if world.begun else [each.decode() for each in store.multi_get(keys)]
     exchange.close(() if world.begun else keys)
     return found
 
 
-def _over_gloo(world: World, store: BoundedStore, rank: int, size: int, timeout: Any) -> Any:
+@contextlib.contextmanager
+def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None]:
+    """Raises a failure of the store as CommunicationError with the cause and the ranks."""
+    started = time.monotonic()
+    try:
+        yield
+    except dist.DistError as error:
+        kind, why, suspects = world.watcher.explain_lost_store(store, error, members.ranks)
+        elapsed_s = time.monotonic() - started
+        text = f"the start of {members} failed after {elapsed_s:.3f} s: {why}. Look at the process that serves it"
+        raise members.failure(kind, text, "new_group", suspect_ranks=suspects, elapsed_s=elapsed_s) from error
+
+
+def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
     """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
     if not world.has_warned:
         world.has_warned = True
@@ -146,10 +163,12 @@ def _over_gloo(world: World, store: BoundedStore, rank: int, size: int, timeout:
             "watch of deaths: %s",
             world.over_gloo,
         )
+    rank, size = members.rank, len(members.ranks)
     call = Call(lambda: make_gloo(store.prefixed("gloo"), rank, size, timeout, world.address))
-    if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S, bool):
-        raise StoreSilentError(f"{store} did not let the ranks connect over gloo")
-    return call.result()
+    with _named(store, world, members):
+        if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S, bool):
+            raise StoreSilentError(f"{store} did not let the ranks connect over gloo")
+        return call.result()
 
 
 @atexit.register

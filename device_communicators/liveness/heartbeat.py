@@ -181,7 +181,11 @@ class Heartbeats:
 
     def _look_at_connections(self) -> None:
         """Gives up hosts that are unreachable over data connections, whose route may differ from the store's."""
-        for connections, ranks in list(self._watcher.connections.items()):
+        try:
+            of_groups = list(self._watcher.connections.items())
+        except RuntimeError:  # another thread adds some: the next look, in a moment, has them
+            return
+        for connections, ranks in of_groups:
             silent = {ranks[peer] for peer in connections.silent_peers(self.limit_s)}
             for host in self._hosts:
                 if silent.intersection(host.ranks) and host is not self._own:

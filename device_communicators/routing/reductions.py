@@ -77,6 +77,11 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
     Avoids torch's maximum and minimum of floats: the zero that they return depends on its place in memory.
     """
+    if total.is_cpu and total.numel() > ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
+        pieces = (each.view(-1).split(ONE_THREAD_ELEMENTS) for each in (total, x))
+        for piece, other in zip(*pieces, strict=True):  # torch's threads have a floating-point state of their own
+            combine_(piece, other, reduce_op)
+        return
     if reduce_op in ("sum", "avg"):
         total.add_(x)
     elif reduce_op == "product":

@@ -74,10 +74,13 @@ class Agreement:
         return self.store.silent_s
 
     def _until(self, deadline: float, watched: Collection[int]) -> BoundedStore:
-        """Returns the store, bounded by the deadline and by the death of a watched rank or of the store's server."""
+        """Returns the store, bounded by the deadline and by the death of a watched rank or of the store's server.
+
+        The last look at a key comes after the deadline of the question, so operations have a little more time.
+        """
         server = self.store.served_by
         ranks = {*watched} if server is None else {*watched, server}
-        return self.store.until(deadline, lambda: bool(self._watcher.deaths_of(ranks)))
+        return self.store.until(deadline + LAST_WORD_S, lambda: bool(self._watcher.deaths_of(ranks)))
 
     def resolve_and_agree(
         self,
@@ -405,8 +408,9 @@ class Agreement:
         """
         meeting, _, number = name.rpartition("/")
         if not self.alone and len(ranks) > 1 and int(number) > 1:
+            key = f"{meeting}/{int(number) - 1}//cpu//0/{ranks.index(self._rank)}"
             with contextlib.suppress(dist.DistError):
-                self._forget(self.store, f"{meeting}/{int(number) - 1}//cpu//0/{ranks.index(self._rank)}")
+                self._forget(self.store.within(LAST_WORD_S), key)
 
     def _decide(self, store: BoundedStore, key: str, verdict: dict[str, Any]) -> Any:
         """Publishes a verdict; returns the first one, which counts."""

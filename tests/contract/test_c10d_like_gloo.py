@@ -251,6 +251,8 @@ def _check_averages(backend: Any, rank: int, size: int, x: Tensor, expected: Ten
     both = [x.clone(), x.clone()]
     dist.all_reduce_coalesced(both, average)
     found["first coalesced"], found["second coalesced"] = both
+    same = found.setdefault("one tensor twice", x.clone())
+    dist.all_reduce_coalesced([same, same], average)
     for root in range(size):
         dist.reduce(total := x.clone(), root, average)
         if rank == root:

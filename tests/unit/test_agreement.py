@@ -183,6 +183,35 @@ def test_a_store_that_is_gone_names_the_rank_that_served_it(asks: str) -> None:
     assert caught.value.suspect_ranks == (0,)
 
 
+class SlowStore:
+    """A store in memory whose answers take as long as those of another host."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name == "underlying_store":
+            raise AttributeError(name)
+
+        def call(*args: object) -> object:
+            time.sleep(0.003)
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("asks", ["agree", "meet"])
+def test_a_store_that_takes_its_time_is_not_blamed_for_ranks_that_do_not_come(asks: str) -> None:
+    """The last look at the store comes after the deadline of the question."""
+    agreement = Agreement(SlowStore(), "world", 0, Watcher())
+    with pytest.raises(CommunicationError) as caught:
+        if asks == "agree":
+            agreement.agree("a group", EVERYONE, {}, 0.3)
+        else:
+            agreement.meet("a group", EVERYONE, 0.3)
+    assert set(caught.value.suspect_ranks) == set(EVERYONE) - {0}
+
+
 def test_a_problem_of_one_ends_the_meeting_of_all() -> None:
     world = World()
     outcomes = world.each(

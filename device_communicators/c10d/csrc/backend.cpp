@@ -110,8 +110,12 @@ struct Below {
   at::AutoDispatchBelowADInplaceOrView guard;
 };
 
+// torch gives no more elements than these to one thread, which is the caller's.
+constexpr std::int64_t kOneThreadElements = 32768;
+
 // Divides in place. Integers are divided toward zero, as NCCL does.
 void divide_(const Tensor& x, std::int64_t divisor) {
+  const DefaultFloatingPoint state;
   const at::ScalarType dtype = x.scalar_type();
   if (!at::isIntegralType(dtype, /*includeBool=*/true)) {
     x.div_(divisor);
@@ -232,6 +236,19 @@ bool any_overlap(const std::vector<Tensor>& tensors) {
   return false;
 }
 
+// The tensors without those that are another one of them. Each is divided in place, so they may not overlap otherwise.
+std::vector<Tensor> once_each(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> found;
+  for (const Tensor& x : tensors) {
+    const auto is_same = [&x](const Tensor& y) {
+      return x.const_data_ptr() == y.const_data_ptr() && x.sizes() == y.sizes() && x.strides() == y.strides();
+    };
+    if (std::none_of(found.begin(), found.end(), is_same)) found.push_back(x);
+  }
+  TORCH_CHECK_VALUE(!any_overlap(found), "AVG over gloo takes tensors that don't overlap: pass copies");
+  return found;
+}
+
 // Returns contiguous `input` for a call that writes `outputs`. It is a copy if an output overlaps the input. The
 // exception is `outputs[own]` at the input's own address: the call writes the input itself there.
 Tensor apart(const Tensor& input, const std::vector<Tensor>& outputs, int own) {
@@ -268,6 +285,14 @@ std::vector<Tensor> before_writes(std::vector<Tensor> inputs,
 // Reduces dim 0, in its order. Integers wrap.
 Tensor reduce_rows(const Tensor& rows, RedOp op) {
   const at::ScalarType dtype = rows.scalar_type();
+  if (rows.size(1) > kOneThreadElements) {  // torch's threads have a floating-point state of their own
+    Tensor total = at::empty({rows.size(1)}, rows.options());
+    for (std::int64_t begin = 0; begin < rows.size(1); begin += kOneThreadElements) {
+      const std::int64_t length = std::min(kOneThreadElements, rows.size(1) - begin);
+      total.narrow(0, begin, length).copy_(reduce_rows(rows.narrow(1, begin, length), op));
+    }
+    return total;
+  }
   // torch has few operators for unsigned numbers of more than 8 bits, so they are reduced as int64. Flipping the
   // highest bit keeps the order of uint64 for min and max.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
@@ -499,6 +524,7 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Sta
   const auto name = [callbacks = callbacks_, method, peer](const char* text, double elapsed_s) {
     return callbacks.gloo_error(text, method, peer, elapsed_s);
   };
+  averaged = once_each(averaged);
   if (peer < 0 && type != OpType::RECVANYSOURCE) sequence_.fetch_add(1, std::memory_order_relaxed);
   Started work;
   try {
