@@ -57,9 +57,14 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
         for victim in reversed(victims):
             os.kill(int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")), signal.SIGKILL)
 
+    def kill_once_others_meet() -> None:
+        while not all(Path(folder, f"pid-{other}").exists() for other in range(3)):
+            time.sleep(0.01)
+        later(MEETING_S, kill)  # a rank that comes later than that can't learn who served the store
+
     def and_kill(*args: Any, **kwargs: Any) -> Any:
         if stage == "meeting":  # which goes on meanwhile, as one rank is missing
-            later(MEETING_S, kill)
+            later(0.0, kill_once_others_meet)
         else:
             kill()
         return function(*args, **kwargs)
