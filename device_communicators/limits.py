@@ -109,6 +109,10 @@ def in_force() -> str:
     )
 
 
+_FEW_DESCRIPTORS = 8
+"""With no more than these left, a failure to make a temporary file is taken for a lack of descriptors."""
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -125,6 +129,10 @@ def _number(error: BaseException) -> int | None:
         return errno.ENOMEM
     if isinstance(error, ParallelStateError) or not isinstance(error, (OSError, RuntimeError)):
         return None  # the library's own ones have a cause, or have heard it from another rank
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_short = soft != resource.RLIM_INFINITY and _open() >= soft - _FEW_DESCRIPTORS
+        return errno.EMFILE if is_short else None  # tempfile hides which error it met
     known = {*_TEXTS.values(), errno.ENFILE}
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in known else None

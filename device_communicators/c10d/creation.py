@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import settings
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.build_cache import CacheError, about_cache
 from device_communicators.c10d.group import Group, make_gloo
 from device_communicators.c10d.store_exchange import StoreExchange
@@ -122,7 +122,7 @@ def _exchange_over(
     """
     members, watcher = memory.members, world.watcher
     limit_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
-    bounded = store.until(time.monotonic() + limit_s + LAST_WORD_S, lambda: bool(watcher.deaths_of(watched)))
+    bounded = store.until(time.monotonic() + limit_s + LAST_LOOK_S, lambda: bool(watcher.deaths_of(watched)))
     exchange = StoreExchange(bounded, members.rank, len(members.ranks))
 
     def explain(error: RuntimeError) -> tuple[type[CommunicationError], str, list[int]]:

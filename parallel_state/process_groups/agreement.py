@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore
 from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -80,7 +80,7 @@ class Agreement:
         """
         server = self.store.served_by
         ranks = {*watched} if server is None else {*watched, server}
-        return self.store.until(deadline + LAST_WORD_S, lambda: bool(self._watcher.deaths_of(ranks)))
+        return self.store.until(deadline + LAST_LOOK_S, lambda: bool(self._watcher.deaths_of(ranks)))
 
     def resolve_and_agree(
         self,
