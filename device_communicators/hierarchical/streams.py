@@ -356,7 +356,7 @@ class Streams:
 
 
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
-"""Of Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
+"""Offsets in Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
 """After this many unanswered probes of a full receiver, its kernel owes an answer."""
 _SLICE_US = int(1e6 * SLICE_S)
