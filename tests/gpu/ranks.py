@@ -6,8 +6,10 @@ is made again. Bodies name no device themselves, so nearly all of their lines ru
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -64,10 +66,16 @@ class GpuRanks(WorkerPool):
 
     def _collect(self, timeout_s: float, grace_s: float) -> tuple[dict[int, Any], dict[int, str]]:
         limit_s = float(os.environ.get(LIMIT_S, "inf"))
-        return super()._collect(min(timeout_s, limit_s), min(grace_s, limit_s))
+        results, errors = super()._collect(min(timeout_s, limit_s), min(grace_s, limit_s))
+        late = [process for rank, process in enumerate(self._processes) if "no answer" in errors.get(rank, "")]
+        for process in late:  # it writes where it is
+            os.kill(process.pid, signal.SIGABRT)
+        for process in late:
+            process.join(timeout=5)
+        return results, errors
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return (serve, ()) if self.stand_in is None else (serve_dry, ())
+        return (serve_traced, ()) if self.stand_in is None else (serve_dry, ())
 
     def run_over(
         self, carrier: str, body: Callable[..., Any], *args: Any, tp: int, pp: int = 1, timeout_s: float = 120.0
@@ -132,6 +140,12 @@ def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
     return next((each for each in group.route.communicators if isinstance(each, NcclCommunicator)), None)
 
 
+def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
+    """A rank that writes its threads' stacks when a signal ends it."""
+    faulthandler.enable()
+    serve(connection, variables)
+
+
 # A dry run.
 
 
@@ -145,7 +159,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
     for name in ("broadcast", "all_gather", "isend", "irecv", "recv"):
         setattr(Messenger, name, _unrecorded(getattr(Messenger, name)))
-    serve(connection, variables)
+    serve_traced(connection, variables)
 
 
 def _unrecorded(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,8 +33,7 @@ from parallel_state.tools.bench.devices import captured
 from tests import cuda_on_cpu, peer_stand_in
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers
-from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu, synchronize, world
-from tests.workers import serve
+from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu, serve_traced, synchronize, world
 
 Gpus = Callable[[int], GpuRanks]
 WAYS: dict[str, Way] = {"symmetric": SymmetricWay(), "ipc": IpcWay()}
@@ -65,7 +64,7 @@ class PeerRanks(GpuRanks):
         return {**super()._environment(rank), **SETTINGS, **(self.dry or {})}
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return (serve, ()) if self.dry is None else (serve_dry, ())
+        return (serve_traced, ()) if self.dry is None else (serve_dry, ())
 
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
@@ -77,7 +76,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
         return build_route(context, [DRY_ROW, *rows] if context.custom_all_reduce else rows)
 
     coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
-    serve(connection, variables)
+    serve_traced(connection, variables)
 
 
 @pytest.fixture(scope="module")
