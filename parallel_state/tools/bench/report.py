@@ -92,13 +92,17 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns the commit, with a + where the tree differs from it; without git BENCHMARK_COMMIT's value, or unknown."""
+    """Returns BENCHMARK_COMMIT's value, as a copied tree may lie in another repository; else git's commit, with a + where
+    the tree differs from it; else unknown.
+    """
+    if os.environ.get("BENCHMARK_COMMIT"):
+        return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     output = ""
     with contextlib.suppress(OSError):  # there is no git
         if (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
             output = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
-    return output or os.environ.get("BENCHMARK_COMMIT") or "unknown"
+    return output or "unknown"
 
 
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
