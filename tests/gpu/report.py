@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_proof import unproven
+from gpu_machine import unproven
 
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
