@@ -120,7 +120,7 @@ SECOND = (
         *_of("peer_memory", "compiled[2]", f"{_BITS}[4]", f"{_ENDS}[symmetric]"),
         *_of("failures", f"{_ENDS}[eager]"),
     )),
-    Step("host", 60, "collectives.py",
+    Step("host", 90, "collectives.py",
          ["--device", "cuda", "--modes", "eager", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
          ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES], environment=SHARED, shown=2000),
     Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
@@ -226,12 +226,13 @@ class Proof:
         return frozenset(line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line)
 
     def _verdict(self, step: Step, outcome: str, reason: str, said: str = "", **facts: Any) -> str:
-        lines = said.strip().splitlines()
+        lines = said.replace(f"{ROOT}/", "").strip().splitlines()
         self.note(step.name, outcome=outcome, reason=reason, last=[line[:300] for line in lines[-8:]], **facts)
         at = f"{facts.get('seconds', 0)} s, at {time.monotonic() - self._started:.0f} s"
         print(f"== {step.name}: {outcome}{f' ({reason})' if reason else ''}: {at}", flush=True)
         if lines:
-            print("\n".join(line[:300] for line in lines)[-step.shown :], flush=True)
+            shown = (re.sub(r"([ =_-])\1{9,}", r"\1\1\1", line)[:300] for line in lines if line.strip())
+            print("\n".join(shown)[-step.shown :], flush=True)
         return outcome
 
     def _say(self, step: Step, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
