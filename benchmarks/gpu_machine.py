@@ -60,13 +60,19 @@ def mps() -> str:
 
 
 def _smi(*arguments: str) -> str:
-    done = subprocess.run([tool("nvidia-smi") or "nvidia-smi", *arguments], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([tool("nvidia-smi") or "nvidia-smi", *arguments], capture_output=True, text=True, timeout=10)
     return " ".join((done.stdout or done.stderr).split())[:400]
 
 
 def _loopback() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
         return f"up; interfaces: {', '.join(name for _, name in socket.if_nameindex())}"
+
+
+def _own_address() -> str:
+    """As the resolver has it, which may wait long for a name server that isn't reached."""
+    command = ["getent", "hosts", socket.gethostname()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=3, check=False).stdout.strip() or "none"
 
 
 def _shared_memory() -> str:
@@ -136,7 +142,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     "time slice": lambda: _smi("compute-policy", "--list"),
     "/dev/shm": _shared_memory,
     "lo": _loopback,
-    "own address": lambda: socket.gethostbyname(socket.gethostname()),
+    "own address": _own_address,
     "open files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
     "MPS": mps,
     "tools": lambda: {name: tool(name) or "none" for name in TOOLS},
