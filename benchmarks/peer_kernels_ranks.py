@@ -313,7 +313,7 @@ class KernelTeam:
         """`together_bytes`: from which size on all ranks' kernels are run at once as well. `few`: calls at one go."""
         self.machine, self.size, self.modes = machine, size, modes
         self.others: Others | None = None
-        """To be measured beside, where there are some; whose they are ends them."""
+        """If set, only these are measured, not the kernels. Their owner closes them."""
         self.pids: list[int] = []
         self.refused: dict[str, str] = {}
         """Candidates of the case that can't be had, and why."""
@@ -343,7 +343,10 @@ class KernelTeam:
         self.own = given[0].expand(self.sets, -1).contiguous()
         self.outs = torch.empty_like(self.own)
         self.scratch, self.ys = torch.empty_like(given), torch.empty_like(self.own)
-        if values["part"] == "norm":
+        if self.others is not None:
+            for name, call in self.others.of(self.own[0], self.refused).items():
+                self._repeated(name, call)
+        elif values["part"] == "norm":
             self._prepare_norm(values["hidden"], draw)
         else:
             self._prepare_all_reduce(nbytes)
@@ -409,9 +412,6 @@ class KernelTeam:
                 self.refused[how] = "alone: this size takes more than one epoch, so the others must run meanwhile"
             if nbytes >= self._together_bytes:
                 self._together(how, nbytes)
-        others = self.others.of(self.own[0], self.refused) if self.others is not None else {}
-        for name, call in others.items():
-            self._repeated(name, call)
 
     def _all_reduce(self, how: str, nbytes: int, ranks_at_once: int = 1) -> Kernel:
         name = f"all_reduce_{how}_{DTYPES[self.dtype]}"

@@ -14,6 +14,7 @@ import gpu_proof
 import pytest
 import torch
 
+from device_communicators.peer import kernels as peer_kernels
 from parallel_state.tools.bench.teams import python_path
 from tests import nccl_stand_in
 from tests.extent import LONG
@@ -69,34 +70,53 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
     assert all(f"| {check['name']}" in text for check in content["checks"])
 
 
+OF_CALLS = {
+    "first": ({"machine", "compile", "check", "kernels"}, {"kernels.json", "kernels.svg"}),
+    "second": ({"host"}, {"collectives.json"}),
+}
+"""By call: the steps that a dry run has, and what they write."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_the_gpu_days_script_runs_dry(tmp_path: Path, ranks: int) -> None:
-    """All stages; of the tests that it would run it looks for the names, as the dry run above runs them all."""
-    words = ["all", str(tmp_path), "--dry", "--ranks", str(ranks)]
+@pytest.mark.parametrize("call", list(OF_CALLS))
+def test_the_gpu_days_script_runs_dry(tmp_path: Path, call: str) -> None:
+    """All steps; of the tests that it would run it looks for the names, as the dry run above runs them all."""
     program = Program(
-        script(ROOT / "benchmarks" / "gpu_proof.py", words), {**os.environ, "PYTHONPATH": python_path(ROOT)}
+        script(ROOT / "benchmarks" / "gpu_proof.py", [call, str(tmp_path), "--dry"]),
+        {**os.environ, "PYTHONPATH": python_path(ROOT)},
     )
     said = "".join(program.communicate(DRY_S))
     assert program.returncode == 0, said
     content = json.loads((tmp_path / "proof.json").read_text())
     assert content["what"] == "a dry run on the CPU: nothing here was seen on a GPU"
-    assert len(content["stages"]) == 10
-    outcomes = {name: each["outcome"] for steps in content["stages"].values() for name, each in steps.items()}
-    ran = {"machine", "kernels answer", "all ranks", "every carrier"}
-    assert {name for name, outcome in outcomes.items() if outcome == "passed"} == ran
-    assert {outcome for name, outcome in outcomes.items() if name not in ran} == {"skipped"}
-    assert content["stages"]["0 preflight"]["machine"]["found"]["packages"]["msgspec"] != "none"
-    assert {row["case"]["ranks"] for row in json.loads((tmp_path / "collectives.json").read_text())["rows"]} == {ranks}
-    written = {"proof.json", "log.txt", "kernels.json", "kernels.svg", "collectives.json", "collectives.svg"}
-    assert {each.name for each in tmp_path.iterdir()} == written
+    assert list(content["calls"]) == [call]
+    steps = content["calls"][call]
+    assert list(steps) == [step.name for step in gpu_proof.steps_of(call, [])]
+    ran, files = OF_CALLS[call]
+    assert {name for name, step in steps.items() if step["outcome"] == "passed"} == ran
+    assert {step["outcome"] for name, step in steps.items() if name not in ran} == {"skipped"}
+    assert {each.name for each in tmp_path.iterdir()} == {"proof.json", "logs.tgz"} | files
+    if call == "first":
+        assert steps["machine"]["found"]["packages"]["msgspec"] != "none"
+        said_of_kernels = steps["compile"]["found"]["kernels"]
+        assert said_of_kernels.startswith("not compiled: " if cannot_compile() else "sm_90, NVRTC ")
+    else:
+        assert [row["case"]["ranks"] for row in json.loads((tmp_path / "collectives.json").read_text())["rows"]] == [2]
+
+
+def cannot_compile() -> bool:
+    try:
+        peer_kernels.nvrtc_version()
+    except peer_kernels.KernelError:
+        return True
+    return False
 
 
 def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     said = run(tmp_path, "-rs", "-vv")
-    for name in (name for _, steps in gpu_proof.STAGES for step in steps for name in step.tests):
+    for name in (name for step in (*gpu_proof.FIRST, *gpu_proof.SECOND) for name in step.tests):
         assert f"tests/gpu/{name} SKIPPED" in said, f"the GPU day's script asks for {name}"
     assert "needs a GPU: " in said
     assert " passed" not in said

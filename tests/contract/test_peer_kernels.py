@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peer_kernels
 import peer_kernels_ranks
@@ -60,6 +61,56 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     told = capsys.readouterr().out
     assert "no figure above means anything" in told
     assert "reached" not in told and "missed" not in told
+
+
+def test_a_crash_of_the_others_loses_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL and torch's symmetric memory may end the process, so they begin when the kernels' rows are written."""
+    file, picture = tmp_path / "k.json", tmp_path / "k.svg"
+
+    def crash(device: torch.device) -> Others:
+        raise SystemExit(139)
+
+    monkeypatch.setattr(peer_kernels, "Others", crash)
+    with pytest.raises(SystemExit):
+        peer_kernels.main(
+            [*FEW, "--ranks", "2", "3", "--sizes", "1024", "--json", str(file), "--svg", str(picture)]
+        )  # fmt: skip
+    rows = json.loads(file.read_text())["rows"]
+    cases = [(row["case"]["ranks"], row["case"]["part"]) for row in rows]
+    assert cases == [(2, "all_reduce"), (2, "norm"), (3, "all_reduce"), (3, "norm")]
+    assert all(row["us"] and not row["wrong"] for row in rows)
+    assert "<polyline" in picture.read_text()
+
+
+def test_others_are_measured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Copying(Others):
+        asked: ClassVar[list[int]] = []
+
+        def of(self, x: torch.Tensor, refused: dict[str, str]) -> dict[str, Any]:
+            self.asked.append(x.numel())
+            refused["symm_mem"] = "not here"
+            return {"NCCL, 1 rank": lambda out, given: out.copy_(given)}
+
+    file = tmp_path / "k.json"
+    monkeypatch.setattr(peer_kernels, "Others", Copying)
+    assert peer_kernels.main([*FEW, "--ranks", "2", "3", "--sizes", "1024", "2048", "--json", str(file)]) == 0
+    assert Copying.asked == [512, 1024]
+    rows = json.loads(file.read_text())["rows"]
+    for row in rows:
+        names = {name for name in row["us"] if name.startswith("NCCL")}
+        is_sum = row["case"]["part"] == "all_reduce"
+        assert names == ({"NCCL, 1 rank, eager", "NCCL, 1 rank, graph"} if is_sum else set())
+        assert ("NCCL, 1 rank, eager" in row["host_us"]) == ("symm_mem" in row["refused"]) == is_sum
+        assert any(name.startswith("push") for name in row["us"]), "beside the kernels'"
+
+
+def test_torchs_multicast_is_off_before_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    monkeypatch.setattr(os, "environ", {})
+    multicast = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found.append(os.environ.get(multicast))))
+    assert isinstance(peer_kernels.machine_for(peer_kernels.parsed([])), str)
+    assert found == ["1"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -194,8 +245,8 @@ def test_others_in_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         team = KernelTeam(EmulatedMachine(), 2, ["eager", "graph"], 1 << 40, few=True)
         team.others = others
         names = team.prepare({"part": "all_reduce", "ranks": 2, "dtype": "bfloat16", "bytes": 1024})
-        beside = [name for name in names if name.startswith("NCCL")]
-        assert beside == ["NCCL, 1 rank, eager", "NCCL, 1 rank, graph"]
+        beside = ["NCCL, 1 rank, eager", "NCCL, 1 rank, graph"]
+        assert names == beside
         assert all(team.check(name) is None and team.run(name, 2).elapsed_s > 0 for name in beside)
         assert team.host_us(beside[0])
         assert team.refused["symm_mem.one_shot_all_reduce, 1 rank"]

@@ -1,13 +1,17 @@
 """What the GPU tests found, as JSON and Markdown: which machine, which versions, and each check's outcome.
 
 `make test-gpu` asks for it with GPU_TESTS_REPORT=folder. Written anew after each check, so that a run that is killed
-leaves what it found; nothing is written before a check has run on a GPU. A run of a part of the tests (`-k`) adds to
-the report of the same day, machine and commit. Checks leave figures and reasons by pytest's `record_property`.
+leaves what it found, and the name of the check that it was in; nothing is written before a check has run on a GPU. A
+run of a part of the tests (`-k`, or names) adds to the report of the same day, machine and commit; where that name has
+another commit's or machine's report, it is kept, and this one gets a number. Checks under MPS have names of their own.
+Checks leave figures and reasons by pytest's `record_property`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import platform
 import re
 import sys
@@ -19,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_proof import unproven
+from gpu_machine import unproven
 
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
@@ -29,11 +33,13 @@ from parallel_state.tools.bench.report import commit
 _TOLD = 300
 """Characters of a failure's or a skip's reason in Markdown; the JSON has more."""
 _KEPT = 4000
+_RUNNING = "running"
+"""The outcome of a check that hasn't ended: of a run that was killed, in which it was."""
 
 
 @dataclass
 class Check:
-    """One test: `passed`, `failed` or `skipped`, and why."""
+    """One test: `passed`, `failed`, `skipped` or `running`, and why."""
 
     name: str
     outcome: str = ""
@@ -50,19 +56,36 @@ class Report:
         self.checks: dict[str, Check] = {}
         self.left_out = 0
         """How many tests were not asked for, nor reported earlier."""
+        self.by_name = False
+        """Only tests that were asked for by name ran, so nobody knows how many others there are."""
         self.complete = False
+        self._earlier = {"complete": True, "by_name": True}
         self._folder = folder
         self._started = datetime.now(timezone.utc)
-        if self.path.exists():
-            earlier = json.loads(self.path.read_text())
-            if earlier["machine"] == machine:
-                self.checks = {check["name"]: Check(**check) for check in earlier["checks"]}
+        gpu = re.sub(r"[^a-z0-9]+", "-", str(machine["gpu"]).lower()).strip("-") or "gpu"
+        name = f"{gpu}-{self._started:%Y-%m-%d}"
+        names = (f"{name}-{number}.json" if number > 1 else f"{name}.json" for number in itertools.count(1))
+        self.path = next(path for path in map(folder.joinpath, names) if not path.exists() or self._goes_on(path))
+        """Of the JSON; the Markdown is beside it."""
+
+    def _goes_on(self, path: Path) -> bool:
+        """Takes the checks of a report of this machine and commit; returns False for another's."""
+        earlier = json.loads(path.read_text())
+        if earlier["machine"] != self.machine:
+            return False
+        self.checks = {check["name"]: Check(**check) for check in earlier["checks"]}
+        self._earlier = earlier
+        return True
+
+    def begin(self, name: str) -> None:
+        self.checks[name] = Check(name, _RUNNING)
+        self.write()
 
     def add(self, report: pytest.TestReport) -> None:
         """A phase of a test: set-up, call or end. It has failed if one of them has."""
         name = _name(report.nodeid)
         if report.when == "setup":
-            self.checks[name] = Check(name)
+            self.checks[name] = Check(name, _RUNNING)
         check = self.checks[name]
         check.seconds += report.duration
         check.found.update(dict(report.user_properties))
@@ -72,12 +95,6 @@ class Report:
             check.outcome = report.outcome
         if report.outcome != "passed":
             check.reason = (check.reason + "\n" + _reason(report)).strip()[-_KEPT:]
-
-    @property
-    def path(self) -> Path:
-        """Of the JSON; the Markdown is beside it."""
-        gpu = re.sub(r"[^a-z0-9]+", "-", str(self.machine["gpu"]).lower()).strip("-") or "gpu"
-        return self._folder / f"{gpu}-{self._started:%Y-%m-%d}.json"
 
     def write(self) -> None:
         """Where something has run."""
@@ -90,22 +107,20 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         return {
             "started": self._started.isoformat(timespec="seconds"),
-            "complete": self.complete,
+            "complete": self.complete and self._earlier["complete"],
+            "by_name": self.by_name and self._earlier["by_name"],
             "left_out": self.left_out,
             "machine": self.machine,
-            "outcomes": self._outcomes(),
-            "checks": [
-                {**vars(check), "seconds": round(check.seconds, 2)} for check in self.checks.values() if check.outcome
-            ],
+            "outcomes": dict(Counter(check.outcome for check in self.checks.values())),
+            "checks": [{**vars(check), "seconds": round(check.seconds, 2)} for check in self.checks.values()],
         }
 
-    def _outcomes(self) -> dict[str, int]:
-        return dict(Counter(check.outcome for check in self.checks.values() if check.outcome))
-
     def as_markdown(self) -> str:
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self._outcomes().items()))
-        whole = "" if self.complete else " The run didn't come to its end."
+        content = self.as_json()
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(content["outcomes"].items()))
+        whole = "" if content["complete"] else " The run didn't come to its end."
         some = f" {self.left_out} tests were not asked for." if self.left_out else ""
+        some += " Only tests that were asked for by name ran." if content["by_name"] else ""
         lines = [f"# GPU tests on {self.machine['gpu']}, {self._started:%Y-%m-%d}", "", f"{counts}.{whole}{some}", ""]
         lines += [
             "| | |",
@@ -114,15 +129,14 @@ class Report:
         ]
         lines += ["", "| check | outcome | s | |", "|---|---|---|---|"]
         for check in self.checks.values():
-            if check.outcome:
-                found = "; ".join(f"{name}: {value}" for name, value in check.found.items())
-                told = " ".join(filter(None, (check.reason.strip().rpartition("\n")[2][:_TOLD], found)))
-                lines.append(f"| {_cell(check.name)} | {check.outcome} | {check.seconds:.1f} | {_cell(told)} |")
+            found = "; ".join(f"{name}: {value}" for name, value in check.found.items())
+            told = " ".join(filter(None, (check.reason.strip().rpartition("\n")[2][:_TOLD], found)))
+            lines.append(f"| {_cell(check.name)} | {check.outcome} | {check.seconds:.1f} | {_cell(told)} |")
         return "\n".join(lines) + "\n"
 
 
 def _name(nodeid: str) -> str:
-    return nodeid.rpartition("tests/gpu/")[2]
+    return nodeid.rpartition("tests/gpu/")[2] + (" under MPS" if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") else "")
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -144,6 +158,13 @@ class Recorder:
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         names = {_name(item.nodeid) for item in items}
         self.report.left_out += len(names - self.report.checks.keys())
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.report.by_name = any("::" in argument for argument in session.config.args)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if "tests/gpu/" in nodeid:
+            self.report.begin(_name(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "tests/gpu/" in report.nodeid:

@@ -6,14 +6,16 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
+import gpu_machine
 import gpu_proof
 import pytest
 import torch
-from gpu_proof import STAGES, Proof, Step
+from gpu_proof import Proof, Step
 
 SCRIPT = Path(gpu_proof.__file__)
 
@@ -22,17 +24,35 @@ SCRIPT = Path(gpu_proof.__file__)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the steps' programs are; its `out` is the evidence's."""
     monkeypatch.setattr(gpu_proof, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(gpu_proof, "CARRIED", tmp_path / ".gpu")
+    monkeypatch.setattr(gpu_proof, "missing_packages", list)
     return tmp_path
 
 
 def step(folder: Path, name: str, code: str, limit_s: float = 30.0) -> Step:
     (folder / f"{name}.py").write_text(code)
-    return Step(name, limit_s, f"{name}.py", dry=["x"])
+    return Step(name, limit_s, f"{name}.py")
 
 
-def proof_of(folder: Path) -> dict[str, Any]:
+def call(folder: Path, *steps: Step, limit_s: float = 100.0) -> list[str]:
+    proof = Proof(folder / "out", "first", dry=False, limit_s=limit_s)
+    try:
+        return [proof.run(each) for each in steps]
+    finally:
+        proof.close()
+
+
+def steps_in(folder: Path, call: str = "first") -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "out" / "proof.json").read_text())
-    return content["stages"]
+    steps: dict[str, Any] = content["calls"][call]
+    return steps
+
+
+def log_of(folder: Path, name: str, call: str = "first") -> str:
+    with tarfile.open(folder / "out" / "logs.tgz") as tar:
+        file = tar.extractfile(f"logs/{call}-{name}.log")
+        assert file is not None
+        return file.read().decode()
 
 
 def has_ended(pid: int) -> bool:
@@ -51,91 +71,115 @@ def has_ended(pid: int) -> bool:
 HANGING = """
 import os, subprocess, sys, time
 print("begun", flush=True)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 open("CHILD", "w").write(str(child.pid))
 time.sleep(60)
 """
+"""Its child has a session of its own, as a daemon has."""
 
 
 def test_after_a_failure_and_a_deadline_it_goes_on_and_all_evidence_is_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = folder / "child"
-    steps = [
+    steps = (
         step(folder, "fails", "print('halfway', flush=True); raise SystemExit(3)"),
         step(folder, "hangs", HANGING.replace("CHILD", str(child)), limit_s=1.0),
-        step(folder, "works", "print('{\"seconds\": 1.5}')"),
-    ]
-    monkeypatch.setattr(gpu_proof, "STAGES", (("one", (steps[0],)), ("two", tuple(steps[1:]))))
-    assert gpu_proof.main(["all", str(folder / "out"), "--dry"]) == 1
-    found = proof_of(folder)
-    assert found["0 one"]["fails"]["outcome"] == "failed"
-    assert found["0 one"]["fails"]["reason"] == "exit code 3"
-    assert found["0 one"]["fails"]["last"] == ["halfway"]
-    assert found["1 two"]["hangs"]["outcome"] == "timed out"
-    assert found["1 two"]["hangs"]["last"] == ["begun"]
-    assert found["1 two"]["works"]["outcome"] == "passed"
-    assert found["1 two"]["works"]["found"] == {"seconds": 1.5}
-    assert {"halfway", "begun"} < set((folder / "out" / "log.txt").read_text().splitlines())
+        step(folder, "works", "print('{\"seconds\": 1.5}'); print('{\"more\": 2}')"),
+    )
+    monkeypatch.setattr(gpu_proof, "FIRST", steps)
+    assert gpu_proof.main(["first", str(folder / "out")]) == 1
+    found = steps_in(folder)
+    assert (found["fails"]["outcome"], found["fails"]["reason"]) == ("failed", "exit code 3")
+    assert found["fails"]["last"] == ["halfway"]
+    assert found["hangs"]["outcome"] == "timed out"
+    assert found["hangs"]["last"][0] == "begun"
+    assert "KeyboardInterrupt" in log_of(folder, "hangs"), "an interrupt first, which says where it was"
+    assert found["works"]["outcome"] == "passed"
+    assert found["works"]["found"] == {"seconds": 1.5, "more": 2}
+    assert "halfway\n" in log_of(folder, "fails")
     assert has_ended(int(child.read_text())), "what a step started ends with it"
-    assert "1 failed; 1 timed out; 1 passed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "== fails: failed (exit code 3): " in said and "\nhalfway\n" in said
+    assert "1 failed; 1 timed out; 1 passed" in said
+    assert {each.name for each in (folder / "out").iterdir()} == {"proof.json", "logs.tgz"}
 
 
-def test_stages_add_to_the_evidence_of_an_earlier_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = tuple((name, (step(folder, name, "pass"),)) for name in ("one", "two", "three"))
-    monkeypatch.setattr(gpu_proof, "STAGES", stages)
-    assert gpu_proof.main(["0", str(folder / "out"), "--dry"]) == 0
-    assert gpu_proof.main(["1,2", str(folder / "out"), "--dry"]) == 0
-    assert list(proof_of(folder)) == ["0 one", "1 two", "2 three"]
+def test_a_step_that_ignores_an_interrupt_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_proof, "GRACE_S", 0.2)
+    pid = folder / "pid"
+    code = f"import os, signal, time; signal.signal(2, signal.SIG_IGN); open({str(pid)!r}, 'w').write(str(os.getpid()))"
+    assert call(folder, step(folder, "stuck", f"{code}; time.sleep(60)", 1.0)) == ["timed out"]
+    assert has_ended(int(pid.read_text()))
 
 
-def test_what_the_budget_doesnt_hold_is_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_leaves_behind_is_ended(folder: Path) -> None:
+    child = folder / "child"
+    code = HANGING.replace("CHILD", str(child)).replace("time.sleep(60)\n", "")
+    assert call(folder, step(folder, "leaves", code)) == ["passed"]
+    assert has_ended(int(child.read_text()))
+
+
+def test_what_the_limit_doesnt_hold_is_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_proof, "LEAST_S", 0.5)
-    proof = Proof(folder / "out", dry=True)
-    assert proof.run("0 one", step(folder, "long", "pass", limit_s=100), left_s=0.4) == "left out"
-    assert proof_of(folder)["0 one"]["long"]["reason"] == "there was no time left"
-    assert proof.run("0 one", step(folder, "short", "import time; time.sleep(60)", 100), left_s=0.6) == "timed out"
+    slow = "import time; time.sleep(60)"
+    limit_s = gpu_proof.END_S + 1.0
+    started = time.monotonic()
+    assert call(folder, step(folder, "a", slow, 100), step(folder, "b", "pass", 100), limit_s=limit_s) == [
+        "timed out", "left out"
+    ]  # fmt: skip
+    assert time.monotonic() - started < limit_s
+    assert steps_in(folder)["b"]["reason"] == "there was no time left"
+
+
+def test_the_second_call_has_the_firsts_evidence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = folder / ".gpu" / "earlier"
+    earlier.mkdir(parents=True)
+    (earlier / "proof.json").write_text(json.dumps({"calls": {"first": {"check": {"outcome": "passed"}}}}))
+    for name in ("h100-2026-11-27.json", "h100-2026-11-27.md", "kernels.json", "kernels.svg", "logs.tgz"):
+        (earlier / name).write_text("{}")
+    monkeypatch.setattr(gpu_proof, "SECOND", (step(folder, "one", "pass"), step(folder, "two", "pass")))
+    assert gpu_proof.main(["second", str(folder / "out")]) in (0, 1)
+    assert steps_in(folder)["check"]["outcome"] == "passed"
+    assert list(steps_in(folder, "second")) == ["tests", "two"]
+    written = {"proof.json", "logs.tgz", "h100-2026-11-27.json", "h100-2026-11-27.md"}
+    assert {each.name for each in (folder / "out").iterdir()} == written
 
 
 def test_a_script_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
     """And a step's program ends with the script that is told to end."""
     (tmp_path / "first.py").write_text("print('evidence')")
     pid = tmp_path / "pid"
-    slow = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); print('half of it', flush=True)"
-    (tmp_path / "second.py").write_text(f"{slow}; time.sleep(60)")
+    slow = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    (tmp_path / "second.py").write_text(slow)
     code = f"""
 import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
 import gpu_proof
 from pathlib import Path
-gpu_proof.BENCHMARKS = Path({str(tmp_path)!r})
-steps = tuple(gpu_proof.Step(name, 60, f"{{name}}.py", dry=["x"]) for name in ("first", "second"))
-gpu_proof.STAGES = (("one", steps),)
-sys.exit(gpu_proof.main(["all", {str(tmp_path / "out")!r}, "--dry"]))
+gpu_proof.BENCHMARKS, gpu_proof.CARRIED = Path({str(tmp_path)!r}), Path({str(tmp_path / "none")!r})
+gpu_proof.missing_packages = list
+gpu_proof.FIRST = tuple(gpu_proof.Step(name, 60, f"{{name}}.py", ["x"]) for name in ("first", "second"))
+sys.exit(gpu_proof.main(["first", {str(tmp_path / "out")!r}]))
 """
-    process = subprocess.Popen([sys.executable, "-c", code])
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while "half of it" not in _text(tmp_path / "out" / "log.txt") and time.monotonic() < deadline:
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
-    found = proof_of(tmp_path)["0 one"]
+    found = steps_in(tmp_path)
     assert (found["first"]["outcome"], found["second"]["outcome"]) == ("passed", "running")
-    assert found["second"]["command"].endswith("second.py x")
-    while not has_ended(int(pid.read_text())):  # killed, which takes the kernel a moment
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert "evidence\n" in log_of(tmp_path, "first")
+    assert has_ended(int(pid.read_text()))
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def test_a_flood_of_output_is_cut_in_its_middle(folder: Path) -> None:
-    flood = step(folder, "flood", "print('begin'); print('x' * 2_000_000); print('end')")
-    assert Proof(folder / "out", dry=True).run("0 one", flood, 60.0) == "passed"
-    text = (folder / "out" / "log.txt").read_text()
+def test_a_flood_of_output_is_cut_in_its_middle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flood = step(folder, "flood", "print('begin'); print('x' * 3_000_000); print('end')")
+    assert call(folder, flood) == ["passed"]
+    text = log_of(folder, "flood")
     assert len(text) < gpu_proof.KEPT_BYTES + 1000
     assert text.index("begin") < text.index("... left out ...") < text.index("end\n")
+    assert len(capsys.readouterr().out) < flood.shown + 200
 
 
 @pytest.mark.parametrize(
@@ -145,45 +189,180 @@ def test_a_flood_of_output_is_cut_in_its_middle(folder: Path) -> None:
         (0, "ss\n2 skipped in 1s", ("skipped", "no test ran: {'skipped': 2}")),
         (1, "F.\n1 failed, 1 passed in 1s", ("failed", "1 failed, 1 passed")),
         (4, "ERROR: not found", ("failed", "exit code 4")),
-        (None, "..", ("timed out", "it was ended at its limit")),
+        (None, "..", ("timed out", "it was killed at its deadline")),
+        (None, "!!! KeyboardInterrupt !!!\n3 passed in 60s", ("timed out", "it was killed at its deadline; 3 passed")),
     ],
 )
 def test_the_outcome_of_tests(code: int | None, said: str, expected: tuple[str, str]) -> None:
-    assert gpu_proof._outcome(code, said, is_tests=True) == expected
+    assert gpu_proof.outcome_of(code, said, is_tests=True) == expected
+
+
+@pytest.fixture
+def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree of its own, whose tests/gpu has two tests."""
+    monkeypatch.setattr(gpu_proof, "ROOT", folder)
+    (folder / "tests" / "gpu").mkdir(parents=True)
+    (folder / "tests" / "gpu" / "test_x.py").write_text(
+        "import os\nimport pytest\n@pytest.mark.parametrize('n', [2])\ndef test_one(n):\n"
+        "    assert os.environ['GPU_TESTS_LIMIT_S'] == '60'\n"
+        "    assert os.environ['GPU_TESTS_REPORT'].endswith('out')\n"
+        "def test_two():\n    assert 'CUDA_MODULE_LOADING' not in os.environ\n"
+    )
+    return folder
+
+
+def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
+    """pytest runs nothing at all then."""
+    names = ("test_x.py::test_gone[2]", "test_x.py::test_one[2]", "test_y.py::test_one", "test_x.py::test_one[3]",
+             "test_x.py::test_two")  # fmt: skip
+    assert call(tree, Step("tests", 60, tests=names)) == ["failed"]
+    found = steps_in(tree)["tests"]
+    assert found["reason"] == f"2 passed; there is no test {[names[0], *names[2:4]]}"
+    assert "2 passed" in log_of(tree, "tests")
+
+
+def test_tests_under_mps_have_a_daemon_of_their_own(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a stand-in of NVIDIA's daemon: it is ready, then told to quit, and ends with the step."""
+    (tmp_path / "gpu_proof.py").write_text(SCRIPT.read_text())
+    control, said = tmp_path / "bin" / gpu_machine.MPS, tmp_path / "said"
+    control.parent.mkdir()
+    control.write_text(
+        f'#!/bin/sh\nif [ "$1" = -f ]; then echo $$ > {said}; : > "$CUDA_MPS_PIPE_DIRECTORY/control"\n'
+        f"exec sleep 60; fi\ncat >> {said}\n"
+    )
+    (tree / "tests" / "gpu" / "test_z.py").write_text(
+        "import os\ndef test_z():\n    assert os.path.exists(os.environ['CUDA_MPS_PIPE_DIRECTORY'] + '/control')\n"
+    )
+    under_mps = Step("mps", 60, tests=("test_z.py::test_z",), under_mps=True)
+    assert call(tree, under_mps) == ["skipped"]
+    assert steps_in(tree)["mps"]["reason"] == "there is no nvidia-cuda-mps-control"
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(control.parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parent))
+    assert call(tree, under_mps) == ["passed"], log_of(tree, "mps")
+    pid, told = said.read_text().split("\n", 1)
+    assert told == "quit -t 2\n"
+    assert has_ended(int(pid))
+
+
+def test_what_failed_comes_first_and_once(folder: Path) -> None:
+    """`--again`, or a line each of .gpu/again."""
+    own = gpu_proof.SECOND[0].tests
+    again = ["tests/gpu/test_nccl.py::test_one_rank", "", own[1], own[1]]
+    (first, *rest) = gpu_proof.steps_of("second", again)
+    assert first.tests == ("test_nccl.py::test_one_rank", own[1], own[0], *own[2:])
+    assert (first.limit_s, rest) == (gpu_proof.SECOND[0].limit_s, list(gpu_proof.SECOND[1:]))
+    assert gpu_proof.steps_of("first", again) == list(gpu_proof.FIRST)
+
+
+def test_a_carried_cache_is_this_users_alone(folder: Path) -> None:
+    """A cache that others may write to isn't used: in a copy of the tree files may have any mode."""
+    cached = folder / ".gpu" / "cache" / "parallel_state" / "kernels.cubin"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(b"compiled")
+    cached.parent.chmod(0o777)
+    cached.chmod(0o666)
+    look = step(
+        folder,
+        "look",
+        "import json, os, pathlib\nfolder = pathlib.Path(os.environ['XDG_CACHE_HOME'])\n"
+        "modes = [oct(each.stat().st_mode & 0o022) for each in (folder, *folder.rglob('*'))]\n"
+        "print(json.dumps({'modes': modes, 'path': os.environ['PYTHONPATH'].split(':')[0], 'folder': str(folder)}))",
+    )
+    assert call(folder, look) == ["passed"]
+    found = steps_in(folder)["look"]["found"]
+    assert found["modes"] == ["0o0"] * 3
+    assert found["path"] == str(folder / ".gpu" / "site")
+    assert not Path(found["folder"]).exists(), "a copy, which goes with the call"
+
+
+def test_where_there_is_no_git_the_commit_is_the_carried_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_proof._commit.cache_clear()
+    (folder / ".gpu").mkdir()
+    (folder / ".gpu" / "commit").write_text("abc123+\n")
+    monkeypatch.setenv("PATH", str(folder))
+    try:
+        assert call(folder, step(folder, "one", "import os; print('{\"c\": \"%s\"}' % os.environ['BENCHMARK_COMMIT'])"))
+        assert steps_in(folder)["one"]["found"] == {"c": "abc123+"}
+    finally:
+        gpu_proof._commit.cache_clear()
 
 
 def test_what_must_be_brought_along_is_named_before_anything_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(gpu_proof.NEEDED, "no_such_module", "no-such-package")
-    assert gpu_proof.main(["all", str(tmp_path / "out"), "--dry"]) == 2
-    assert "no-such-package can't be imported: bring it along, in a folder that `gpu_proof.py carry" in (
+    assert gpu_proof.main(["first", str(tmp_path / "out"), "--dry"]) == 2
+    assert "no-such-package can't be imported: run `gpu_proof.py prepare` where there is a network" in (
         capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["10", "x", "0,-1", ""])
-def test_stages_that_arent_there(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["third", "OUT"], ["first"], ["all", "OUT"]])
+def test_calls_that_arent_there(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        gpu_proof.main([text, str(tmp_path)])
+        gpu_proof.main(arguments)
 
 
-def test_the_ten_stages_fit_their_minutes() -> None:
-    assert [name for name, _ in STAGES] == [
-        "preflight", "kernels", "sanitizer", "topology", "peer memory", "NCCL", "capture", "failures", "demo",
-        "collectives",
-    ]  # fmt: skip
-    for name, steps in STAGES:
-        assert sum(each.limit_s for each in steps) <= 570, f"{name}: a command ends after ten minutes"
-        assert len({each.name for each in steps}) == len(steps)
+@pytest.mark.parametrize("steps", [gpu_proof.FIRST, gpu_proof.SECOND], ids=["first", "second"])
+def test_a_call_shows_all_verdicts_and_each_step_can_begin(steps: tuple[Step, ...]) -> None:
+    assert len({each.name for each in steps}) == len(steps)
+    assert sum(each.shown + 200 for each in steps) < 12_000, "the caller sees only the last 12,000 characters"
+    assert all(each.limit_s >= gpu_proof.LEAST_S for each in steps)
+    assert all(bool(each.script) != bool(each.tests) for each in steps)
 
 
 def test_ways_that_one_gpu_cant_prove_are_listed() -> None:
-    one = " ".join(gpu_proof.unproven(1))
-    for what in ("peer access", "NVLink", "multicast", "InfiniBand"):
+    one = " ".join(gpu_machine.unproven(1))
+    for what in ("peer access", "NVLink", "push without a fence over a link", "multicast", "InfiniBand"):
         assert what in one
-    assert gpu_proof.unproven(2) == []
+    assert gpu_machine.unproven(2) == []
+
+
+def test_the_machine_is_asked_for_what_the_day_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_machine.machine(dry=True) == 0
+    found = {name: each for line in capsys.readouterr().out.splitlines() for name, each in json.loads(line).items()}
+    assert {"/dev/shm", "lo", "MPS", "time slice", "tools", "torch", "CUDA", "not provable here"} <= set(found)
+    assert found["lo"].startswith("up; interfaces: ")
+    assert int(found["/dev/shm"].split(" MiB")[0]) > 0
+    assert set(found["tools"]) >= {"nvcc", "g++", "git", "compute-sanitizer", "nvidia-cuda-mps-control"}
+    assert found["torch"].startswith(torch.__version__)
+    assert found["packages"]["msgspec"] != "none"
+
+
+def test_a_question_that_fails_leaves_the_others_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> str:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(gpu_machine, "QUESTIONS", {"a": fails, "CUDA": fails, "b": lambda: 1})
+    assert gpu_machine.machine(dry=False) == 1
+    assert capsys.readouterr().out.splitlines()[::2] == ['{"a": "unknown: OSError: no such thing"}', '{"b": 1}']
+    assert gpu_machine.machine(dry=True) == 0
+
+
+def test_a_dry_run_fails_where_the_kernels_cant_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says so where there is no NVRTC; on the GPU's machine that is a failure."""
+    from device_communicators.peer import kernels
+
+    def refuse(*_: Any) -> Any:
+        raise kernels.KernelError("no generic lambdas")
+
+    monkeypatch.setattr(kernels, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(kernels, "cubin", refuse)
+    with pytest.raises(kernels.KernelError):
+        gpu_machine.compiled("sm_90", dry=True)
+    monkeypatch.setattr(kernels, "nvrtc_version", refuse)
+    assert gpu_machine.compiled("sm_90", dry=True) == 0
+    assert '{"kernels": "not compiled: no generic lambdas"}' in capsys.readouterr().out
+    with pytest.raises(kernels.KernelError):
+        gpu_machine.compiled("sm_90", dry=False)
 
 
 def test_a_carried_model_has_half_the_bytes(tmp_path: Path) -> None:

@@ -77,22 +77,80 @@ def test_a_part_of_the_tests_adds_to_the_days_report(tmp_path: Path) -> None:
         ("test_a.py::test_other", "passed"),
     ]
     assert content["checks"][1]["reason"] == ""
-    another = Recorder(Report({**MACHINE, "commit": "another"}, tmp_path))
-    told(another, "test_a.py::test_other", *PASSED)
-    assert len(json.loads(another.report.path.read_text())["checks"]) == 1
 
 
-def test_a_run_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:
+def test_another_commits_report_of_the_day_is_kept(tmp_path: Path) -> None:
+    """Two calls, the tree mended in between, have reports of one name in one folder."""
+    first = Recorder(Report(MACHINE, tmp_path))
+    told(first, "test_a.py::test_one", *FAILED)
+    mended = {**MACHINE, "commit": "another"}
+    for test in ("one", "other"):
+        another = Recorder(Report(mended, tmp_path))
+        told(another, f"test_a.py::test_{test}", *PASSED)
+    assert another.report.path.name == first.report.path.stem + "-2.json"
+    assert len(list(tmp_path.iterdir())) == 4
+    (check,) = json.loads(first.report.path.read_text())["checks"]
+    assert check["outcome"] == "failed"
+    found = json.loads(another.report.path.read_text())["checks"]
+    assert [(each["name"], each["outcome"]) for each in found] == [
+        ("test_a.py::test_one", "passed"),
+        ("test_a.py::test_other", "passed"),
+    ]
+
+
+def session(*arguments: str) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(args=arguments))
+
+
+def test_a_run_of_names_says_that_there_are_others(tmp_path: Path) -> None:
+    for arguments, by_name in ((["a.py::b"], True), (["a.py::c"], True), (["tests/gpu"], False), (["a.py::b"], False)):
+        recorder = Recorder(Report(MACHINE, tmp_path))
+        recorder.pytest_collection_finish(session(*arguments))
+        told(recorder, "test_a.py::test_one", *PASSED)
+        recorder.pytest_sessionfinish(pytest.ExitCode.OK)
+        content = json.loads(recorder.report.path.read_text())
+        assert content["complete"]
+        assert content["by_name"] == by_name
+        text = recorder.report.path.with_suffix(".md").read_text()
+        assert ("Only tests that were asked for by name ran." in text) == by_name
+
+
+def test_a_part_doesnt_hide_that_an_earlier_run_was_cut_off(tmp_path: Path) -> None:
+    told(Recorder(Report(MACHINE, tmp_path)), "test_a.py::test_one", *PASSED)
+    second = Recorder(Report(MACHINE, tmp_path))
+    told(second, "test_a.py::test_other", *PASSED)
+    second.pytest_sessionfinish(pytest.ExitCode.OK)
+    assert not json.loads(second.report.path.read_text())["complete"]
+
+
+def test_checks_under_mps_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(Report(MACHINE, tmp_path))
+    told(recorder, "test_a.py::test_one[2]", *FAILED)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
+    told(Recorder(Report(MACHINE, tmp_path)), "test_a.py::test_one[2]", *PASSED)
+    content = json.loads(recorder.report.path.read_text())
+    assert [(check["name"], check["outcome"]) for check in content["checks"]] == [
+        ("test_a.py::test_one[2]", "failed"),
+        ("test_a.py::test_one[2] under MPS", "passed"),
+    ]
+
+
+def test_a_run_that_is_killed_leaves_what_it_found_and_where_it_was(tmp_path: Path) -> None:
     recorder = Recorder(Report(MACHINE, tmp_path))
     told(recorder, "test_a.py::test_one", *PASSED)
+    recorder.pytest_runtest_logstart("tests/gpu/test_a.py::test_two")
+    recorder.pytest_runtest_logreport(phase("test_a.py::test_two", "setup", "passed"))
     content = json.loads(recorder.report.path.read_text())
     assert not content["complete"]
-    assert content["outcomes"] == {"passed": 1}
+    assert content["outcomes"] == {"passed": 1, "running": 1}
+    assert "| test_a.py::test_two | running | 0.0 |" in recorder.report.path.with_suffix(".md").read_text()
     assert "The run didn't come to its end." in recorder.report.path.with_suffix(".md").read_text()
 
 
 def test_nothing_is_written_where_nothing_ran(tmp_path: Path) -> None:
     recorder = Recorder(Report(MACHINE, tmp_path))
+    for nodeid in ("tests/gpu/test_a.py::test_skipped", "tests/unit/test_b.py::test_two"):
+        recorder.pytest_runtest_logstart(nodeid)
     told(recorder, "test_a.py::test_skipped", *SKIPPED)
     recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="tests/unit/test_b.py::test_two", when="teardown"))  # type: ignore[arg-type]
     recorder.pytest_sessionfinish(pytest.ExitCode.OK)
