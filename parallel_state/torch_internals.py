@@ -9,8 +9,10 @@ the first one.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +32,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from device_communicators.bounded_store import BoundedStore
 
+logger = logging.getLogger("parallel_state")
+
+REMIND_S = 10.0
+_WAITING_FOR_GRAPHS = (
+    "torch.distributed has been ending its process group for %g s. NCCL ends none that a CUDA graph still uses: delete "
+    "the graphs before the group is destroyed"
+)
 _SET_ASIDE: list[torch.device] = []
 """The bound device, while a group of members is made without it."""
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
@@ -145,6 +154,21 @@ def _without_split() -> Iterator[None]:
 def is_registered(group: Any) -> bool:
     """Returns True if torch.distributed still has this process group: destroy_process_group() ends them all at once."""
     return group in c10d._world.pg_map
+
+
+def end_process_groups(group: Any = None) -> None:
+    """Ends a process group, or all of them, as `dist.destroy_process_group`.
+
+    NCCL waits there for ever while a CUDA graph uses the group; the log says so after some seconds.
+    """
+    reminder = threading.Timer(REMIND_S, logger.warning, [_WAITING_FOR_GRAPHS, REMIND_S])
+    reminder.daemon = True
+    if torch.cuda.is_initialized():
+        reminder.start()
+    try:
+        dist.destroy_process_group(group)
+    finally:
+        reminder.cancel()
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:

@@ -48,7 +48,7 @@ from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import Met, meet
 from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, publish_failure, run_watched
-from parallel_state.torch_internals import default_store, is_fake, reset_group_count, set_timeout
+from parallel_state.torch_internals import default_store, end_process_groups, is_fake, reset_group_count, set_timeout
 
 logger = logging.getLogger("parallel_state")
 
@@ -178,7 +178,7 @@ def _take_back(exported: Mapping[str, str]) -> None:
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
     """Ends torch's default group if it is `own` still, and not one that the program has made after it."""
     if dist.is_initialized() and dist.group.WORLD is own:
-        dist.destroy_process_group()
+        end_process_groups()
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:

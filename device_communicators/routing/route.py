@@ -7,6 +7,7 @@ communicator raises into this library's errors. It holds no membership logic and
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 import time
 import traceback
@@ -158,6 +159,7 @@ class Route:
         self.first_failure: CommunicationError | None = None
         self._messenger: Callable[[], Any] = lambda: None
         self.closed = False
+        self._was_captured = False
         self.is_parents = False
         """True in a process that was forked from the one that made it; then it is `closed` too."""
 
@@ -555,6 +557,7 @@ class Route:
         Every rank of the group calls it; a rank's peers are ranks in the group, each of which names it as well.
         """
         self.check_usable()
+        self._was_captured = True
         # In one order of all pairs, so that no rank waits for one that waits for another.
         prepared = self._carriers_of_the_device()
         for peer in sorted(set(peers) - {self.context.rank}, key=lambda peer: sorted((peer, self.context.rank))):
@@ -584,6 +587,8 @@ class Route:
         """Closes the communicators and lets go of the process groups, which are the coordinator's. Twice is fine."""
         if not self.closed:
             self.closed = True
+            if self._was_captured:
+                gc.collect()  # NCCL waits for graphs that only a cycle keeps, as an exception within a capture leaves one
             with ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
                 stack.callback(self._let_go)
                 for communicator in reversed(self.communicators):

@@ -43,6 +43,7 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 from parallel_state.torch_internals import (
     bound_device,
     default_store,
+    end_process_groups,
     gloo_connects_lazily,
     is_fake,
     is_registered,
@@ -475,4 +476,4 @@ class ProcessGroupPool:
 
 def _destroy(group: Any) -> None:
     if group is not None and dist.is_initialized() and is_registered(group):
-        dist.destroy_process_group(group)
+        end_process_groups(group)

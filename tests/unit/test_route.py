@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,3 +284,25 @@ def test_a_destroyed_group_keeps_nothing(route: Route, failing: Failing, told: l
     route.failure_of(CommunicationError("late news", **_facts()), "all_reduce", time.monotonic())
     assert route.first_failure is None, "nobody uses it any more"
     assert told == [1]
+
+
+class Graph:
+    """What a capture leaves, held by a cycle as the frames of an exception are."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_graphs_that_only_a_cycle_keeps_are_gone_before_the_communicators_end(
+    route: Route, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+    route.capture()
+    monkeypatch.setattr(Failing, "close", lambda self: found.append(graph()))
+    gc.disable()
+    try:
+        graph = weakref.ref(Graph())
+        route.close()
+    finally:
+        gc.enable()
+    assert found == [None]

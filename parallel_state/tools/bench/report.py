@@ -92,8 +92,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns BENCHMARK_COMMIT's value, as a copied tree may lie in another repository; else git's commit, with a + where
-    the tree differs from it; else unknown.
+    """Returns BENCHMARK_COMMIT's value, or git's commit, with a + where the tree differs from it, or unknown.
+
+    The variable goes first, as a copied tree may lie in another repository.
     """
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]

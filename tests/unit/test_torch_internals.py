@@ -1,0 +1,32 @@
+"""What torch.distributed is asked through names of its own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_state import torch_internals
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_the_log_says_that_nccl_waits_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_slow: bool
+) -> None:
+    ended: list[object] = []
+
+    def destroy(group: object) -> None:
+        deadline = time.monotonic() + (5 if is_slow else 0)
+        while time.monotonic() < deadline and not caplog.messages:
+            time.sleep(0.01)
+        ended.append(group)
+
+    monkeypatch.setattr(torch_internals, "REMIND_S", 0.05 if is_slow else 5.0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    torch_internals.end_process_groups()
+    assert ended == [None]
+    assert len(caplog.messages) == is_slow
+    assert not is_slow or "delete the graphs before the group is destroyed" in caplog.messages[0]
