@@ -588,7 +588,7 @@ class Route:
         if not self.closed:
             self.closed = True
             if self._was_captured:
-                gc.collect()  # NCCL waits for graphs that only a cycle keeps, as an exception within a capture leaves one
+                gc.collect()  # NCCL waits for graphs, and an exception within a capture leaves one in a cycle
             with ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
                 stack.callback(self._let_go)
                 for communicator in reversed(self.communicators):
