@@ -127,7 +127,7 @@ class Library(NcclLibrary):
 
     def tell(self, what: str, *values: int) -> int:
         """`never_ready`, `refuse_init`, `fail_next`, `async_error`, `live`, `refuse_memory`, `refuse_window`,
-        `leave_window`, `no_window`, `memory`."""
+        `leave_window`, `no_window`, `wrong_window`, `memory`."""
         return getattr(self._library, f"stand_in_{what}")(*map(ctypes.c_void_p, values))
 
 

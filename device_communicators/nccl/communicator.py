@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators import settings
 from device_communicators.cuda.nccl_library import (
     BYTE,
     DTYPES,
@@ -79,6 +80,7 @@ class NcclCommunicator(Communicator):
         self._watch: Watch | None = None
         self._links = Links(self.library, context, self.streams)
         self._windows = Windows(context, self.library, self.streams)
+        self._has_proven_window = False
         self._side: Any = None
         self._making = threading.RLock()
         self._is_warm = False
@@ -143,21 +145,22 @@ class NcclCommunicator(Communicator):
     def _use(self, handle: Handle, started: float) -> None:
         self._handle = handle
         try:
-            self._prove(started)
+            one = torch.ones(1, device=self.context.device)
+            self._prove(one, started, "NCCL_P2P_DISABLE=1 shows whether peer access is at fault")
         except BaseException:
             self._abort()
             raise
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
-    def _prove(self, started: float) -> None:
+    def _prove(self, one: Tensor, started: float, advice: str) -> None:
+        """Adds up `one`, a one on each rank, in place, and waits for the sum. `advice`: for a wrong one."""
         watch = self._watched()
-        one = torch.ones(1, device=self.context.device)
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
         while not watch.device_is_done():
             self._raise_failure()
             deadline.step()
-        expect_sum(self.context, one.item(), started)
+        expect_sum(self.context, one.item(), started, advice)
 
     def _watched(self) -> Watch:
         if self._watch is None:
@@ -273,8 +276,8 @@ class NcclCommunicator(Communicator):
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns bytes in a window of the group's communicator: see `windows`."""
-        handle, watch = self._ready(), self._watched()
+        """Returns bytes in a window of the communicator: see `windows`. The first one is proven by an all-reduce."""
+        handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:
             with self._watching("empty", self.streams.current()):
@@ -282,7 +285,12 @@ class NcclCommunicator(Communicator):
             self._raise_failure()  # the watch has aborted a call that took too long
             return problem
 
-        return self._windows.allocate(size_bytes, register, watch.streams)
+        made = self._windows.allocate(size_bytes, register, watch.streams)
+        if made is not None and not self._has_proven_window and size_bytes >= 4:
+            one = made[:4].view(torch.float32).fill_(1)
+            self._prove(one, started, f"{settings.SYMMETRIC_BYTES.name}=0 does without registered memory")
+            self._has_proven_window = True
+        return made
 
     def _compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
         memory = self.context.host_memory

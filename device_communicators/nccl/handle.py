@@ -371,13 +371,13 @@ def _compare(context: GroupContext, ranks: Sequence[int], records: Sequence[SetU
             )
 
 
-def expect_sum(context: GroupContext, total: float, started: float) -> None:
+def expect_sum(context: GroupContext, total: float, started: float, advice: str) -> None:
     """Raises CommunicationError unless the first all-reduce, of a one from each rank, gave the group's size."""
     if total != context.size:
         raise context.failure(
             CommunicationError,
             f"the first all-reduce of {context} over NCCL gave {total:g}, not {context.size}. The group can't be used; "
-            "NCCL_DEBUG=INFO tells which way the bytes went: NCCL_P2P_DISABLE=1 shows whether peer access is at fault",
+            f"NCCL_DEBUG=INFO tells which way the bytes went: {advice}",
             "all_reduce",
             elapsed_s=time.monotonic() - started,
         )

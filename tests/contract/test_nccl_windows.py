@@ -72,20 +72,25 @@ def _window_body(library: str) -> tuple[list[str], list[str], str, str]:
     with _group(library) as (group, nccl):
         before = group.explain()
         x = group.empty([3, 4])
-        made = _lines(nccl, "Mem", "CommWindow")
+        made = _lines(nccl, "Mem", "CommWindow", "AllReduce")
         y = group.empty((5,), torch.bfloat16, device=torch.device("cpu"))
         assert (x.shape, x.dtype, x.is_contiguous(), x.requires_grad) == ((3, 4), torch.float32, True, False)
         assert (y.shape, y.dtype, y.data_ptr() - x.data_ptr()) == ((5,), torch.bfloat16, 512)
         assert x.untyped_storage().nbytes() == 48
         assert group.empty([0, 3]).shape == (0, 3)
-        assert made == _lines(nccl, "Mem", "CommWindow"), "the second has room in the window of the first"
+        assert made == _lines(nccl, "Mem", "CommWindow", "AllReduce"), "the second has room in the window of the first"
         said = [*_sum(group, x), *_sum(group, y), *_sum(group, x[1]), *_sum(group, torch.empty(4))]
         return made, said, before, group.explain()
 
 
 def test_tensors_of_empty_lie_in_a_registered_window(pools: Pools, stand_in: str) -> None:
     for made, said, before, after in pools(2).run(_window_body, stand_in, tp=2):
-        assert made == [f"MemAlloc {16 * MIB}", f"CommWindowRegister size={16 * MIB} flags=1"]
+        assert made == [
+            "AllReduce count=1 dtype=7 op=0 inplace=1 stream=7",
+            f"MemAlloc {16 * MIB}",
+            f"CommWindowRegister size={16 * MIB} flags=1",
+            "AllReduce count=1 dtype=7 op=0 inplace=1 stream=7 symmetric at 0",
+        ], "the communicator is proven, then the window"
         assert said == [
             "AllReduce count=12 dtype=7 op=0 inplace=1 stream=7 symmetric at 0",
             "AllReduce count=5 dtype=9 op=0 inplace=1 stream=7 symmetric at 512",
@@ -247,6 +252,27 @@ def test_a_rank_that_leaves_the_registration_ends_the_others_wait(stand_in: str)
     for kind, text, elapsed_s in answers:
         assert kind.endswith("Error"), text
         assert 1.5 < elapsed_s < 8
+
+
+def _wrong_body(library: str) -> tuple[str, str]:
+    with _group(library, host_memory=None) as (group, nccl):
+        nccl.set_up()
+        nccl.library.tell("wrong_window", 1)
+        found = attempt(group.empty, [8])
+        nccl.library.tell("wrong_window", 0)
+        return found.kind, found.text
+
+
+def test_a_window_is_proven_by_its_first_sum(stand_in: str) -> None:
+    pool = WorkerPool(2)
+    try:
+        answers = pool.run(_wrong_body, stand_in, tp=2)
+    finally:
+        pool.kill()
+    for kind, text in answers:
+        assert kind == "CommunicationError"
+        assert "gave 1, not 2" in text
+        assert "PARALLEL_STATE_SYMMETRIC_BYTES=0 does without registered memory" in text
 
 
 def _ordinary_body(library: str) -> tuple[list[str], str, str]:

@@ -73,7 +73,7 @@ static char logged[LogBytes];
 static size_t logLength;
 static _Thread_local int depth, queued;
 static _Thread_local Op ops[MaxOps];
-static int neverReady, refuseInit, failNext, refuseMemory, refuseWindow, leaveWindow, noWindow;
+static int neverReady, refuseInit, failNext, refuseMemory, refuseWindow, leaveWindow, noWindow, wrongWindow;
 static int liveComms, liveMemory;
 
 enum { MaxWindows = 64 };
@@ -95,6 +95,7 @@ void stand_in_refuse_memory(int result) { refuseMemory = result; }
 void stand_in_refuse_window(int result) { refuseWindow = result; } /* once the other ranks have come */
 void stand_in_leave_window(int result) { leaveWindow = result; }   /* and not come */
 void stand_in_no_window(int on) { noWindow = on; }
+void stand_in_wrong_window(int on) { wrongWindow = on; }
 int stand_in_memory(void) { return liveMemory; }
 
 #define LOG(...) (logLength += logLength < LogBytes - 512 ? (size_t)snprintf(logged + logLength, 512, __VA_ARGS__) : 0)
@@ -392,7 +393,7 @@ int ncclAllReduce(const void* send, void* recv, size_t count, int dtype, int op,
   for (size_t at = 0; at < count && !result; at += step) {
     size_t part = count - at < step ? count - at : step, skip = at * sizes[dtype];
     result = meet(comm, callOf(1, part, dtype, op, 0) ^ offset << 20, (const char*)send + skip, part * sizes[dtype]);
-    if (!result) result = reduceSlots(comm, (char*)recv + skip, 0, part, dtype, op);
+    if (!result && !(offset && wrongWindow)) result = reduceSlots(comm, (char*)recv + skip, 0, part, dtype, op);
     result = run(result, comm);
   }
   return result;
