@@ -55,6 +55,7 @@ class Streams:
         self.recorded = 0
         self.ordered: list[tuple[int, int]] = []
         self.synchronized = 0
+        self.on_release: Callable[[], object] = lambda: None
         self.number = CURRENT
         self.stuck = False
         """Whether the device doesn't get on any more."""
@@ -74,6 +75,9 @@ class Streams:
 
     def wait_for(self, stream: int, earlier: int) -> None:
         self.ordered.append((stream, earlier))
+
+    def release_cached_memory(self) -> None:
+        self.on_release()
 
     def synchronize(self) -> None:
         self.synchronized += 1

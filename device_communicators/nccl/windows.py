@@ -216,6 +216,9 @@ class Windows:
         address = ctypes.c_void_p()
         with self._streams.guard():
             result = self._library.ncclMemAlloc(ctypes.byref(address), window_bytes)
+            if result != SUCCESS:
+                self._streams.release_cached_memory()
+                result = self._library.ncclMemAlloc(ctypes.byref(address), window_bytes)
             why = "" if result == SUCCESS else f"no {window_bytes >> 20} MiB: {self._library.text_of(result)}"
             problem = self._agree(why)
             if problem is not None:  # another tensor's memory may be freed by then, so the next call tries again

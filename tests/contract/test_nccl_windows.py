@@ -212,6 +212,19 @@ def test_a_rank_without_memory_is_asked_again(pools: Pools, stand_in: str) -> No
         assert live == 0
 
 
+def _full_body(library: str) -> bool:
+    """torch's cache has what one rank lacks."""
+    with _group(library) as (group, nccl):
+        if group.rank_in_group == 1:
+            nccl.library.tell("refuse_memory", UNHANDLED_CUDA_ERROR)
+            nccl.streams.on_release = lambda: nccl.library.tell("refuse_memory", 0)
+        return _is_registered(group, group.empty([8]))
+
+
+def test_a_full_device_gets_what_torch_keeps(pools: Pools, stand_in: str) -> None:
+    assert pools(2).run(_full_body, stand_in, tp=2) == [True, True]
+
+
 def _late_body(library: str, how: str) -> tuple[str, str, float]:
     # Without the memory, which a failed group gives up: it is also that of the tests after this one.
     with _group(library, timeout_s=2.0, host_memory=None) as (group, nccl):

@@ -316,6 +316,11 @@ def _window_body() -> str:
             group.reduce_scatter(x, 0, out=out)
             assert out.unique().tolist() == [size * (rank + 1)]
             assert group.all_reduce(out).unique().tolist() == [size * total]
+            assert group.all_reduce_async(out).wait().unique().tolist() == [size * total]
+            if size == 2:
+                sending = group.isend(out, 1 - rank)
+                assert group.recv([numel], dtype).unique().tolist() == [size * (2 - rank)]
+                sending.wait()
     x = group.empty([1 << 12])
     with group.graph_capture() as capture:
         graph = graph_of(lambda: group.all_reduce_(x), capture.stream)
