@@ -236,7 +236,8 @@ INSTRUCTIONS: Setting[str] = Setting(
 SYMMETRIC_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_SYMMETRIC_BYTES", 8 << 30, _bytes, "a number of bytes",
     "How much memory for tensors that all ranks of a host map (`group.empty`, large results) a rank may have in each "
-    "group. It is mapped as it is used, and of freed memory 256 MiB are kept. 0: none.",
+    "group. It is mapped as it is used, and of freed memory 256 MiB are kept. On a GPU, how much memory may be "
+    "registered with NCCL for each group. 0: none.",
 )  # fmt: skip
 HUGE_PAGES: Setting[bool] = Setting(
     "PARALLEL_STATE_HUGE_PAGES", False, _on_off, "on or off",

@@ -53,11 +53,15 @@ class Streams:
         self.sides = 0
         self.capturing = False
         self.recorded = 0
+        self.ordered: list[tuple[int, int]] = []
+        self.synchronized = 0
+        self.on_release: Callable[[], object] = lambda: None
+        self.number = CURRENT
         self.stuck = False
         """Whether the device doesn't get on any more."""
 
     def current(self) -> int:
-        return CURRENT
+        return self.number
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -68,6 +72,15 @@ class Streams:
 
     def marker(self) -> Marker:
         return Marker(self)
+
+    def wait_for(self, stream: int, earlier: int) -> None:
+        self.ordered.append((stream, earlier))
+
+    def release_cached_memory(self) -> None:
+        self.on_release()
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
     def guard(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -117,7 +130,8 @@ class Library(NcclLibrary):
         self._library.stand_in_clear()
 
     def tell(self, what: str, *values: int) -> int:
-        """`never_ready`, `refuse_init`, `fail_next`, `async_error`, `live`."""
+        """`never_ready`, `refuse_init`, `fail_next`, `async_error`, `live`, `refuse_memory`, `refuse_window`,
+        `leave_window`, `no_window`, `wrong_window`, `memory`."""
         return getattr(self._library, f"stand_in_{what}")(*map(ctypes.c_void_p, values))
 
 

@@ -46,6 +46,8 @@ _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
 """NCCL_SPLIT_NOCOLOR: of a rank that is in no part of a split communicator."""
 SUSPEND_MEMORY = 1
+COLL_SYMMETRIC = 1
+"""NCCL_WIN_COLL_SYMMETRIC: collectives may use the window, with one offset on all ranks."""
 
 
 class UniqueId(ctypes.Structure):
@@ -107,6 +109,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
     "ncclReduce": (None, (c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, _COMM, _STREAM), 0),
     "ncclSend": (None, (c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
     "ncclRecv": (None, (c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclMemAlloc": (None, (POINTER(c_void_p), c_size_t), 22700),
+    "ncclMemFree": (None, (c_void_p,), 22700),
+    "ncclCommWindowRegister": (None, (_COMM, c_void_p, c_size_t, POINTER(c_void_p), c_int), 22700),
+    "ncclCommWindowDeregister": (None, (_COMM, c_void_p), 22700),
     "ncclCommSuspend": (None, (_COMM, c_int), 22907),
     "ncclCommResume": (None, (_COMM,), 22907),
 }

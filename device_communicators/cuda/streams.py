@@ -106,6 +106,14 @@ class CudaStreams:
         event.record(stream_of(earlier, self._device))
         stream_of(stream, self._device).wait_event(event)
 
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was put on its streams."""
+        torch.cuda.synchronize(self._index)
+
+    def release_cached_memory(self) -> None:
+        """Gives memory that torch keeps for later tensors back to the device."""
+        torch.cuda.empty_cache()
+
     def is_capturing(self) -> bool:
         """Returns True if the current stream's work goes into a CUDA graph, and isn't done now."""
         with self.guard():  # it asks about the current device's

@@ -116,6 +116,10 @@ class Watch:
                 line = self._lines.setdefault(stream, _Line(self._make_marker))
             line.note(stream, began)
 
+    def streams(self) -> list[int]:
+        """Returns the streams that calls were put on, outside of captures."""
+        return list(self._lines)
+
     def device_is_done(self) -> bool:
         """Returns True if all that was put on streams has run. False where the device can't be asked any more."""
         try:

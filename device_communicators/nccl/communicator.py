@@ -7,7 +7,8 @@ for one that it has nothing to do with; they are made at the first transfer betw
 What only moves, moves as bytes; what is reduced is widened as `reductions` says: 8-bit floats, which NCCL would round
 at each hop, as it does with 16-bit ones.
 
-A single communicator of NCCL (its making, its deadline, its end) is `handle`'s business. Not run on a GPU.
+A single communicator of NCCL (its making, its deadline, its end) is `handle`'s business, memory that is registered with
+it `windows`'. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators import settings
 from device_communicators.cuda.nccl_library import (
     BYTE,
     DTYPES,
@@ -42,6 +44,7 @@ from device_communicators.errors import (
 )
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
+from device_communicators.nccl.windows import Windows
 from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, GroupContext, Request, Work
 from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.reductions import (
@@ -76,6 +79,8 @@ class NcclCommunicator(Communicator):
         """The non-blocking one that it was split from, where others will be."""
         self._watch: Watch | None = None
         self._links = Links(self.library, context, self.streams)
+        self._windows = Windows(context, self.library, self.streams)
+        self._has_proven_window = False
         self._side: Any = None
         self._making = threading.RLock()
         self._is_warm = False
@@ -94,7 +99,8 @@ class NcclCommunicator(Communicator):
     def __str__(self) -> str:
         count = len(self._handles())
         made = f"{count} of NCCL's communicators" if count else "made at the first call"
-        return f"{self.library}, {self.context.device.type} tensors on the current stream, {made}"
+        device = self.context.device.type
+        return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
     # Set-up and end.
 
@@ -139,21 +145,22 @@ class NcclCommunicator(Communicator):
     def _use(self, handle: Handle, started: float) -> None:
         self._handle = handle
         try:
-            self._prove(started)
+            one = torch.ones(1, device=self.context.device)
+            self._prove(one, started, "NCCL_P2P_DISABLE=1 shows whether peer access is at fault")
         except BaseException:
             self._abort()
             raise
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
-    def _prove(self, started: float) -> None:
+    def _prove(self, one: Tensor, started: float, advice: str) -> None:
+        """Adds up `one`, a one on each rank, in place, and waits for the sum. `advice`: for a wrong one."""
         watch = self._watched()
-        one = torch.ones(1, device=self.context.device)
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
         while not watch.device_is_done():
             self._raise_failure()
             deadline.step()
-        expect_sum(self.context, one.item(), started)
+        expect_sum(self.context, one.item(), started, advice)
 
     def _watched(self) -> Watch:
         if self._watch is None:
@@ -211,6 +218,7 @@ class NcclCommunicator(Communicator):
         if self._watch is not None:
             self._watch.close()
         end_all(self._handles(), in_order=in_order)
+        self._windows.close(deregistered=self._handle is not None and self._handle.ended_in_order)
 
     def _abort(self) -> None:
         end_all(self._handles(), in_order=False)
@@ -260,6 +268,34 @@ class NcclCommunicator(Communicator):
         if name in self.library.missing:
             raise UnsupportedError(f"{self.context}: {self.library.missing[name]}")
         return getattr(self.library, name)
+
+    # Memory for tensors.
+
+    @property
+    def has_memory(self) -> bool:
+        return self._windows.problem is None and not self.streams.is_capturing()
+
+    def allocate(self, size_bytes: int) -> Tensor | None:
+        """Returns bytes in a window of the communicator: see `windows`. The first one is proven by an all-reduce."""
+        handle, watch, started = self._ready(), self._watched(), time.monotonic()
+
+        def register(address: int, window_bytes: int) -> str | None:
+            with self._watching("empty", self.streams.current()):
+                problem = handle.register(address, window_bytes)
+            self._raise_failure()  # the watch has aborted a call that took too long
+            return problem
+
+        made = self._windows.allocate(size_bytes, register, watch.streams)
+        if made is not None and not self._has_proven_window and size_bytes >= 4:
+            one = made[:4].view(torch.float32).fill_(1)
+            self._prove(one, started, f"{settings.SYMMETRIC_BYTES.name}=0 does without registered memory")
+            self._has_proven_window = True
+        return made
+
+    def _compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
+        memory = self.context.host_memory
+        if memory is not None and memory.debug:
+            self._windows.compare(operation, symmetric, own)
 
     # One call into NCCL.
 
@@ -343,6 +379,7 @@ class NcclCommunicator(Communicator):
 
     def _all_reduce(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
+        self._compare("all_reduce", (x, out))
         what = (x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[op])
         self._call("all_reduce", self.library.ncclAllReduce, *what, stream=stream)
 
@@ -368,6 +405,7 @@ class NcclCommunicator(Communicator):
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
+        self._compare("reduce_scatter", (x,), (out,))
         what = (x.data_ptr(), out.data_ptr(), out.numel(), DTYPES[x.dtype], REDUCE_OPS[op])
         self._call("reduce_scatter", self.library.ncclReduceScatter, *what, stream=stream)
 
@@ -418,6 +456,7 @@ class NcclCommunicator(Communicator):
 
     def _all_gather(self, out: Tensor, x: Tensor, stream: int | None = None) -> None:
         self._check(x)
+        self._compare("all_gather", (out,), (x,))
         what = (x.data_ptr(), out.data_ptr(), x.nbytes, BYTE)
         self._call("all_gather", self.library.ncclAllGather, *what, stream=stream)
 

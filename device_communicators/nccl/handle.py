@@ -1,4 +1,5 @@
-"""One ncclComm_t: agreed on, made with a deadline, proven, split, used by one thread at a time, ended or aborted.
+"""One ncclComm_t: agreed on, made with a deadline, proven, split, used by one thread at a time, ended or aborted; and
+the windows that are registered with it.
 
 Ranks first exchange a record over the group's gloo group: their versions, and where NCCL meets.
 
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from device_communicators.cuda.nccl_library import (
+    COLL_SYMMETRIC,
     IN_PROGRESS,
     INVALID_USAGE,
     NO_COLOR,
@@ -87,6 +89,9 @@ class Handle:
         self.comm: int | None = None
         """ncclComm_t; None once it is no more."""
         self.lock = threading.RLock()
+        self.ended_in_order = False
+        """True once NCCL has ended it, with its windows, in order: the memory of the windows may be freed."""
+        self._windows: list[int] = []
         self._kept: list[object] = []  # what NCCL may read or write while it works in the background
 
     @classmethod
@@ -201,6 +206,27 @@ class Handle:
             raise self.error(operation, result, deadline.started)
         self._wait(comm, deadline)
 
+    def register(self, address: int, size_bytes: int) -> str | None:
+        """Registers memory for symmetric kernels. Every rank of the communicator calls it with as many bytes.
+
+        Returns the reason if NCCL refuses; other ranks then may wait in their call until its deadline. The windows are
+        deregistered at the communicator's end.
+        """
+        window = ctypes.c_void_p()
+        self._kept.append(window)
+        with self.lock:
+            result = self.library.ncclCommWindowRegister(
+                self._usable(), address, size_bytes, ctypes.byref(window), COLL_SYMMETRIC
+            )
+            if result == IN_PROGRESS:
+                self.check("ncclCommWindowRegister", result)
+            elif result != SUCCESS:
+                return f"ncclCommWindowRegister failed: {self.library.text_of(result)}"
+        if window.value is None:
+            return "ncclCommWindowRegister gave no window: is NCCL_CUMEM_ENABLE or NCCL_LOCAL_REGISTER 0?"
+        self._windows.append(window.value)
+        return None
+
     @contextlib.contextmanager
     def group(self, operation: str) -> Iterator[None]:
         """Makes the calls within it one launch. The caller has the lock."""
@@ -261,11 +287,15 @@ class Handle:
 
     def _finish(self, comm: int) -> None:
         try:
+            for window in self._windows:
+                result = self.library.ncclCommWindowDeregister(comm, window)
+                self.check_started("ncclCommWindowDeregister", result, comm)
             self.check_started("ncclCommFinalize", self.library.ncclCommFinalize(comm), comm)
         except CommunicationError:
             self.library.ncclCommAbort(comm)
         else:
             self.library.ncclCommDestroy(comm)
+            self.ended_in_order = True
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
@@ -341,13 +371,13 @@ def _compare(context: GroupContext, ranks: Sequence[int], records: Sequence[SetU
             )
 
 
-def expect_sum(context: GroupContext, total: float, started: float) -> None:
+def expect_sum(context: GroupContext, total: float, started: float, advice: str) -> None:
     """Raises CommunicationError unless the first all-reduce, of a one from each rank, gave the group's size."""
     if total != context.size:
         raise context.failure(
             CommunicationError,
             f"the first all-reduce of {context} over NCCL gave {total:g}, not {context.size}. The group can't be used; "
-            "NCCL_DEBUG=INFO tells which way the bytes went: NCCL_P2P_DISABLE=1 shows whether peer access is at fault",
+            f"NCCL_DEBUG=INFO tells which way the bytes went: {advice}",
             "all_reduce",
             elapsed_s=time.monotonic() - started,
         )

@@ -270,6 +270,18 @@ class Communicator(ABC):
         """Prepares and encloses the capture of a CUDA graph."""
         yield
 
+    @property
+    def has_memory(self) -> bool:
+        """Returns True if `allocate` may give memory. The same on every rank of the group."""
+        return False
+
+    def allocate(self, size_bytes: int) -> Tensor | None:
+        """Returns uninitialised bytes on the group's device, in memory that this communicator has registered.
+
+        None where ordinary memory has to do: on all ranks alike. Every rank of the group calls it.
+        """
+        raise UnsupportedError(f"{self.context}: {self.name} has no memory for tensors")
+
     def turn(self, method: str) -> AbstractContextManager[object]:
         """Encloses each collective that is waited for; raises UsageError if another thread is in the way."""
         return nullcontext()

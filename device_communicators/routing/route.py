@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import threading
 import time
 import traceback
@@ -255,6 +256,40 @@ class Route:
                 return result
             except Exception as error:
                 self._raise_failure(error, operation if call is None else call.method, started)
+
+    @property
+    def has_memory(self) -> bool:
+        """Returns True if `allocate` may give memory."""
+        return any(each.has_memory for each in self.communicators)
+
+    def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Returns an uninitialised tensor in memory that a communicator has registered; None if none has any.
+
+        Every rank of the group calls it, with as many bytes. Raises as `run`.
+        """
+        size_bytes = math.prod(size) * dtype.itemsize
+        maker = next((each for each in self.communicators if each.has_memory), None)
+        if maker is None or size_bytes == 0:
+            return None
+        call = call_of_arguments("empty", None, (), None, "", -1)
+        with _Turn(self, call):
+            started = time.monotonic()
+            begin_sending()
+            try:
+                self.check_usable("empty")
+                record = self.note("empty", None, call)
+                if record.site:
+                    check_alike(self.context, self.sequence, call, record.site)
+                self.count("empty")
+                with waiting_for(self, record):
+                    made = maker.allocate(size_bytes)
+                record.ended_s = time.monotonic()
+            except Exception as error:
+                self._raise_failure(error, "empty", started)
+        if made is None:
+            return None
+        out, storage = torch.empty(0, dtype=dtype, device=made.device), made.untyped_storage()
+        return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides may be left out
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
         """Runs `operation` (send, recv or broadcast_) of tensors: in one launch if one communicator carries them all.

@@ -497,9 +497,14 @@ class TensorCalls(GroupFacts):
         """Allocates an uninitialised tensor, in memory that all ranks of the group have mapped where there is any.
 
         A collective on it copies nothing in: compute straight into it (`torch.mm(x, w, out=buffer)`), then all_reduce.
-        It is this rank's alone, allocated without the others, and its memory is used again once the last tensor that
-        views it is gone. On a device, between hosts, or where PARALLEL_STATE_SYMMETRIC_BYTES is used up, it is an
-        ordinary tensor; all collectives take either. Default dtype and device: torch's, and the group's.
+        On the CPU it is this rank's alone, allocated without the others. Its memory is used again once the last tensor
+        that views it is gone. Between hosts, or where PARALLEL_STATE_SYMMETRIC_BYTES is used up, it is an ordinary
+        tensor; all collectives take either. Default dtype and device: torch's, and the group's.
+
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group calls it, with as many bytes: the memory is registered
+        with NCCL, whose symmetric kernels then carry the tensor. All ranks pass the same part of the same tensor to a
+        collective: NCCL takes the offset for that of every rank. In a CUDA graph's capture, in compiled code, or where
+        `explain()` says so, the tensor is an ordinary one. Raises as a collective.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -508,7 +513,18 @@ class TensorCalls(GroupFacts):
         checks.check_device(self.context, "empty", device)
         if self._is_single_rank():
             return torch.empty(list(size), dtype=dtype, device=device)
+        if not is_dynamo_compiling() and self.route.has_memory:
+            made = self._try_registered(size, dtype, torch.device(device))
+            if made is not None:
+                return made
         return _OPS.empty(self._token, list(size), dtype, device, self._key)
+
+    def _try_registered(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Returns a tensor in memory that a communicator has registered; None if an ordinary one has to do."""
+        is_groups = device.type == self.device.type and device.index in (None, self.device.index)
+        if not is_groups or torch._C._len_torch_dispatch_stack():  # tracers and fake tensors take the op
+            return None
+        return self.route.allocate(size, dtype)
 
     # Point to point.
 

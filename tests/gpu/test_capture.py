@@ -93,7 +93,7 @@ def check(found: Tensor, wanted: Tensor, what: str) -> None:
     assert torch.equal(found.cpu(), wanted.to(found.dtype)), f"{what}: {found.tolist()}, not {wanted.tolist()}"
 
 
-def _graph_of(call: Callable[[], Any], stream: Any) -> Captured:
+def graph_of(call: Callable[[], Any], stream: Any) -> Captured:
     """Made once eagerly, as whoever captures does, then captured."""
     call()
     synchronize()
@@ -109,7 +109,7 @@ def _every_op_body() -> int:
         for group in groups:
             x = held[group.unique_name]
             for name, call in calls(group).items():
-                graphs.append((group, name, _graph_of(lambda call=call, x=x: call(x), capture.stream)))
+                graphs.append((group, name, graph_of(lambda call=call, x=x: call(x), capture.stream)))
     for number in range(10):
         for group, name, graph in graphs:
             xs = inputs(group.world_size, number)
@@ -142,7 +142,7 @@ def _replays_body(replays: int) -> None:
         return y, everyone.all_reduce(z)
 
     with ps.graph_capture() as capture, everyone.graph_capture(capture):
-        graph = _graph_of(step, capture.stream)
+        graph = graph_of(step, capture.stream)
     grid = [[row * tp.world_size + column for column in range(tp.world_size)] for row in range(pp.world_size)]
     for number in range(replays):
         held = inputs(everyone.world_size, number)
@@ -183,7 +183,7 @@ def _dicts_body() -> None:
     with ps.graph_capture() as capture:
         for call, group in ((told, tp), (handed_on, pp)):
             if group.world_size > 1:
-                graphs.append(_graph_of(call, capture.stream))
+                graphs.append(graph_of(call, capture.stream))
     for number in range(50):
         fresh = plain(number)
         for name in ("hidden", "residual"):
@@ -214,7 +214,7 @@ def _raising_body() -> str:
         captured(fails, capture.stream)
     assert group.all_reduce(x).tolist() == [float(group.world_size)] * 4
     with ps.graph_capture() as capture:
-        graph = _graph_of(lambda: group.all_reduce(x), capture.stream)
+        graph = graph_of(lambda: group.all_reduce(x), capture.stream)
     for number in range(5):
         x.fill_(number)
         assert graph.replay().tolist() == [float(group.world_size * number)] * 4

@@ -6,7 +6,9 @@ Not run on a GPU yet.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators.cuda import nccl_library
+from device_communicators.nccl import windows
+from device_communicators.nccl.communicator import NcclCommunicator
 from device_communicators.routing.communicator import REDUCE_OPS
+from tests import nccl_stand_in
 from tests.contract.cases import (
     MOVABLE,
     REDUCIBLE,
@@ -27,7 +32,18 @@ from tests.contract.cases import (
     sliced,
     small_numbers,
 )
-from tests.gpu.ranks import CARRIERS, DRY, GpuRanks, device, groups_of_several, nccl_of, needs_a_gpu
+from tests.gpu.ranks import (
+    CARRIERS,
+    DRY,
+    GpuRanks,
+    device,
+    groups_of_several,
+    nccl_of,
+    needs_a_gpu,
+    on_gpu,
+    synchronize,
+)
+from tests.gpu.test_capture import graph_of
 
 Gpus = Callable[[int], GpuRanks]
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)]
@@ -233,6 +249,99 @@ def _streams_body(priorities: list[int]) -> None:
 def test_a_call_is_on_the_current_stream(gpus: Gpus, carrier: str) -> None:
     needs_a_gpu("the CPU has no streams")
     gpus(2).run_over(carrier, _streams_body, [0, -1], tp=2)
+
+
+def _alone_window_body() -> str:
+    """A communicator of one rank, which no group has: memory, a window, calls on it, a graph, the end."""
+    gloo = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=60))
+    context = dataclasses.replace(ps.get_tp_group().context, make_cpu_group=lambda: gloo)
+    nccl = nccl_stand_in.StandInNccl(context) if DRY else NcclCommunicator(context)
+    memory = nccl.allocate(1 << 20)
+    said = str(nccl)
+    assert memory is not None, said
+    assert memory.device == device()
+    assert (memory.dtype, memory.nbytes, memory.data_ptr() % 512) == (torch.uint8, 1 << 20, 0)
+    x = memory.view(torch.float32)
+    x.copy_(torch.arange(1 << 18))
+    nccl.flat_all_reduce_(x, "sum")
+    assert torch.equal(x.cpu(), torch.arange(1 << 18, dtype=torch.float32))
+    assert torch.equal(nccl.all_reduce(x, "sum"), x)
+    with nccl.capture():
+        if on_gpu():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                nccl.flat_all_reduce_(x, "sum")
+                x.add_(1)
+            for _ in range(3):
+                graph.replay()
+            synchronize()
+            assert torch.equal(x.cpu(), torch.arange(1 << 18, dtype=torch.float32) + 3)
+            del graph
+    begin = memory.data_ptr()
+    del x, memory
+    again = nccl.allocate(1 << 19)
+    assert again is not None and again.data_ptr() == begin, "the memory is used again"
+    nccl.close()
+    assert again.fill_(7).unique().tolist() == [7], "a tensor outlives the communicator"
+    before = torch.cuda.mem_get_info()[0] if on_gpu() else 0
+    del again
+    windows.free_closed()
+    assert not windows._CLOSED
+    if on_gpu():
+        assert torch.cuda.mem_get_info()[0] - before >= windows.WINDOW_BYTES
+    return said
+
+
+def test_a_window_of_one_rank(gpus: Gpus, record_property: Callable[[str, object], None]) -> None:
+    (said,) = gpus(1).run(_alone_window_body, tp=1)
+    assert "tensors of empty in registered memory, 16 MiB in 1 windows" in said
+    record_property("windows", said)
+
+
+def _window_body() -> str:
+    """Tensors of empty in every call that NCCL has a symmetric kernel for, plain, on another stream and in a graph."""
+    group = ps.get_tp_group()
+    rank, size = group.rank_in_group, group.world_size
+    total = float(sum(range(1, size + 1)))
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for numel in (8, 1 << 12, 1 << (16 if DRY else 20)):
+            x, out = group.empty([size * numel], dtype), group.empty([numel], dtype)
+            assert x.device == device()
+            x.fill_(rank + 1)
+            group.all_reduce_(x)
+            assert x.unique().tolist() == [total]
+            out.fill_(rank + 1)
+            group.all_gather(out, 0, out=x)
+            assert x.view(size, numel).float().mean(1).tolist() == list(range(1, size + 1))
+            group.reduce_scatter(x, 0, out=out)
+            assert out.unique().tolist() == [size * (rank + 1)]
+            assert group.all_reduce(out).unique().tolist() == [size * total]
+            assert group.all_reduce_async(out).wait().unique().tolist() == [size * total]
+            if size == 2:
+                sending = group.isend(out, 1 - rank)
+                assert group.recv([numel], dtype).unique().tolist() == [size * (2 - rank)]
+                sending.wait()
+    x = group.empty([1 << 12])
+    with group.graph_capture() as capture:
+        graph = graph_of(lambda: group.all_reduce_(x), capture.stream)
+    for number in range(1, 4):
+        x.fill_(number * (rank + 1))
+        graph.replay()
+        assert x.unique().tolist() == [number * total]
+    synchronize()
+    del graph
+    return group.explain()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensors_of_empty_lie_in_a_registered_window(
+    gpus: Gpus, record_property: Callable[[str, object], None], world: int
+) -> None:
+    """Whether NCCL registers memory of ranks that share a GPU is its affair; the results are right either way."""
+    for text in gpus(world).run_over("nccl", _window_body, tp=world):
+        (line,) = (line for line in text.splitlines() if "tensors of empty in" in line)
+        record_property("windows", line.partition("; ")[2])
+        assert "in registered memory" in line or "ncclCommWindowRegister" in line
 
 
 def _memory_body() -> str:

@@ -73,8 +73,16 @@ static char logged[LogBytes];
 static size_t logLength;
 static _Thread_local int depth, queued;
 static _Thread_local Op ops[MaxOps];
-static int neverReady, refuseInit, failNext;
-static int liveComms;
+static int neverReady, refuseInit, failNext, refuseMemory, refuseWindow, leaveWindow, noWindow, wrongWindow;
+static int liveComms, liveMemory;
+
+enum { MaxWindows = 64 };
+typedef struct {
+  const char* base;
+  size_t size;
+  struct Comm* comm;
+} Window;
+static Window windows[MaxWindows];
 
 const char* stand_in_log(void) { return logged; }
 void stand_in_clear(void) { logLength = 0, logged[0] = 0; }
@@ -83,6 +91,12 @@ void stand_in_refuse_init(int result) { refuseInit = result; }
 void stand_in_fail_next(int result) { failNext = result; }
 void stand_in_async_error(Comm* comm, int result) { comm->asyncError = result; }
 int stand_in_live(void) { return liveComms; }
+void stand_in_refuse_memory(int result) { refuseMemory = result; }
+void stand_in_refuse_window(int result) { refuseWindow = result; } /* once the other ranks have come */
+void stand_in_leave_window(int result) { leaveWindow = result; }   /* and not come */
+void stand_in_no_window(int on) { noWindow = on; }
+void stand_in_wrong_window(int on) { wrongWindow = on; }
+int stand_in_memory(void) { return liveMemory; }
 
 #define LOG(...) (logLength += logLength < LogBytes - 512 ? (size_t)snprintf(logged + logLength, 512, __VA_ARGS__) : 0)
 
@@ -312,14 +326,74 @@ static int begin(Comm* comm) {
 
 static int run(int result, Comm* comm) { /* the slots may be written again */ return result ? result : barrier(comm); }
 
+/* Memory that ranks register. A symmetric kernel takes its own offset for that of all ranks. */
+
+#ifndef WITHOUT_WINDOWS
+int ncclMemAlloc(void** place, size_t size) {
+  LOG("MemAlloc %zu\n", size);
+  if (refuseMemory) return refuseMemory;
+  *place = aligned_alloc(4096, size);
+  if (!*place) return SystemError;
+  liveMemory++;
+  return Success;
+}
+
+int ncclMemFree(void* place) {
+  LOG("MemFree\n");
+  for (int i = 0; i < MaxWindows; i++)
+    if (place && windows[i].base == place) return InvalidUsage; /* it is registered */
+  free(place);
+  liveMemory--;
+  return Success;
+}
+
+static int begin(Comm* comm);
+
+int ncclCommWindowRegister(Comm* comm, void* base, size_t size, Window** place, int flags) {
+  LOG("CommWindowRegister size=%zu flags=%d\n", size, flags);
+  *place = NULL;
+  if (leaveWindow) return leaveWindow;
+  int result = begin(comm);
+  if (!result) result = meet(comm, callOf(9, size, 0, 0, 0), NULL, 0);
+  if (!result) result = barrier(comm);
+  if (!result) result = refuseWindow;
+  for (int i = 0; i < MaxWindows && !result && !noWindow && !*place; i++) {
+    if (windows[i].base) continue;
+    windows[i] = (Window){base, size, comm};
+    *place = &windows[i];
+  }
+  return result;
+}
+
+int ncclCommWindowDeregister(Comm* comm, Window* window) {
+  LOG("CommWindowDeregister\n");
+  if (!window->base || window->comm != comm) return InvalidArgument;
+  window->base = NULL;
+  return Success;
+}
+#endif
+
+/* The offset in a window, plus one; 0 outside of all. */
+static size_t offsetOf(Comm* comm, const void* at) {
+  for (int i = 0; i < MaxWindows; i++) {
+    Window* it = &windows[i];
+    if (it->base && it->comm == comm && (const char*)at >= it->base && (const char*)at < it->base + it->size)
+      return (size_t)((const char*)at - it->base) + ((size_t)i << 32) + 1;
+  }
+  return 0;
+}
+
 int ncclAllReduce(const void* send, void* recv, size_t count, int dtype, int op, Comm* comm, void* stream) {
-  LOG("AllReduce count=%zu dtype=%d op=%d inplace=%d stream=%ld\n", count, dtype, op, send == recv, (long)stream);
+  size_t from = offsetOf(comm, send), to = offsetOf(comm, recv), offset = from && to ? from * 31 + to : 0;
+  LOG("AllReduce count=%zu dtype=%d op=%d inplace=%d stream=%ld", count, dtype, op, send == recv, (long)stream);
+  if (offset) LOG(" symmetric at %zu", (to - 1) & 0xffffffff);
+  LOG("\n");
   int result = begin(comm);
   size_t step = SlotBytes / sizes[dtype];
   for (size_t at = 0; at < count && !result; at += step) {
     size_t part = count - at < step ? count - at : step, skip = at * sizes[dtype];
-    result = meet(comm, callOf(1, part, dtype, op, 0), (const char*)send + skip, part * sizes[dtype]);
-    if (!result) result = reduceSlots(comm, (char*)recv + skip, 0, part, dtype, op);
+    result = meet(comm, callOf(1, part, dtype, op, 0) ^ offset << 20, (const char*)send + skip, part * sizes[dtype]);
+    if (!result && !(offset && wrongWindow)) result = reduceSlots(comm, (char*)recv + skip, 0, part, dtype, op);
     result = run(result, comm);
   }
   return result;

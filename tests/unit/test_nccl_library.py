@@ -118,6 +118,7 @@ def _check_numbers(version: str) -> None:
     assert {name: nccl_library.RESULTS.index(name) for name in results} == results
     assert told["constants"]["NCCL_CONFIG_UNDEF_INT"] == nccl_library.UNDEFINED
     assert told["constants"].get("NCCL_SUSPEND_MEM", 1) == nccl_library.SUSPEND_MEMORY
+    assert told["constants"]["NCCL_WIN_COLL_SYMMETRIC"] == nccl_library.COLL_SYMMETRIC
 
 
 def _wanted() -> list[str]:

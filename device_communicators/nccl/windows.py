@@ -1,0 +1,331 @@
+"""Memory for tensors that NCCL's symmetric kernels read and write in place: `group.empty` on a GPU.
+
+NCCL maps a *window* of every rank's memory into each rank's address space. A symmetric kernel uses the offset of its
+own rank's tensor for all ranks. NCCL doesn't compare the offsets, and different ones give wrong sums. So the ranks
+agree on each allocation over gloo, which takes some 100 µs: every rank calls `allocate` with as many bytes, and all
+take the same part of the same window. A part is free once all ranks have let go of it. Memory stays registered until
+the group ends.
+
+Where a rank can't register memory, all ranks have ordinary memory from then on. Where NCCL registers memory but the
+ranks are not in one NVLink domain, NCCL's other kernels carry the tensors as they carry any. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import operator
+import struct
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from device_communicators import settings
+from device_communicators.cuda.foreign_memory import tensor_over
+from device_communicators.cuda.nccl_library import SUCCESS, NcclLibrary
+from device_communicators.cuda.streams import CudaStreams
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.waiting import all_gather_bytes
+
+logger = logging.getLogger("parallel_state")
+
+FUNCTIONS = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister", "ncclCommWindowDeregister")
+MOST_BLOCKS = 1024
+"""With so many tensors alive, the next ones are in ordinary memory."""
+WINDOW_BYTES = 16 << 20
+"""A window has at least this size."""
+_GRANULE_BYTES = 2 << 20
+"""ncclMemAlloc rounds up to as much."""
+_ALIGNMENT_BYTES = 512
+_TEXT_BYTES = 240
+_RECORD = struct.Struct(f"<QQQ{MOST_BLOCKS // 8}s{_TEXT_BYTES}s")
+
+
+class Block(NamedTuple):
+    """A part of a window."""
+
+    window: int
+    begin: int
+    end: int
+
+
+class Ledger:
+    """Which parts of a group's windows are taken. Equal on all ranks: they make the same changes in one order."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """The bytes of each window."""
+        self.blocks: dict[int, Block] = {}
+        """The parts that are taken, by number."""
+        self.digest = 0
+        """Of all changes so far: one that a rank missed, by an interrupt say, shows at the next."""
+
+    def take(self, size_bytes: int) -> int | None:
+        """Takes the first free part that is large enough, and returns its number. None if there is none."""
+        number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)
+        if number is None:
+            return None
+        size_bytes = _rounded(size_bytes, _ALIGNMENT_BYTES)
+        for window, window_bytes in enumerate(self.sizes):
+            begin = 0
+            for block in sorted(each for each in self.blocks.values() if each.window == window):
+                if block.begin - begin >= size_bytes:
+                    break
+                begin = block.end
+            if window_bytes - begin >= size_bytes:
+                self.blocks[number] = Block(window, begin, begin + size_bytes)
+                self._note(number)
+                return number
+        return None
+
+    def free(self, number: int) -> None:
+        self._note(-number)
+        del self.blocks[number]
+
+    def add_window(self, size_bytes: int) -> None:
+        self._note(size_bytes)
+        self.sizes.append(size_bytes)
+
+    def _note(self, change: int) -> None:
+        self.digest = zlib.crc32(change.to_bytes(8, "little", signed=True), self.digest)
+
+    def next_window(self, size_bytes: int, limit_bytes: int) -> int | None:
+        """Returns the size of a new window for so many bytes. None if all windows together would exceed the limit."""
+        left_bytes = limit_bytes - sum(self.sizes)
+        least_bytes = _rounded(size_bytes, _GRANULE_BYTES)
+        window_bytes = max(least_bytes, min(WINDOW_BYTES, left_bytes // _GRANULE_BYTES * _GRANULE_BYTES))
+        return window_bytes if window_bytes <= left_bytes and len(self.blocks) < MOST_BLOCKS else None
+
+
+def _rounded(size_bytes: int, step_bytes: int) -> int:
+    return -(-size_bytes // step_bytes) * step_bytes
+
+
+class Lease:
+    """Keeps a block taken on this rank for as long as the memory of a tensor refers to it."""
+
+    def __init__(self, number: int, returned: deque[int]) -> None:
+        self._number = number
+        self._returned = returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._number)  # from any thread, at any time: nothing else may happen here
+
+
+class Windows:
+    """The registered memory of one communicator."""
+
+    def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
+        self.problem: str | None = None
+        """The reason that no rank registers memory, known to all ranks."""
+        self._context = context
+        self._library = library
+        self._streams = streams
+        self._limit_bytes = settings.SYMMETRIC_BYTES.get()
+        self._ledger = Ledger()
+        self._addresses: list[int] = []
+        """Of each window, on this rank."""
+        self._returned: deque[int] = deque()
+        """Blocks that this rank has let go of since it last looked."""
+        self._free: set[int] = set()
+        """Blocks that this rank has let go of, and another one may not have yet."""
+        self._allocated_on: set[int] = set()
+        """Streams that were current at an allocation."""
+        self._warned = False
+
+    def __str__(self) -> str:
+        problem = self.problem or self._own_problem()
+        if problem:
+            return f"tensors of empty in ordinary memory: {problem}"
+        size = sum(self._ledger.sizes)
+        return f"tensors of empty in registered memory, {size >> 20} MiB in {len(self._ledger.sizes)} windows"
+
+    def _own_problem(self) -> str:
+        """Returns the reason that this rank can't register memory; empty if it can."""
+        missing = [self._library.missing[name] for name in FUNCTIONS if name in self._library.missing]
+        if missing:
+            return missing[0]
+        return "" if self._limit_bytes else f"{settings.SYMMETRIC_BYTES.name} is 0"
+
+    def allocate(
+        self, size_bytes: int, register: Callable[[int, int], str | None], used_streams: Callable[[], list[int]]
+    ) -> Tensor | None:
+        """Returns uninitialised bytes on the device, or None on all ranks. Every rank of the group calls it.
+
+        `register(address, size)` makes a window, or returns the reason that it can't; `used_streams` returns those that
+        the group had calls on. Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
+        """
+        self._collect()
+        agreed = self._exchange(size_bytes)
+        if agreed is None:
+            return None
+        is_new = False
+        number = self._ledger.take(size_bytes)
+        if number is None:
+            is_new = self._add_window(size_bytes, agreed, register)
+            number = self._ledger.take(size_bytes) if is_new else None
+        if number is None:
+            return None
+        self._order(used_streams(), is_new)
+        block = self._ledger.blocks[number]
+        address = self._addresses[block.window] + block.begin
+        return tensor_over(address, size_bytes, self._device(), Lease(number, self._returned))
+
+    def _device(self) -> torch.device:
+        device = self._context.device
+        return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.add(self._returned.popleft())
+
+    def _exchange(self, size_bytes: int) -> int | None:
+        """Frees what all ranks have let go of. Returns the lowest limit of a rank; None if memory is ordinary."""
+        mine = sum(1 << number for number in self._free).to_bytes(MOST_BLOCKS // 8, "little")
+        own = (size_bytes, self._limit_bytes, self._ledger.digest, mine, _packed(self._own_problem()))
+        records = [_RECORD.unpack(each) for each in all_gather_bytes(self._context, _RECORD.pack(*own), "empty")]
+        sizes, limits, digests, frees, texts = zip(*records, strict=True)
+        problem = self._first_problem(texts)
+        if problem is None and len(set(digests)) > 1:
+            problem = "a rank was interrupted in an earlier call"
+        if problem is not None:
+            self._give_up(problem)
+            return None
+        free = functools.reduce(operator.and_, (int.from_bytes(each, "little") for each in frees))
+        for number in sorted(self._free):
+            if free >> number & 1:
+                self._ledger.free(number)
+                self._free.discard(number)
+        if len(set(sizes)) > 1:
+            self._warn(f"ranks asked for different sizes, {min(sizes)} to {max(sizes)} bytes")
+            return None
+        return min(limits)
+
+    def _add_window(self, size_bytes: int, limit_bytes: int, register: Callable[[int, int], str | None]) -> bool:
+        """Makes a window on all ranks, or on none."""
+        window_bytes = self._ledger.next_window(size_bytes, limit_bytes)
+        if window_bytes is None:
+            self._warn(f"{settings.SYMMETRIC_BYTES.name}, {limit_bytes} bytes, or {MOST_BLOCKS} tensors are used up")
+            return False
+        address = ctypes.c_void_p()
+        with self._streams.guard():
+            result = self._library.ncclMemAlloc(ctypes.byref(address), window_bytes)
+            if result != SUCCESS:
+                self._streams.release_cached_memory()
+                result = self._library.ncclMemAlloc(ctypes.byref(address), window_bytes)
+            why = "" if result == SUCCESS else f"no {window_bytes >> 20} MiB: {self._library.text_of(result)}"
+            problem = self._agree(why)
+            if problem is not None:  # another tensor's memory may be freed by then, so the next call tries again
+                self._warn(problem)
+                if not why:
+                    self._library.ncclMemFree(address)
+                return False
+            why = register(address.value or 0, window_bytes) or ""
+        problem = self._agree(why)
+        if problem is not None:  # the memory stays: it may be registered here
+            self._give_up(problem)
+            return False
+        self._addresses.append(address.value or 0)
+        self._ledger.add_window(window_bytes)
+        return True
+
+    def _agree(self, problem: str) -> str | None:
+        """Returns the first rank's problem, or None if no rank has one."""
+        return self._first_problem(self._gather(problem))
+
+    def _gather(self, text: str) -> list[bytes]:
+        return all_gather_bytes(self._context, _packed(text), "empty")
+
+    def _first_problem(self, texts: Sequence[bytes]) -> str | None:
+        found = ((rank, text.rstrip(b"\0").decode(errors="replace")) for rank, text in enumerate(texts))
+        return next((f"global rank {self._context.ranks[rank]}: {text}" for rank, text in found if text), None)
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self._warn(problem)
+
+    def _warn(self, why: str) -> None:
+        """Logs once why a tensor is in ordinary memory."""
+        if not self._warned and self._context.rank == 0:
+            logger.warning("%s: a tensor of empty is in ordinary memory: %s", self._context, why)
+        self._warned = True
+
+    def _order(self, used_streams: list[int], is_new: bool) -> None:
+        """Orders the current stream behind what the device may still do with memory that is used again."""
+        current = self._streams.current()
+        if not is_new:
+            for stream in {*used_streams, *self._allocated_on} - {current}:
+                self._streams.wait_for(current, stream)
+        self._allocated_on.add(current)
+
+    def compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
+        """Raises CollectiveMismatchError if NCCL would take another offset for this rank's. Every rank calls it.
+
+        `symmetric`: tensors that other ranks read or write; `own`: those that only need to be registered on all ranks
+        or on none. It takes an exchange over gloo: see PARALLEL_STATE_DEBUG.
+        """
+        if not self._ledger.sizes:
+            return
+        places = [self._place_of(x) or "ordinary memory" for x in symmetric]
+        places += ["registered memory" if self._place_of(x) else "ordinary memory" for x in own]
+        texts = [each.rstrip(b"\0").decode() for each in self._gather(", ".join(places))]
+        mine = texts[self._context.rank]
+        for rank, text in zip(self._context.ranks, texts, strict=True):
+            if text != mine:
+                raise self._context.mismatch(
+                    operation,
+                    f"this rank's tensors are in {mine}, those of global rank {rank} in {text}. All ranks must pass "
+                    "the same part of the same tensor of empty",
+                    [rank],
+                )
+
+    def _place_of(self, x: Tensor) -> str:
+        for window, (address, size) in enumerate(zip(self._addresses, self._ledger.sizes, strict=True)):
+            if 0 <= x.data_ptr() - address < size:
+                return f"window {window} at byte {x.data_ptr() - address}"
+        return ""
+
+    def close(self, deregistered: bool) -> None:
+        """Frees the memory, or at a later group's end what tensors still use. Twice is fine.
+
+        Unless `deregistered`, kernels that were aborted may still use it: it is left to the process.
+        """
+        self.problem = self.problem or "the group was closed"
+        if deregistered and self._addresses:
+            with _LOCK:
+                _CLOSED.append(self)
+        free_closed()
+
+    def free_unused(self) -> bool:
+        """Frees windows that no tensor of this rank uses; the group has ended. Returns True if none is left."""
+        self._collect()
+        used = {block.window for number, block in self._ledger.blocks.items() if number not in self._free}
+        unused = [at for at, address in enumerate(self._addresses) if address and at not in used]
+        if unused and not self._streams.is_capturing():
+            with self._streams.guard():
+                self._streams.synchronize()
+                for at in unused:
+                    self._library.ncclMemFree(self._addresses[at])
+                    self._addresses[at] = 0
+        return not any(self._addresses)
+
+
+_LOCK = threading.Lock()
+_CLOSED: list[Windows] = []
+"""Of groups that have ended while tensors were using their memory."""
+
+
+def free_closed() -> None:
+    """Frees the memory of closed groups that no tensor uses any more."""
+    with _LOCK:
+        _CLOSED[:] = [each for each in _CLOSED if not each.free_unused()]
+
+
+def _packed(text: str) -> bytes:
+    return text.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
