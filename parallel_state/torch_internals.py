@@ -156,6 +156,12 @@ def is_registered(group: Any) -> bool:
     return group in c10d._world.pg_map
 
 
+def mark_written(x: Tensor) -> None:
+    """Tells autograd, as torch's own in-place ops do, that `x` was written to."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
 def end_process_groups(group: Any = None) -> None:
     """Ends a process group, or all of them, as `dist.destroy_process_group`.
 

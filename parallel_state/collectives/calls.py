@@ -35,7 +35,7 @@ from device_communicators.routing.started import Handle, TensorHandle
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import batches, checks, ops
 from parallel_state.collectives.direct import DIRECT
-from parallel_state.torch_internals import in_transform
+from parallel_state.torch_internals import in_transform, mark_written
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.default
@@ -84,6 +84,11 @@ class GroupFacts:
         return True
 
 
+def _is_straight(x: Tensor) -> bool:
+    """Returns True if the registered op on `x` would only call the route: its dispatch takes as long as the route."""
+    return not is_dynamo_compiling() and DIRECT.straight(x) is x
+
+
 def _copied(out: Tensor, received: Tensor) -> Tensor:
     return copy_values(out, received)
 
@@ -107,6 +112,8 @@ class TensorCalls(GroupFacts):
         op = checks.check_reduce_op(self.context, "all_reduce", op)
         if self._is_single_rank_reducing("all_reduce", x, op):
             return x
+        if _is_straight(x):
+            return self.route.run("all_reduce", x, x, op, reduce_op=op)
         return _ALL_REDUCE(x, self._token, op, self._key)
 
     def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
@@ -116,7 +123,12 @@ class TensorCalls(GroupFacts):
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
         op = checks.check_reduce_op(self.context, "all_reduce_", op)
-        if not self._is_single_rank_reducing("all_reduce_", x, op):
+        if self._is_single_rank_reducing("all_reduce_", x, op):
+            return x
+        if _is_straight(x):
+            self.route.run("all_reduce_", x, x, op, reduce_op=op)
+            mark_written(x)
+        else:
             _ALL_REDUCE_IN_PLACE(x, self._token, op, self._key)
         return x
 
@@ -142,6 +154,8 @@ class TensorCalls(GroupFacts):
                 return out
         if self._is_single_rank():
             gathered = x if x.dim() else x.reshape(1)
+        elif _is_straight(x):
+            gathered = self.route.run("all_gather", x, x, dim)
         else:
             gathered = _ALL_GATHER(x, self._token, dim, self._key)
         return gathered if out is None else out.copy_(gathered)
@@ -219,11 +233,12 @@ class TensorCalls(GroupFacts):
             if self._goes_into(out, x):
                 _OPS.reduce_scatter_into(x, self._token, out, dim, op, self._key)
                 return out
-        scattered = (
-            x
-            if self._is_single_rank_reducing("reduce_scatter", x, op)
-            else _REDUCE_SCATTER(x, self._token, dim, op, self._key)
-        )
+        if self._is_single_rank_reducing("reduce_scatter", x, op):
+            scattered = x
+        elif _is_straight(x):
+            scattered = self.route.run("reduce_scatter", x, x, dim, op, reduce_op=op)
+        else:
+            scattered = _REDUCE_SCATTER(x, self._token, dim, op, self._key)
         return scattered if out is None else out.copy_(scattered)
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:

@@ -84,6 +84,8 @@ class DirectCalls:
 
     def __init__(self) -> None:
         self._facts: _Facts | None = None
+        self.straight: Callable[[Any], Any] = _not_here
+        """Returns its argument if torch would do nothing before the kernel of an op on that tensor, on any device."""
         for name in self.__class__.__annotations__:
             setattr(self, name, _not_here)
 
@@ -109,6 +111,7 @@ class DirectCalls:
         for name in self.__class__.__annotations__:
             twin = getattr(torch.ops.parallel_state_python, name).default
             setattr(self, name, library.method(f"ps_direct_{name}", twin))
+        self.straight = library.method("ps_direct_straight")
 
 
 def find_wrap() -> int | None:

@@ -16,15 +16,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_state as ps
+from device_communicators import CATALOG, build_route, register_route
 from device_communicators.cpu.plain_tree import tensor_at, type_at
 from device_communicators.errors import GroupDestroyedError, InvalidArgumentError
+from device_communicators.routing.route import Traffic
 from parallel_state.collectives.direct import DIRECT, DirectCalls, find_wrap
+from tests.contract.carriers import twin_of
 from tests.workers import WorkerPool
 
 Group = ps.GroupCoordinator
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
 NAMES = tuple(DirectCalls.__annotations__)
+STRAIGHT = {"all_reduce", "all_reduce, a maximum", "all_reduce_", "all_gather", "all_gather along 0", "reduce_scatter",
+            "reduce_scatter, an average"}  # fmt: skip
+"""Those that go to the route without the op, where Python carries them."""
 
 CALLS: dict[str, Callable[[Group, Tensor], Any]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
@@ -79,8 +85,8 @@ def _watched() -> Iterator[list[bool]]:
 
 @contextmanager
 def _off() -> Iterator[None]:
-    before = {name: getattr(DIRECT, name) for name in NAMES}
-    for name in NAMES:
+    before = {name: getattr(DIRECT, name) for name in (*NAMES, "straight")}
+    for name in before:
         setattr(DIRECT, name, lambda *_: NotImplemented)
     try:
         yield
@@ -105,7 +111,7 @@ def _counted(group: Group, call: Callable[[], Any]) -> tuple[Any, list[tuple[str
     """Returns what a call gives, and by how much it changes the group's traffic."""
     before = group.route.traffic()
     result = call()
-    zero = type(next(iter(before.values())))()
+    zero = Traffic()
     changes = [
         (name, each.calls - before.get(name, zero).calls, each.bytes - before.get(name, zero).bytes)
         for name, each in group.route.traffic().items()
@@ -140,6 +146,58 @@ def _plain() -> int:
 
 def test_plain_calls_give_what_the_ops_do(pools: Pools) -> None:
     assert pools(2).run(_plain, tp=2, timeout_s=DEADLINE_S) == [len(MODES) * len(CALLS)] * 2
+
+
+def _carried_by_python() -> int:
+    """A group whose tensors no C++ carries: the same calls, past the op or through it."""
+    group = twin_of(ps.get_tp_group())
+    group.route = build_route(group.context, CATALOG[-1:])
+    register_route(group.route)
+    asked: list[bool] = []
+    straight = DIRECT.straight
+    DIRECT.straight = lambda x: (asked.append(straight(x) is x), straight(x))[1]  # type: ignore[func-returns-value]
+    try:
+        for mode, entered in MODES.items():
+            for name, call in CALLS.items():
+                what = f"{name} {mode}"
+                with entered():
+                    x, same = _x(group), _x(group)
+                    with _off():
+                        expected, counts = _counted(group, lambda call=call, x=x: call(group, x))  # type: ignore[misc]
+                    asked.clear()
+                    found, counted = _counted(group, lambda call=call, x=same: call(group, x))  # type: ignore[misc]
+                    assert asked == [True] * (name in STRAIGHT), what
+                    assert counted == counts, what
+                    if expected is None:
+                        continue
+                    assert torch.equal(found, expected) and type(found) is type(expected), what
+                    assert (found is same) == (expected is x) and found.is_inference() == expected.is_inference(), what
+                    if found is same and not found.is_inference():
+                        assert found._version > 0 < expected._version, what
+        for name in STRAIGHT:
+            asked.clear()
+            with _Sees() as mode_:
+                CALLS[name](group, _x(group))
+            assert any("parallel_state" in each for each in mode_.seen), name
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                CALLS[name](group, _x(group))
+            assert any(each.key.startswith("parallel_state::") for each in profiler.key_averages()), name
+            assert asked == [False] * 2, name
+        asked.clear()
+        wanted = torch.ones(2, requires_grad=True)
+        group.all_reduce(wanted * 3).sum().backward()
+        assert wanted.grad is not None and wanted.grad.tolist() == [6.0, 6.0]
+        with torch.inference_mode(), pytest.raises(InvalidArgumentError, match="op of all_reduce"):
+            group.all_reduce(torch.ones(2), "most")
+        assert not any(asked)
+    finally:
+        DIRECT.straight = straight
+        group.route.close()
+    return len(CALLS)
+
+
+def test_calls_that_python_carries_go_straight_to_the_route(pools: Pools) -> None:
+    assert pools(2).run(_carried_by_python, tp=2, timeout_s=DEADLINE_S) == [len(CALLS)] * 2
 
 
 class _Sees(TorchDispatchMode):

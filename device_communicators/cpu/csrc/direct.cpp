@@ -92,12 +92,21 @@ bool integer_of(void* object, std::int64_t* number) {
   return overflow == 0;
 }
 
-// Of dense tensors on the CPU, with nothing that acts before the kernels do: lazy bits, wrappers, modes, tracers.
-bool is_plain(DispatchKeySet keys) {
-  constexpr DispatchKeySet dense({DispatchKey::CPU}),
-      plain({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView, DispatchKey::AutocastCPU,
-             DispatchKey::BackendSelect});
+// Of dense tensors on one kind of device, with nothing that acts before the kernels do: lazy bits, wrappers, modes,
+// tracers.
+template <DispatchKey kDevice, DispatchKey kAutograd, DispatchKey kAutocast>
+bool is_plain_on(DispatchKeySet keys) {
+  constexpr DispatchKeySet dense({kDevice}),
+      plain({kDevice, kAutograd, DispatchKey::ADInplaceOrView, kAutocast, DispatchKey::BackendSelect});
   return (keys.raw_repr() & dense.raw_repr()) == dense.raw_repr() && (keys.raw_repr() & ~plain.raw_repr()) == 0;
+}
+
+bool is_plain(DispatchKeySet keys) {
+  return is_plain_on<DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU>(keys);
+}
+
+bool is_plain_anywhere(DispatchKeySet keys) {
+  return is_plain(keys) || is_plain_on<DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA>(keys);
 }
 
 // Whether a gradient, or a tangent, would be lost or formed.
@@ -135,6 +144,16 @@ class Given {
     if (impl == nullptr || !is_plain(impl->key_set())) return false;
     keys_ = keys_ | impl->key_set();
     return true;
+  }
+
+  // The same for a tensor on any device, of an op that Python carries.
+  bool is_straight_with(int at) {
+    c10::TensorImpl* const impl = impl_of(objects_[at]);
+    if (impl == nullptr || !is_plain_anywhere(impl->key_set())) return false;
+    keys_ = keys_ | impl->key_set();
+    using Owned = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    const Tensor x(Owned::unsafe_reclaim_from_nonowning(impl));
+    return !wants_gradient(x) && is_straight();
   }
 
   // A tensor to be written to, as `check_out` of parallel_state.collectives.checks has it.
@@ -192,12 +211,12 @@ class Given {
     return false;
   }
 
-  // Whether torch's dispatcher would go straight to the CPU kernel of an op on the tensors that were looked at, or by
-  // way of autograd, which has nothing to do; and whether nobody would be told of it. As the dispatcher computes it.
+  // Whether torch's dispatcher would go straight to the kernel of an op on the tensors that were looked at, or by way
+  // of autograd, which has nothing to do; and whether nobody would be told of it. As the dispatcher computes it.
   bool is_straight() {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     keys_ = (keys_ | local.included_) - local.excluded_;
-    return is_plain(keys_) && !at::impl::torch_function_mode_enabled() &&
+    return is_plain_anywhere(keys_) && !at::impl::torch_function_mode_enabled() &&
            !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
   }
 
@@ -506,6 +525,14 @@ void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
     const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
     // The op, which the method calls then, tries again, and its twin finds out why not.
     return carried == Carried::kYes ? facts->wrap(out) : not_mine();
+  });
+}
+
+// x: returned if torch's dispatcher would do nothing before the kernel of an op on it, on whichever device.
+void* ps_direct_straight(void*, void* const* objects, std::ptrdiff_t count) {
+  return guarded([&]() -> void* {
+    Given given{nullptr, objects, count};
+    return given.are(1) && given.is_straight_with(0) ? same(objects[0]) : not_mine();
   });
 }
 
