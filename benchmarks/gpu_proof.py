@@ -66,7 +66,9 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Step:
-    """A script of this folder with its arguments, or tests of tests/gpu. `dry`: the arguments of a dry run."""
+    """A script of this folder with its arguments, a module (`-m …`), or tests of tests/gpu. `dry`: arguments without a
+    GPU; none: it needs one.
+    """
 
     name: str
     limit_s: float
@@ -80,11 +82,11 @@ class Step:
     """Characters of the output's end that are printed."""
 
     def command(self, out: Path, dry: bool, tests: Sequence[str]) -> list[str]:
+        wrapper = [str(BENCHMARKS / "gpu_proof.py"), "mps"] if self.under_mps and not dry else []
         if not tests:
             given = [each.replace("OUT", str(out)) for each in (self.dry if dry else self.arguments)]
-            return [sys.executable, "-u", str(BENCHMARKS / self.script), *given]
+            return [sys.executable, *wrapper, *([str(BENCHMARKS / self.script)] if self.script else ()), *given]
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=12", "-rfEs"]
-        wrapper = [str(BENCHMARKS / "gpu_proof.py"), "mps"] if self.under_mps else []
         return [sys.executable, *wrapper, *pytest, *(f"tests/gpu/{name}" for name in tests)]
 
 
@@ -95,6 +97,7 @@ def _of(file: str, *tests: str) -> tuple[str, ...]:
 _FEW = ("--rounds", "2", "--round-ms", "0.1", "--case-s", "0.3")
 _KERNELS = ("--json", "OUT/kernels.json", "--svg", "OUT/kernels.svg")
 _COLLECTIVES = ("--ranks", "2", "--operations", "all_reduce", "--sizes", "8192", "--json", "OUT/collectives.json")
+_TUNE = ("-m", "parallel_state", "tune", "--ranks", "2", "--out", "OUT/tune.json")
 _BITS = "every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits"
 _GRAPH = "a_graph_of_ours_and_nccls_is_replayed_a_thousand_times"
 _ENDS = "a_rank_that_ends_is_named_and_frees_those_that_wait"
@@ -115,27 +118,34 @@ FIRST = (
           "--case-s", "1.5", *_KERNELS], ["--emulate", "--sizes", "1024", *_FEW, *_KERNELS], shown=1500),
 )  # fmt: skip
 SECOND = (
-    Step("tests", 210, shown=3500, tests=(
+    Step("tests", 120, shown=2500, tests=(
         *_of("capture", "compiled_with_reduce_overhead[nccl]", "compiled_with_reduce_overhead[device_group]"),
         *_of("peer_memory", "compiled[2]", f"{_BITS}[4]", f"{_ENDS}[symmetric]"),
         *_of("failures", f"{_ENDS}[eager]"),
+        *_of("nccl", "a_window_of_one_rank"),
     )),
-    Step("host", 90, "collectives.py",
-         ["--device", "cuda", "--modes", "eager", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
-         ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES], environment=SHARED, shown=2000),
-    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
+    Step("host", 60, "collectives.py",
+         ["--device", "cuda", "--modes", "eager", "graph", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
+         ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES], environment=SHARED, under_mps=True, shown=2500),
+    Step("tune", 60, "", [*_TUNE, "--rounds", "10", "--proof-calls", "20000", "--sizes", "8192", "65536", "1048576"],
+         environment=SHARED, under_mps=True),
     Step("mps", 70, tests=_of("peer_memory", f"{_BITS}[2]", f"{_GRAPH}[2]"), under_mps=True),
-    Step("demo", 80, tests=_of("programs", "the_demo[--cuda-graph]")),
+    Step("demo", 60, tests=_of("programs", "the_demo[--cuda-graph]")),
+    Step("command", 40, "", ["-m", "parallel_state", "check", "--quick"], ["-m", "parallel_state", "check", "--quick"]),
+    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
 )  # fmt: skip
 """One pytest process for each step with tests: those that may hang, or need a daemon, are alone in theirs."""
 
 
+AGAIN_S = 150.0
+
+
 def steps_of(call: str, again: Sequence[str]) -> list[Step]:
+    """Returns the steps of a call; the second begins with the tests `again`."""
     if call == "first":
         return list(FIRST)
-    names = [name.strip().removeprefix("tests/gpu/") for name in again]
-    tests = tuple(dict.fromkeys([*filter(None, names), *SECOND[0].tests]))
-    return [Step("tests", SECOND[0].limit_s, tests=tests, shown=SECOND[0].shown), *SECOND[1:]]
+    names = tuple(filter(None, (name.strip().removeprefix("tests/gpu/") for name in again)))
+    return [*([Step("again", AGAIN_S, tests=names, shown=3500)] if names else []), *SECOND]
 
 
 class Proof:
@@ -197,7 +207,9 @@ class Proof:
             lost = self._lost(step.tests)
             reason = f"there is no test {lost}" if lost else f"a dry run: {len(step.tests)} tests are there"
             return self._verdict(step, "failed" if lost else "skipped", reason)
-        if step.under_mps and tool(MPS) is None:
+        if self.dry and not step.dry:
+            return self._verdict(step, "skipped", "a dry run has no GPU for it")
+        if step.under_mps and not self.dry and tool(MPS) is None:
             return self._verdict(step, "skipped", f"there is no {MPS}")
         self.note(step.name, outcome="running", limit_s=round(limit_s))
         started = time.monotonic()
@@ -311,15 +323,21 @@ def _facts_in(said: str) -> dict[str, Any]:
 
 @cache
 def _commit() -> str:
-    """Returns what `report.commit` of the harness does, without torch; where there is no git, as `prepare` noted it."""
+    """Returns BENCHMARK_COMMIT, or as `prepare` noted it: a copied tree may lie in a repository of another commit."""
+    if os.environ.get("BENCHMARK_COMMIT"):
+        return os.environ["BENCHMARK_COMMIT"]
+    with contextlib.suppress(OSError):
+        return (CARRIED / "commit").read_text().strip()
+    return _commit_of_git()
+
+
+def _commit_of_git() -> str:
     with contextlib.suppress(OSError):
         command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
         told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
         if told:
             return told
-    with contextlib.suppress(OSError):
-        return (CARRIED / "commit").read_text().strip()
-    return os.environ.get("BENCHMARK_COMMIT") or "unknown"
+    return "unknown"
 
 
 def under_mps(command: Sequence[str]) -> int:
@@ -377,9 +395,9 @@ def prepare(with_model: bool) -> int:
         return 1
     for lock in (CARRIED / "cache").rglob("*.lock"):
         lock.unlink()
-    (CARRIED / "commit").write_text(_commit() + "\n")
+    (CARRIED / "commit").write_text(_commit_of_git() + "\n")
     size = sum(each.stat().st_size for each in CARRIED.rglob("*") if each.is_file())
-    print(f"{CARRIED.name} is ready: commit {_commit()}, {size / (1 << 20):.1f} MiB")
+    print(f"{CARRIED.name} is ready: commit {_commit_of_git()}, {size / (1 << 20):.1f} MiB")
     return 0
 
 
@@ -408,6 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the evidence")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for the whole call")
     parser.add_argument("--again", nargs="+", metavar="NAME", help="tests that failed: test_nccl.py::test_one_rank")
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="of the call; default: all")
     parser.add_argument("--dry", action="store_true", help="on the CPU")
     parser.add_argument("--arch", help="to compile for; without it the GPU's")
     parser.add_argument("--model", action="store_true", help="carry the demo's model (45 MB), too")
@@ -430,7 +449,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     proof = Proof(options.out.resolve(), options.what, options.dry, options.limit_s)
     try:
-        outcomes = [proof.run(step) for step in steps_of(options.what, again)]
+        steps = [step for step in steps_of(options.what, again) if step.name in (options.steps or [step.name])]
+        outcomes = [proof.run(step) for step in steps]
     finally:
         proof.close()
     print("; ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes)))

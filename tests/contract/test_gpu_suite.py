@@ -72,7 +72,7 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
 
 OF_CALLS = {
     "first": ({"machine", "compile", "check", "kernels"}, {"kernels.json", "kernels.svg"}),
-    "second": ({"host"}, {"collectives.json"}),
+    "second": ({"host", "command"}, {"collectives.json"}),
 }
 """By call: the steps that a dry run has, and what they write."""
 

@@ -2,9 +2,9 @@
 
 `make test-gpu` asks for it with GPU_TESTS_REPORT=folder. Written anew after each check, so that a run that is killed
 leaves what it found, and the name of the check that it was in; nothing is written before a check has run on a GPU. A
-run of a part of the tests (`-k`, or names) adds to the report of the same day, machine and commit; where that name has
-another commit's or machine's report, it is kept, and this one gets a number. Checks under MPS have names of their own.
-Checks leave figures and reasons by pytest's `record_property`.
+run of a part of the tests (`-k`, or names) adds to the report of the same day and machine: each check is that of the
+last run, and says of which commit. Where that name has another machine's report, it is kept, and this one gets a number.
+Checks under MPS have names of their own. Checks leave figures and reasons by pytest's `record_property`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Check:
     seconds: float = 0.0
     reason: str = ""
     found: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
 
 
 class Report:
@@ -69,23 +70,23 @@ class Report:
         """Of the JSON; the Markdown is beside it."""
 
     def _goes_on(self, path: Path) -> bool:
-        """Takes the checks of a report of this machine and commit; returns False for another's."""
+        """Takes the checks of a report of this machine, of whichever commit; returns False for another's."""
         earlier = json.loads(path.read_text())
-        if earlier["machine"] != self.machine:
+        if {**earlier["machine"], "commit": ""} != {**self.machine, "commit": ""}:
             return False
         self.checks = {check["name"]: Check(**check) for check in earlier["checks"]}
         self._earlier = earlier
         return True
 
     def begin(self, name: str) -> None:
-        self.checks[name] = Check(name, _RUNNING)
+        self.checks[name] = Check(name, _RUNNING, commit=str(self.machine["commit"]))
         self.write()
 
     def add(self, report: pytest.TestReport) -> None:
         """A phase of a test: set-up, call or end. It has failed if one of them has."""
         name = _name(report.nodeid)
         if report.when == "setup":
-            self.checks[name] = Check(name, _RUNNING)
+            self.checks[name] = Check(name, _RUNNING, commit=str(self.machine["commit"]))
         check = self.checks[name]
         check.seconds += report.duration
         check.found.update(dict(report.user_properties))
@@ -127,11 +128,13 @@ class Report:
             "|---|---|",
             *(f"| {_cell(name)} | {_cell(value)} |" for name, value in self.machine.items()),
         ]
-        lines += ["", "| check | outcome | s | |", "|---|---|---|---|"]
+        lines += ["", "| check | outcome | s | commit | |", "|---|---|---|---|---|"]
         for check in self.checks.values():
             found = "; ".join(f"{name}: {value}" for name, value in check.found.items())
             told = " ".join(filter(None, (check.reason.strip().rpartition("\n")[2][:_TOLD], found)))
-            lines.append(f"| {_cell(check.name)} | {check.outcome} | {check.seconds:.1f} | {_cell(told)} |")
+            lines.append(
+                f"| {_cell(check.name)} | {check.outcome} | {check.seconds:.1f} | {check.commit} | {_cell(told)} |"
+            )
         return "\n".join(lines) + "\n"
 
 

@@ -141,7 +141,7 @@ def test_the_second_call_has_the_firsts_evidence(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(gpu_proof, "SECOND", (step(folder, "one", "pass"), step(folder, "two", "pass")))
     assert gpu_proof.main(["second", str(folder / "out")]) in (0, 1)
     assert steps_in(folder)["check"]["outcome"] == "passed"
-    assert list(steps_in(folder, "second")) == ["tests", "two"]
+    assert list(steps_in(folder, "second")) == ["one", "two"]
     written = {"proof.json", "logs.tgz", "h100-2026-11-27.json", "h100-2026-11-27.md"}
     assert {each.name for each in (folder / "out").iterdir()} == written
 
@@ -247,14 +247,13 @@ def test_tests_under_mps_have_a_daemon_of_their_own(
     assert has_ended(int(pid))
 
 
-def test_what_failed_comes_first_and_once(folder: Path) -> None:
+def test_what_failed_comes_first() -> None:
     """`--again`, or a line each of .gpu/again."""
-    own = gpu_proof.SECOND[0].tests
-    again = ["tests/gpu/test_nccl.py::test_one_rank", "", own[1], own[1]]
-    (first, *rest) = gpu_proof.steps_of("second", again)
-    assert first.tests == ("test_nccl.py::test_one_rank", own[1], own[0], *own[2:])
-    assert (first.limit_s, rest) == (gpu_proof.SECOND[0].limit_s, list(gpu_proof.SECOND[1:]))
-    assert gpu_proof.steps_of("first", again) == list(gpu_proof.FIRST)
+    (first, *rest) = gpu_proof.steps_of("second", ["tests/gpu/test_nccl.py::test_one_rank", "", "test_x.py::test_x"])
+    assert first.tests == ("test_nccl.py::test_one_rank", "test_x.py::test_x")
+    assert rest == list(gpu_proof.SECOND)
+    assert gpu_proof.steps_of("second", ["", ""]) == list(gpu_proof.SECOND)
+    assert gpu_proof.steps_of("first", ["test_x.py::test_x"]) == list(gpu_proof.FIRST)
 
 
 def test_a_carried_cache_is_this_users_alone(folder: Path) -> None:
@@ -312,7 +311,7 @@ def test_a_call_shows_all_verdicts_and_each_step_can_begin(steps: tuple[Step, ..
     assert len({each.name for each in steps}) == len(steps)
     assert sum(each.shown + 200 for each in steps) < 12_000, "the caller sees only the last 12,000 characters"
     assert all(each.limit_s >= gpu_proof.LEAST_S for each in steps)
-    assert all(bool(each.script) != bool(each.tests) for each in steps)
+    assert all(bool(each.arguments) != bool(each.tests) for each in steps)
 
 
 def test_ways_that_one_gpu_cant_prove_are_listed() -> None:

@@ -13,7 +13,7 @@ import pytest
 from device_communicators.machine import group_topology
 from tests.gpu.report import Recorder, Report
 
-MACHINE = {"gpu": "NVIDIA H200 (a | b)", "torch": "2.11.0+cu130", "driver": None}
+MACHINE = {"gpu": "NVIDIA H200 (a | b)", "torch": "2.11.0+cu130", "driver": None, "commit": "abc"}
 
 
 def phase(name: str, when: str, outcome: str, longrepr: Any = "", **found: Any) -> Any:
@@ -59,9 +59,9 @@ def test_outcomes_reasons_and_figures(tmp_path: Path) -> None:
     assert (unstarted["outcome"], unended["outcome"]) == ("failed", "failed")
     text = path.with_suffix(".md").read_text()
     assert "3 failed, 1 passed, 1 skipped. 3 tests were not asked for." in text
-    assert "| test_a.py::test_failed | failed | 1.5 | assert 1 == 2 |" in text
-    assert "| test_a.py::test_skipped | skipped | 1.0 | needs \\| more |" in text
-    assert "| test_a.py::test_one | passed | 1.5 | MiB: [1, 2] |" in text
+    assert "| test_a.py::test_failed | failed | 1.5 | abc | assert 1 == 2 |" in text
+    assert "| test_a.py::test_skipped | skipped | 1.0 | abc | needs \\| more |" in text
+    assert "| test_a.py::test_one | passed | 1.5 | abc | MiB: [1, 2] |" in text
     assert "| gpu | NVIDIA H200 (a \\| b) |" in text
 
 
@@ -79,23 +79,31 @@ def test_a_part_of_the_tests_adds_to_the_days_report(tmp_path: Path) -> None:
     assert content["checks"][1]["reason"] == ""
 
 
-def test_another_commits_report_of_the_day_is_kept(tmp_path: Path) -> None:
-    """Two calls, the tree mended in between, have reports of one name in one folder."""
+def test_another_commits_run_adds_to_the_days_report(tmp_path: Path) -> None:
+    """Two calls, the tree mended in between: a check is that of the last run, and says of which commit."""
     first = Recorder(Report(MACHINE, tmp_path))
     told(first, "test_a.py::test_one", *FAILED)
-    mended = {**MACHINE, "commit": "another"}
+    told(first, "test_a.py::test_third", *PASSED)
     for test in ("one", "other"):
-        another = Recorder(Report(mended, tmp_path))
+        another = Recorder(Report({**MACHINE, "commit": "another"}, tmp_path))
         told(another, f"test_a.py::test_{test}", *PASSED)
-    assert another.report.path.name == first.report.path.stem + "-2.json"
-    assert len(list(tmp_path.iterdir())) == 4
+    assert another.report.path == first.report.path
+    found = json.loads(another.report.path.read_text())["checks"]
+    assert [(each["name"], each["outcome"], each["commit"]) for each in found] == [
+        ("test_a.py::test_one", "passed", "another"),
+        ("test_a.py::test_third", "passed", MACHINE["commit"]),
+        ("test_a.py::test_other", "passed", "another"),
+    ]
+
+
+def test_another_machines_report_of_the_day_is_kept(tmp_path: Path) -> None:
+    first = Recorder(Report({**MACHINE, "driver": "1"}, tmp_path))
+    told(first, "test_a.py::test_one", *FAILED)
+    second = Recorder(Report({**MACHINE, "driver": "2"}, tmp_path))
+    told(second, "test_a.py::test_one", *PASSED)
+    assert second.report.path.name == first.report.path.stem + "-2.json"
     (check,) = json.loads(first.report.path.read_text())["checks"]
     assert check["outcome"] == "failed"
-    found = json.loads(another.report.path.read_text())["checks"]
-    assert [(each["name"], each["outcome"]) for each in found] == [
-        ("test_a.py::test_one", "passed"),
-        ("test_a.py::test_other", "passed"),
-    ]
 
 
 def session(*arguments: str) -> Any:
