@@ -137,7 +137,7 @@ SECOND = (
 """One pytest process for each step with tests: those that may hang, or need a daemon, are alone in theirs."""
 
 
-AGAIN_S = 150.0
+AGAIN_S = 110.0
 
 
 def steps_of(call: str, again: Sequence[str]) -> list[Step]:

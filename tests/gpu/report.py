@@ -2,9 +2,9 @@
 
 `make test-gpu` asks for it with GPU_TESTS_REPORT=folder. Written anew after each check, so that a run that is killed
 leaves what it found, and the name of the check that it was in; nothing is written before a check has run on a GPU. A
-run of a part of the tests (`-k`, or names) adds to the report of the same day and machine: each check is that of the
-last run, and says of which commit. Where that name has another machine's report, it is kept, and this one gets a number.
-Checks under MPS have names of their own. Checks leave figures and reasons by pytest's `record_property`.
+run of a part of the tests (`-k`, or names) adds to the report of the same day and machine. Each check is that of the
+last run, with its commit. Where that name has another machine's report, it is kept, and this one gets a number. Checks
+under MPS have names of their own. Checks leave figures and reasons by pytest's `record_property`.
 """
 
 from __future__ import annotations
