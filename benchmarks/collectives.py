@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     names = [mpi.name for mpi in MPIS]
     parser.add_argument("--mpis", nargs="*", choices=names, default=names, help="fewer start faster with many ranks")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: has not been run on GPUs yet")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--svg", type=Path, help="a picture")
     options = parser.parse_args()
     if in_ranks(options):

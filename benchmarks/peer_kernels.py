@@ -20,7 +20,7 @@ its time, as a share of what a plain copy of 1 GiB moves in this run. What fits 
 1. `fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's
 add, torch's rms_norm. `host` is what a launch costs the host; with the op and the group above it: `collectives.py`
 under torchrun. NCCL and torch's symmetric memory are measured with one rank each, last: a crash of theirs loses no row
-of the kernels', which the JSON has by then. Not run on a GPU.
+of the kernels', which the JSON has by then.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ after its epochs have been set back it can do the same again. So its call must t
 `Others` are NCCL and torch's symmetric memory with one rank: what is left is the cost of a call, below which no
 exchange of theirs can be. Several ranks of theirs need a process each, and processes that share a GPU take turns on it,
 so that a kernel that waits holds the GPU until its time slice ends: nothing to measure. `KernelTeam` is asked as a
-`Team` of the harness is, so that all candidates get their turns. Not run on a GPU.
+`Team` of the harness is, so that all candidates get their turns.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCap
     make and warm up communicators, and connect the pipeline's neighbours; nothing is sent on the way out. For one
     group, or other peers, there is a group's own `graph_capture`.
 
-    On the CPU there is nothing to capture and the body simply runs. Not run on a GPU yet.
+    On the CPU there is nothing to capture and the body simply runs.
     """
     tp, pp = get_tp_group(), get_pp_group()
     where = tp.device if device is None else torch.device(device)

@@ -156,6 +156,17 @@ def is_registered(group: Any) -> bool:
     return group in c10d._world.pg_map
 
 
+def name_ranks(group: Any) -> None:
+    """Tells the default group's NCCL its ranks, before the group is split.
+
+    torch leaves them out, and takes them from the number of NCCL groups that the process has had: in a second world it
+    reads past the end of an empty list, and the process dies (pytorch #192109; seen with 2.11).
+    """
+    options = group._get_backend(torch.device("cuda")).options
+    if not options.global_ranks_in_group:
+        options.global_ranks_in_group = list(range(group.size()))
+
+
 def mark_written(x: Tensor) -> None:
     """Tells autograd, as torch's own in-place ops do, that `x` was written to."""
     if not x.is_inference():

@@ -417,7 +417,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 def check_shared_gpus(world: GroupCoordinator) -> None:
     """Raises InvalidArgumentError where ranks share a GPU and none of them may, on every rank; each calls it.
 
-    By UUIDs: ranks that see one GPU each can have the same one. One warning where they may. Not run on a GPU.
+    By UUIDs: ranks that see one GPU each can have the same one. One warning where they may.
     """
     if world.device.type != "cuda" or world.world_size == 1:
         return

@@ -15,7 +15,7 @@ How a batch travels:
     last stage   world.send_tensor_dict                     driver
 
 With `--device cuda` ranks may share a GPU where there are fewer, `--cuda-graph` captures each stage once for each shape
-of batch (`StageGraphs`), also of compiled layers. Neither has been run on a GPU yet.
+of batch (`StageGraphs`), also of compiled layers (which has not run on a GPU).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def run_rank(options: argparse.Namespace) -> bool:
     return driver.check(embeddings)
 
 
-# ---- stages in CUDA graphs: not run on a GPU -------------------------------------------------------------------------
+# ---- stages in CUDA graphs -------------------------------------------------------------------------------------------
 
 
 Shape = tuple[int, int]
@@ -364,7 +364,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, help="replicas (default: 1, or what is left of torchrun's ranks)")
     parser.add_argument("--batch-size", type=int, default=16, help="most sentences in a batch")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True, dynamic=True) the layers")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not run on a GPU yet")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cuda-graph", action="store_true", help="capture each stage in CUDA graphs; with cuda only")
     options = parser.parse_args()
     problem = find_problem(options)

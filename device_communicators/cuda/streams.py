@@ -1,6 +1,6 @@
 """Streams and events of one CUDA device, as far as `nccl` needs them: its one seam to CUDA.
 
-Tests without a GPU put a stand-in with the same methods in its place. Not run on a GPU.
+Tests without a GPU put a stand-in with the same methods in its place.
 """
 
 from __future__ import annotations

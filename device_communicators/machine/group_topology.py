@@ -8,7 +8,7 @@ Ranks may share a GPU, for tests, laptops and the demo, but mostly it is a mista
 file finds them, and knows what NCCL must be told before CUDA starts. NCCL refuses two ranks on one GPU. From 2.30.3 on
 it takes them with a variable of its own; before, ranks that seem to be on different hosts pass, and their traffic goes
 over sockets of the loopback interface: slow, but right. Either way a kernel that waits for another rank holds the GPU
-until its time slice ends, so that is not for measuring. Not run on a GPU.
+until its time slice ends, so that is not for measuring.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GroupTopology:
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Returns a CUDA device's UUID, for which torch starts CUDA; None for other devices. Not run on a GPU."""
+    """Returns a CUDA device's UUID, for which torch starts CUDA; None for other devices."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

@@ -4,7 +4,7 @@ What the answers mean is `topology`'s business. Everything there goes through `R
 stand in for a real one: `Recorder` writes down what a machine answers, `Recording` gives it again. The tests and
 `python -m parallel_state topology --replay` work on such records.
 
-Not run on a GPU: a test has pynvml ask a library that stands in for NVML.
+A test has pynvml ask a library that stands in for NVML.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ What only moves, moves as bytes; what is reduced is widened as `reductions` says
 at each hop, as it does with 16-bit ones.
 
 A single communicator of NCCL (its making, its deadline, its end) is `handle`'s business, memory that is registered with
-it `windows`'. Not run on a GPU.
+it `windows`'.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ does, would wait for each other for ever if both directions, or all pairs, had o
 
 Two ranks make theirs at the first transfer between them, to which both must come; a thread does that, as a transfer
 that is started must not wait for the other rank to start its own. What is started meanwhile is put behind it.
-Not run on a GPU.
 """
 
 from __future__ import annotations

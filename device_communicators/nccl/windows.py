@@ -7,7 +7,7 @@ take the same part of the same window. A part is free once all ranks have let go
 the group ends.
 
 Where a rank can't register memory, all ranks have ordinary memory from then on. Where NCCL registers memory but the
-ranks are not in one NVLink domain, NCCL's other kernels carry the tensors as they carry any. Not run on a GPU.
+ranks are not in one NVLink domain, NCCL's other kernels carry the tensors as they carry any.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ element's sum doesn't depend on which kernel, which size or which place in the t
 thresholds, and all that the kernels don't know, is refused: the next communicator carries it.
 
 Set-up, failures and launches are in `peer.group`, admission and thresholds in `peer.thresholds`.
-Not run on a GPU.
 """
 
 from __future__ import annotations

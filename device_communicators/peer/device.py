@@ -1,6 +1,6 @@
 """One GPU as the peer-memory communicator needs it: its one seam to CUDA, beside the kernels.
 
-Tests without a GPU put a stand-in with the same methods in its place. Not run on a GPU.
+Tests without a GPU put a stand-in with the same methods in its place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def arch_of(device: torch.device) -> str:
-    """Returns the compute capability, as `9.0`. Not run on a GPU."""
+    """Returns the compute capability, as `9.0`."""
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 

@@ -11,7 +11,7 @@ replays of a captured one, a thread that looks at the report says in the log wha
 that a launch failed.
 
 Two calls at once on one rank would mix. Calls on several streams wait for each other; calls and replays, or replays
-beside each other, are ordered by whoever replays. Not run on a GPU.
+beside each other, are ordered by whoever replays.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ through `cuda.core` to a cubin for one architecture, kept in the user's cache; i
 but the packages of the extra `cuda`. The driver is called through ctypes: one call with everything prepared, a few
 microseconds less than any wrapper that looks at each argument. All is loaded and resolved in `load`, as nothing
 may be loaded while a graph is captured, and as a load may wait for kernels that run, which may wait for this rank. Who
-launches what when is `group`'s. Not run on a GPU: the tests give it a libcuda of their own.
+launches what when is `group`'s. Tests without a GPU give it a libcuda of their own.
 """
 
 from __future__ import annotations

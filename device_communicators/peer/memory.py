@@ -8,7 +8,7 @@ kernels' business (`csrc`), who may use them `peer.thresholds`'s.
 Either way keeps a region's memory until its owner *and* all who have mapped it have let go, so ranks may close in any
 order: a peer that is behind reads memory that still is there. Over CUDA IPC that holds while the owner's process lives;
 what a mapping of a dead process's memory is, CUDA doesn't say. What must be over is only this rank's own work with the
-mappings, which is the caller's to see to. Not run on a GPU.
+mappings, which is the caller's to see to.
 """
 
 from __future__ import annotations

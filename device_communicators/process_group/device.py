@@ -1,7 +1,6 @@
 """A device's tensors over the group's torch process group, as torch has it: NCCL for CUDA; and over its `fake` backend.
 
 Whether all ranks are in the same call is compared in debug mode only: it would cost a copy to the host.
-The part about captures has not been run on a GPU.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from parallel_state.torch_internals import (
     gloo_connects_lazily,
     is_fake,
     is_registered,
+    name_ranks,
     new_group_of_members,
     set_timeout,
 )
@@ -262,6 +263,7 @@ class ProcessGroupPool:
 
     def _make(self, strategy: str, keys: Sequence[_Key]) -> None:
         if strategy == "split" and keys:
+            name_ranks(dist.group.WORLD)
             made = dist.split_group(
                 parent_pg=dist.group.WORLD,
                 split_ranks=[list(key[0]) for key in keys],

@@ -9,7 +9,7 @@ group waits for. On GPUs calls are captured, and the graph's replays timed: that
 chosen is then proven: calls of all kinds, on random sizes, with ranks that come late at random, each compared with its
 answer. Only then a row is written, with the conditions that it holds for, among the user's rows, where
 PARALLEL_STATE_PEER_MEMORY=auto and PARALLEL_STATE_NCCL=auto find it. Rows of ranks that share a GPU are written as
-evidence, and never found. Not run on a GPU.
+evidence, and never found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether there is a GPU, the pools of ranks on it, and the report of a run. Not run on a GPU yet."""
+"""Whether there is a GPU, the pools of ranks on it, and the report of a run."""
 
 from __future__ import annotations
 

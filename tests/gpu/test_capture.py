@@ -1,6 +1,6 @@
 """CUDA graphs: every tensor op, several graphs, several groups, tensor dicts; replayed with fresh inputs.
 
-In a dry run a replay makes the call again. Not run on a GPU yet.
+In a dry run a replay makes the call again.
 """
 
 from __future__ import annotations

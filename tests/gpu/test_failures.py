@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU ends in time and is named: ranks that end, ranks that don't come. Not run on a GPU yet."""
+"""What goes wrong on a GPU ends in time and is named: ranks that end, ranks that don't come."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Groups on a GPU: bound devices, splits, stream priorities, and groups that end and are made again.
-
-Not run on a GPU yet.
-"""
+"""Groups on a GPU: bound devices, splits, stream priorities, and groups that end and are made again."""
 
 from __future__ import annotations
 

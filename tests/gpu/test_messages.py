@@ -1,7 +1,4 @@
-"""Objects and tensor dicts between GPUs: with metadata and with a spec. Captured ones are in `test_capture`.
-
-Not run on a GPU yet.
-"""
+"""Objects and tensor dicts between GPUs: with metadata and with a spec. Captured ones are in `test_capture`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Every collective and transfer on a GPU equals the reference that the CPU computes.
 
 Over NCCL communicators of our own and over torch's device group; world sizes 1, 2 and 4 on however many GPUs there are.
-Not run on a GPU yet.
 """
 
 from __future__ import annotations

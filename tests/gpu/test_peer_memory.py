@@ -1,4 +1,4 @@
-"""Kernels in peer memory, by 2, 4 and 8 processes on however many GPUs there are. Not run on a GPU yet.
+"""Kernels in peer memory, by 2, 4 and 8 processes on however many GPUs there are.
 
 Processes that share a GPU take turns on it: slow, but right, so sizes and numbers of calls are small there. torch lets
 them share with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.

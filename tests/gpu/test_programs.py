@@ -1,4 +1,4 @@
-"""The demo and the benchmark, as a user starts them on a machine with GPUs. Not run on a GPU yet."""
+"""The demo and the benchmark, as a user starts them on a machine with GPUs."""
 
 from __future__ import annotations
 

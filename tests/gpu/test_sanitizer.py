@@ -1,7 +1,7 @@
 """The kernels under compute-sanitizer: memcheck and racecheck of rank 0's, whose peers have come and gone before.
 
 `benchmarks/peer_kernels.py --check` runs them: in one process, one kernel at a time, since the tool may let kernels run
-one after the other only, and two that wait for each other would never end then. Not run on a GPU, nor with the tool.
+one after the other only, and two that wait for each other would never end then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the real driver says of the GPUs, and what the ranks of a group make of it. Not run on a GPU yet."""
+"""What the real driver says of the GPUs, and what the ranks of a group make of it."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ NCCL = GroupOptions("nccl", 5.0)
 class Calls(list[Any]):
     """What was asked of torch, which is not asked."""
 
+    named: Any = None
+    """The group whose NCCL was told its ranks."""
+
     def split(self, *, split_ranks: list[list[int]], **options: Any) -> object:
         self.append(("split", split_ranks))
         return object()
@@ -44,6 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(dist, "split_group", made.split)
     monkeypatch.setattr(dist, "new_group", made.globally)
     monkeypatch.setattr(groups, "new_group_of_members", made.of_members)
+    monkeypatch.setattr(groups, "name_ranks", lambda group: setattr(made, "named", group))
     monkeypatch.setattr(groups, "set_timeout", lambda group, timeout_s: None)  # of no process group
     try:
         yield made
@@ -74,7 +78,7 @@ def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool
     """The same lists again take no call, on no rank; of other lists, those that aren't there yet."""
     first = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     second = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
-    assert calls == [("split", PAIRS)]
+    assert calls == [("split", PAIRS)] and calls.named is dist.group.WORLD
     assert first.process_group is second.process_group
     assert [pool.next_channel([2, 3]), pool.next_channel([2, 3]), pool.next_channel([2, 3, 4])] == [0, 1, 0]
     uneven = [[0, 1], [2, 3, 4, 5], [6, 7]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,3 +31,24 @@ def test_the_log_says_that_nccl_waits_for_graphs(
     assert ended == [None]
     assert len(caplog.messages) == is_slow
     assert not is_slow or "delete the graphs before the group is destroyed" in caplog.messages[0]
+
+
+class Options:
+    def __init__(self, ranks: list[int]) -> None:
+        self.global_ranks_in_group = ranks
+
+
+@pytest.mark.parametrize(("ranks", "told"), [([], [0, 1, 2]), ([2, 1, 0], [2, 1, 0])])
+def test_a_group_that_is_split_knows_its_ranks(ranks: list[int], told: list[int]) -> None:
+    options = Options(ranks)
+    backend = SimpleNamespace(options=options)
+    torch_internals.name_ranks(SimpleNamespace(_get_backend=lambda device: backend, size=lambda: 3))
+    assert options.global_ranks_in_group == told
+
+
+def test_torchs_options_of_nccl_have_the_ranks() -> None:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    options = dist.ProcessGroupNCCL.Options()
+    options.global_ranks_in_group = [0, 1]
+    assert options.global_ranks_in_group == [0, 1]

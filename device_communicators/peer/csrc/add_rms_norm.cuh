@@ -1,5 +1,5 @@
 // all_reduce, add and RMS norm in one kernel, by push, for few rows: y = round(round(sum of input) + residual) and
-// round(y / rms(y) * weight), or that quantised to float8. The numerics are those of norms.py. Not run on a GPU.
+// round(y / rms(y) * weight), or that quantised to float8. The numerics are those of norms.py.
 //
 // A row is shared by a *team* of neighbouring blocks, so that each thread has one pair of it and each epoch carries a
 // whole row: its data is on the way once, at the latency of one push, however long the row is. Every rank computes all

@@ -1,6 +1,6 @@
 // What a launch is told, and where things lie in a region. Mirrored in kernels.py; a test compares the two.
 //
-// Nothing here touches memory: see memory.cuh for how, and epochs.cuh for when. Not run on a GPU.
+// Nothing here touches memory: see memory.cuh for how, and epochs.cuh for when.
 #pragma once
 
 namespace parallel_state {

@@ -1,7 +1,7 @@
 // Dtypes, and sums of them: packed in 32-bit words as they lie in memory, or as floats.
 //
 // A sum is made in fp32, from rank 0 on, and rounded once, so that all ranks get the same bits from any algorithm.
-// Not run on a GPU.
+
 #pragma once
 
 #include "memory.cuh"

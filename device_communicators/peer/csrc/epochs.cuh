@@ -1,4 +1,4 @@
-// Epochs: how the blocks of a call keep out of each other's way, in one call and in the next. Not run on a GPU.
+// Epochs: how the blocks of a call keep out of each other's way, in one call and in the next.
 //
 // Block b of a rank works with block b of the other ranks and with nobody else. It has its own flags, its own parts of
 // the regions and its own epoch. One *epoch* is one exchange between these blocks: everyone writes into its slot of the

@@ -1,4 +1,4 @@
-// float8 e4m3fn: 4 bits of exponent with a bias of 7, 3 of fraction, no infinities, one NaN. Not run on a GPU.
+// float8 e4m3fn: 4 bits of exponent with a bias of 7, 3 of fraction, no infinities, one NaN.
 //
 // In integer arithmetic, so that every architecture gives the same bits; sm_89 has an instruction for it.
 #pragma once

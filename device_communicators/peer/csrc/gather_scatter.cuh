@@ -1,4 +1,4 @@
-// all_gather and reduce_scatter, by push for small messages and by pull for larger ones. Not run on a GPU.
+// all_gather and reduce_scatter, by push for small messages and by pull for larger ones.
 //
 // all_gather moves bytes: `numel` of them from each rank, to `output` [size, numel]. reduce_scatter sums `input`
 // [size, numel] over all ranks, and each keeps its row. Rows needn't be aligned; those that aren't are moved in bytes.

@@ -3,7 +3,7 @@
 // All accesses to a region go through here with .sys scope, as the other side is another GPU, or another process on
 // this one. Data is moved relaxed, so that no access is weak and none can race in the sense of PTX's memory model;
 // flags of a barrier are released and acquired. With PARALLEL_STATE_ON_CPU the same are atomics of the host's compiler:
-// that is for tests, which run the very same kernels there (tests/native/cuda_on_cpu.h). Not run on a GPU.
+// that is for tests, which run the very same kernels there (tests/native/cuda_on_cpu.h).
 #pragma once
 
 #include "call.cuh"

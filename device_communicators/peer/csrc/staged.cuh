@@ -1,4 +1,4 @@
-// Pull and two-shot: data is staged in a rank's own region, and read by the others after a barrier. Not run on a GPU.
+// Pull and two-shot: data is staged in a rank's own region, and read by the others after a barrier.
 //
 // Pull (one shot): every rank stages its data; barrier; every rank reads that of all and sums it by itself. One
 // barrier, (size - 1) times the data over the links of each rank.

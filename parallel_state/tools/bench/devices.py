@@ -1,7 +1,7 @@
 """Devices of ranks that run a benchmark themselves: shared where there are fewer, timed, captured in CUDA graphs.
 
 Belongs here: what differs between a GPU and the CPU. Tests and benchmarks capture through `captured`, so that on a
-machine without a GPU the same lines run and are compared with the same answers. Not run on a GPU.
+machine without a GPU the same lines run and are compared with the same answers.
 """
 
 from __future__ import annotations

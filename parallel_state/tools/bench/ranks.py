@@ -6,7 +6,7 @@ take turns, round by round; a round is timed by events of the device, after a ba
 slowest rank's time counts. algbw and busbw are nccl-tests' (doc/PERFORMANCE.md there), as are sizes: the bytes of an
 all_reduce's, broadcast's and all_to_all's tensor, of an all_gather's output and of a reduce_scatter's input. `host` is
 what a call costs the host from Python's entry to its return, the device not waited for. torch's eager all_reduce and
-broadcast work in place, as does what says so; the others give new tensors. Not run on a GPU.
+broadcast work in place, as does what says so; the others give new tensors.
 """
 
 from __future__ import annotations
