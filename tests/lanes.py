@@ -7,9 +7,10 @@
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
 end, of the others the summary. Many tests have ranks that must notice something in time, with six lanes on few cores:
-up to MOST_AGAIN that failed run once more, with the machine to themselves, and those that pass then are named. The last
-line counts all tests in pytest's words. The exit code is 1 where a lane failed for good or ran no test, and where the
-tests of all lanes no longer hold each of `tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
+up to MOST_AGAIN that failed run once more, with the machine to themselves. The last line counts all tests in pytest's
+words, and names those that were run again. The exit code is 1 where a lane failed for good or ran no test, where more
+than MOST_FLAKES passed only when run again, and where the tests of all lanes no longer hold each of
+`tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ SOME_FAILED, NO_TESTS = 1, 5
 """pytest's exit codes. The second: nothing was collected, or -k left nothing over; no failure of one among several."""
 MOST_AGAIN = 10
 """More failures than these don't come from a busy machine."""
+MOST_FLAKES = 2
+"""More tests than these that pass only when run again fail the run: they would hide what is broken."""
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 """The lanes have the cores among them; and inductor makes scalar code: a process that tries instruction sets compiles a
 program for each and loads it in an interpreter with torch, 6 s of CPU time."""
@@ -213,9 +216,10 @@ def counts_of(text: str) -> Counter[str]:
     return Counter()
 
 
-def last_line(total: Counter[str], seconds: float) -> str:
+def last_line(total: Counter[str], seconds: float, again: Sequence[str] = ()) -> str:
     words = [f"{total[word]} {word}" for word in ORDER if total[word] or word in ("passed", "failed", "skipped")]
-    return f"{', '.join(words)} in {seconds:.2f}s"
+    retried = f"; passed only when run again: {', '.join(again)}" if again else ""
+    return f"{', '.join(words)} in {seconds:.2f}s{retried}"
 
 
 def ended(runs: Sequence[Run]) -> Iterator[Run]:
@@ -260,16 +264,20 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
         run.report()
     names = [run.failures() for run in failed]
     again = sorted(name for each in names for name in each)
+    flakes: list[str] = []
     if all(names) and 0 < len(again) <= MOST_AGAIN and _passes(again):
-        print("failed beside the other lanes and passed alone:", *again, sep="\n    ")
-        failed = []
+        failed, flakes = [], again
         total.update({"passed": len(again), "failed": -total["failed"], "error": -total["error"]})
     lost = [] if options or not set(LANES) <= set(lanes) else _lost_promises(collected)
     if lost:
         print(f"tests/promises.txt isn't what the tests hold, in {len(lost)} lines:", *lost[:20], sep="\n    ")
-    print(last_line(total, time.monotonic() - started_s), flush=True)
+    if len(flakes) > MOST_FLAKES:
+        print(
+            f"{len(flakes)} tests passed only when run again, more than {MOST_FLAKES}: the run has failed", flush=True
+        )
+    print(last_line(total, time.monotonic() - started_s, flakes), flush=True)
     ran = total["passed"] > 0 or not any(lane.paths for lane in lanes)
-    return 0 if ran and not failed and not lost else 1
+    return 0 if ran and not failed and not lost and len(flakes) <= MOST_FLAKES else 1
 
 
 def _lost_promises(collected: Path) -> list[str]:

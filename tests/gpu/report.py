@@ -71,7 +71,7 @@ class Report:
 
     def _goes_on(self, path: Path) -> bool:
         """Takes the checks of a report of this machine, of whichever commit; returns False for another's."""
-        earlier = json.loads(path.read_text())
+        earlier = json.loads(path.read_text(encoding="utf-8"))
         if {**earlier["machine"], "commit": ""} != {**self.machine, "commit": ""}:
             return False
         self.checks = {check["name"]: Check(**check) for check in earlier["checks"]}

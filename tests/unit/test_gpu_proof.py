@@ -225,7 +225,7 @@ def test_tests_under_mps_have_a_daemon_of_their_own(
     tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By a stand-in of NVIDIA's daemon: it is ready, then told to quit, and ends with the step."""
-    (tmp_path / "gpu_proof.py").write_text(SCRIPT.read_text())
+    (tmp_path / "gpu_proof.py").write_text(SCRIPT.read_text(encoding="utf-8"))
     control, said = tmp_path / "bin" / gpu_machine.MPS, tmp_path / "said"
     control.parent.mkdir()
     control.write_text(
