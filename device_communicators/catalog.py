@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from device_communicators import settings
+from device_communicators.base import settings
 from device_communicators.routing.communicator import Communicator, GroupContext
 from device_communicators.routing.route import Route
 

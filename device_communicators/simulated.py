@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from device_communicators.errors import UnsupportedError
+from device_communicators.base.errors import UnsupportedError
 from device_communicators.routing.communicator import DONE, Communicator, Request, Work
 from device_communicators.routing.reductions import divide_, reduction_refusal
 

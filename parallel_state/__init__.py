@@ -13,7 +13,7 @@ rank of any layout in one process. Importing starts nothing and changes no envir
 
 from typing import TYPE_CHECKING
 
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     AlreadyInitializedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from device_communicators import forks, limits, settings
-from device_communicators.catalog import build_route
-from device_communicators.errors import (
+from device_communicators.base import forks, limits, settings
+from device_communicators.base.errors import (
     CommunicationError,
     GroupNotInitializedError,
     InvalidArgumentError,
     RenamedError,
     format_ranks,
 )
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.catalog import build_route
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import register_route, unique_name

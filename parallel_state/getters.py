@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from device_communicators.errors import RenamedError
+from device_communicators.base.errors import RenamedError
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group

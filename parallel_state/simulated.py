@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import torch
 
-from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError, int_advice
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, int_advice
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
 from parallel_state.coordinator import GroupCoordinator

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import c10d, cores, forks, limits, settings
-from device_communicators.errors import (
+from device_communicators import c10d
+from device_communicators.base import cores, forks, limits, settings
+from device_communicators.base.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
     GroupDestroyedError,
@@ -32,7 +33,7 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove, watch
 from parallel_state.groups import mesh

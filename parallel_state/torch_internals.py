@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy
 
-from device_communicators.bounded_store import BoundedStore
+from device_communicators.base.bounded_store import BoundedStore
 
 _SET_ASIDE: list[torch.device] = []
 """The bound device, while a group of members is made without it."""

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from device_communicators.errors import CommunicationError, InvalidArgumentError, RemoteError, plain
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.errors import CommunicationError, InvalidArgumentError, RemoteError, plain
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.collectives.ops import Splits, ordering_token

@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
-from device_communicators import host, limits, settings
-from device_communicators.bounded_store import LAST_WORD_S
-from device_communicators.cpu import host_memory  # noqa: F401
-from device_communicators.errors import (
+from device_communicators.base import host, limits, settings
+from device_communicators.base.bounded_store import LAST_WORD_S
+from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
@@ -33,6 +32,7 @@ from device_communicators.errors import (
     int_advice,
     plain,
 )
+from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died

@@ -1,7 +1,7 @@
 """The table of rooms: which may import which. The direction test asserts it, and the docs draw it.
 
 A room is a sub-package, or a file at a package's root. It may import what its row names, and whatever the rooms named
-there may import in turn. The files of `GROUND` are the ground that every room stands on.
+there may import in turn.
 """
 
 from __future__ import annotations
@@ -9,14 +9,9 @@ from __future__ import annotations
 LOWER = "device_communicators"
 UPPER = "parallel_state"
 
-GROUND = (
-    "errors", "settings", "cores", "floating_point", "exits", "forks", "host", "host_calls", "limits", "member",
-    "build_cache", "helper_threads", "bounded_store",
-)  # fmt: skip
-"""Files at the root of `device_communicators` that every room of both packages may import."""
-
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {
-    "liveness": (),
+    "base": (),
+    "liveness": ("base",),
     "routing": ("liveness",),
     "cuda": ("routing",),
     "cpu": ("routing",),

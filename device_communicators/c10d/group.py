@@ -20,7 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ForkedError,
+    PeerDiedError,
+    plain,
+    restore,
+)
+from device_communicators.base.helper_threads import Call
+from device_communicators.base.member import LOST
 from device_communicators.c10d.world import World
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import KINDS, SHAPE
@@ -34,18 +44,8 @@ from device_communicators.cpu.native_group import (
     peer_died,
     timed_out,
 )
-from device_communicators.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    ForkedError,
-    PeerDiedError,
-    plain,
-    restore,
-)
-from device_communicators.helper_threads import Call
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
-from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
     ADVICE,

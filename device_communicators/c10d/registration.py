@@ -10,7 +10,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from device_communicators.settings import SHOWN_BACKEND
+from device_communicators.base.settings import SHOWN_BACKEND
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
+from device_communicators.base.member import LOST
 from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.cpu.plain_tree import Pinned
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
-from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 from device_communicators.routing.user_call import handler_error
 

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from device_communicators.cpu.native import NativeLibrary
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
     PeerDiedError,
     UsageError,
 )
-from device_communicators.member import LOST, Failure, GroupMember
+from device_communicators.base.member import LOST, Failure, GroupMember
+from device_communicators.cpu.native import NativeLibrary
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reductions import reducible
 from device_communicators.routing.user_call import (

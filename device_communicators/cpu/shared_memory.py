@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from device_communicators.base.errors import UnsupportedError
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
-from device_communicators.errors import UnsupportedError
 from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Work
 from device_communicators.routing.reductions import REDUCING, reduction_refusal
 from device_communicators.routing.user_call import REDUCE_OPS, begin_sending

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CommunicationError, UnsupportedError
+from device_communicators.base.errors import CommunicationError, UnsupportedError
 from device_communicators.hierarchical import blocks, lanes
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.hierarchical.leaders import DIRECT_BYTES

@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
-from device_communicators.helper_threads import run_in_thread
+from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.base.helper_threads import run_in_thread
 from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of, part_of
 from device_communicators.liveness.health import NOTICE_S

@@ -19,8 +19,8 @@ import time
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, InvalidArgumentError
-from device_communicators.helper_threads import run_in_thread
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, InvalidArgumentError
+from device_communicators.base.helper_threads import run_in_thread
 from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams, part_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext

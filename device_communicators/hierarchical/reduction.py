@@ -13,7 +13,7 @@ from torch import Tensor
 
 from device_communicators.cpu import native
 from device_communicators.cpu.native_group import DTYPES, reducible_in_memory
-from device_communicators.floating_point import default_floating_point
+from device_communicators.routing.floating_point import default_floating_point
 from device_communicators.routing.reductions import combine_, divide_
 from device_communicators.routing.user_call import REDUCE_OPS
 

@@ -22,6 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.base.errors import (
+    CommunicationError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 from device_communicators.cuda.nccl_library import (
     BYTE,
     DTYPES,
@@ -34,12 +40,6 @@ from device_communicators.cuda.nccl_library import (
 )
 from device_communicators.cuda.streams import CudaStreams
 from device_communicators.cuda.watch import GOODBYE_S, Watch
-from device_communicators.errors import (
-    CommunicationError,
-    GroupNotInitializedError,
-    InvalidArgumentError,
-    UnsupportedError,
-)
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
 from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, GroupContext, Request, Work

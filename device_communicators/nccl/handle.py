@@ -20,6 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from device_communicators.base.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigMismatchError,
+    PeerDiedError,
+)
 from device_communicators.cuda.nccl_library import (
     IN_PROGRESS,
     INVALID_USAGE,
@@ -34,7 +40,6 @@ from device_communicators.cuda.nccl_library import (
 )
 from device_communicators.cuda.streams import enter
 from device_communicators.cuda.watch import GOODBYE_S
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ConfigMismatchError, PeerDiedError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died
 from device_communicators.routing.waiting import WatchedByThread, all_gather_bytes

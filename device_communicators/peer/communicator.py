@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.peer.device import PeerDevice, start
 from device_communicators.peer.group import DTYPES, PeerGroup, PeerNorms
 from device_communicators.peer.memory import NotSharedError, together

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.cuda.streams import StreamOrder
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.peer.device import HostWords, PeerDevice
 from device_communicators.peer.kernels import (
     KERNELS,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from device_communicators.helper_threads import end_idle_threads
+from device_communicators.base.helper_threads import end_idle_threads
 from device_communicators.process_group.checked_calls import Call, Frames, Gather, call_of, exchange, room_for
 from device_communicators.process_group.checked_pairs import CheckedPairs
 from device_communicators.process_group.plain import PlainProcessGroup

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.user_call import UserCall, begin_sending, current

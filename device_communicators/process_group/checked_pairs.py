@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError
+from device_communicators.base.errors import CollectiveMismatchError
 from device_communicators.process_group.checked_calls import Call, call_in, fill, head_bytes, payload_of, transfer_of
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.memory import as_bytes

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from device_communicators.errors import GroupNotInitializedError, UnsupportedError, format_ranks
+from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, format_ranks
+from device_communicators.base.member import GroupMember
 from device_communicators.liveness.health import Death, FailureDomain, Watcher
-from device_communicators.member import GroupMember
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reductions import (
     add_rms_norm,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from device_communicators import forks, settings
-from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base import forks, settings
+from device_communicators.base.errors import GroupDestroyedError, GroupNotInitializedError
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing import observers, recorder, stalls
 from device_communicators.routing.observers import METERS, measure, switch_native_meter
 from device_communicators.routing.route import Route

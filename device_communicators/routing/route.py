@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from device_communicators import forks
-from device_communicators.errors import (
+from device_communicators.base import forks
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
@@ -32,8 +32,8 @@ from device_communicators.errors import (
     UsageError,
     plain,
 )
+from device_communicators.base.member import LOST
 from device_communicators.liveness.stacks import call_site
-from device_communicators.member import LOST
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
 from device_communicators.routing.failures import (

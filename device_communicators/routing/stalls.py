@@ -23,9 +23,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from device_communicators import settings
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher

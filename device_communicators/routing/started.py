@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from device_communicators.errors import UsageError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import UsageError
+from device_communicators.base.host_calls import host_call
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation

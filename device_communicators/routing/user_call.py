@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from device_communicators.errors import UsageError
+from device_communicators.base.errors import UsageError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import all_gather_bytes
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from device_communicators.errors import CommunicationError
-from device_communicators.helper_threads import run_in_thread
+from device_communicators.base.errors import CommunicationError
+from device_communicators.base.helper_threads import run_in_thread
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext, Work
 from device_communicators.routing.failures import died

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from device_communicators.errors import InvalidArgumentError, RemoteError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import InvalidArgumentError, RemoteError
+from device_communicators.base.host_calls import host_call
 from device_communicators.routing.communicator import GroupContext, merge_blocks
 from device_communicators.routing.memory import copy_values, dense, is_dense
 from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant

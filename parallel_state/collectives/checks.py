@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from device_communicators.errors import InvalidArgumentError, UnsupportedError, int_advice
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError, int_advice
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 from device_communicators.routing.memory import dtype_refusal
 from device_communicators.routing.reductions import reduction_refusal

@@ -33,8 +33,8 @@ from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.host_calls import leave_to_interpreter
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.host_calls import leave_to_interpreter
 from device_communicators.routing.memory import DEFERRED_KEYS, with_values
 from device_communicators.routing.reductions import FP8
 from device_communicators.routing.registry import find_route, raise_interruption

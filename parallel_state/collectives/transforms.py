@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.routing.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 from parallel_state import torch_internals

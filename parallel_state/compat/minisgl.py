@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import UnsupportedError
+from device_communicators.base.errors import UnsupportedError
 from parallel_state.coordinator import GroupCoordinator
 
 logger = logging.getLogger("parallel_state")

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from device_communicators.errors import GroupNotInitializedError, UsageError
-from device_communicators.host_calls import leave_to_interpreter
+from device_communicators.base.errors import GroupNotInitializedError, UsageError
+from device_communicators.base.host_calls import leave_to_interpreter
 from parallel_state.torch_internals import (
     is_in_nested_backward,
     node_in_backward,

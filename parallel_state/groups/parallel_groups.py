@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import limits, settings
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
 from parallel_state.groups import mesh

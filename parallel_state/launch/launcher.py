@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from device_communicators import cores, limits, settings
-from device_communicators.errors import InvalidArgumentError, LaunchError, ParallelStateError, int_advice
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base import cores, limits, settings
+from device_communicators.base.errors import InvalidArgumentError, LaunchError, ParallelStateError, int_advice
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from parallel_state.layout.axes import DEFAULT_ORDER
 
 if TYPE_CHECKING:

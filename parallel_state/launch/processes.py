@@ -24,8 +24,8 @@ from multiprocessing import connection, forkserver, resource_tracker
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from device_communicators import limits
-from device_communicators.errors import LaunchError
+from device_communicators.base import limits
+from device_communicators.base.errors import LaunchError
 from parallel_state.launch.inheritance import Inheritance, blocked_signals
 from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report, Start, read_report, read_result, work
 

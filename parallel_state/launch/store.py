@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.errors import InvalidArgumentError, RendezvousError
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import InvalidArgumentError, RendezvousError
 from parallel_state.startup.stores import listen_on
 from parallel_state.store.client import ControlStore
 from parallel_state.store.protocol import SECRET_BYTES

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from device_communicators import limits, settings
-from device_communicators.errors import InvalidArgumentError, LaunchError
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import InvalidArgumentError, LaunchError
 from parallel_state.launch.inheritance import Inheritance
 from parallel_state.startup.binding import bind_to_cores
 from parallel_state.store.client import JOB_STORE, ControlStore

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.host_calls import host_call
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks
 from parallel_state.collectives.calls import GroupFacts

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, MessageDecodeError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import CollectiveMismatchError, MessageDecodeError
+from device_communicators.base.host_calls import host_call
 from device_communicators.routing.started import WAITED_FOR, Handle
 from device_communicators.routing.user_call import handler_error
 from parallel_state.messages import buffers, known_heads, wire

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from device_communicators import settings
-from device_communicators.errors import (
+from device_communicators.base import settings
+from device_communicators.base.errors import (
     CommunicationError,
     GroupDestroyedError,
     InvalidArgumentError,

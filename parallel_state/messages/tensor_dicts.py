@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.routing.memory import dtype_refusal
 from device_communicators.routing.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import LEFT_TO_PYTHON, POSTED, Expected, Message, Sender, pieces_of
 from device_communicators.cpu.plain_tree import PastPython
-from device_communicators.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.routing.memory import as_bytes
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route

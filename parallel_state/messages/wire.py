@@ -31,8 +31,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from device_communicators import settings
-from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError, RemoteError
+from device_communicators.base import settings
+from device_communicators.base.errors import (
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    MessageDecodeError,
+    RemoteError,
+)
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.memory import as_bytes, dense
 from parallel_state.messages import known_heads

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.errors import (
+from device_communicators.base import settings
+from device_communicators.base.errors import (
     GroupNotInitializedError,
     InvalidArgumentError,
     RendezvousError,

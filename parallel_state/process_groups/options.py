@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError, int_advice
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, int_advice
 
 
 @dataclass(frozen=True)

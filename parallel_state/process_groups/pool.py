@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import limits, settings
-from device_communicators.bounded_store import BoundedStore, StoreSilentError
-from device_communicators.errors import (
+from device_communicators.base import limits, settings
+from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.base.errors import (
     CommunicationError,
     GroupDestroyedError,
     SettingError,

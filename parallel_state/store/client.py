@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from device_communicators.host import connect_to
+from device_communicators.base.host import connect_to
 from parallel_state.store import protocol
 from parallel_state.store.answers import ForeignServiceError, in_words
 

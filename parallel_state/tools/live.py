@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from device_communicators.errors import format_ranks
+from device_communicators.base.errors import format_ranks
 from device_communicators.liveness import questions
 from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.stalls import SILENT, State

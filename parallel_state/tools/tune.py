@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Communicator, Request, settings
+from device_communicators import CATALOG, Communicator, Request
+from device_communicators.base import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.peer import thresholds as peer_thresholds

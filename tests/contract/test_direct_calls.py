@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_state as ps
+from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError
 from device_communicators.cpu.plain_tree import tensor_at, type_at
-from device_communicators.errors import GroupDestroyedError, InvalidArgumentError
 from parallel_state.collectives.direct import DIRECT, DirectCalls, find_wrap
 from tests.workers import WorkerPool
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators.base import settings
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Handle, Route
 from device_communicators.routing.user_call import UserCall

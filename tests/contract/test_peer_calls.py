@@ -20,7 +20,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupFailedError,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError, MessageEncodeError, RemoteError
+from device_communicators.base.errors import InvalidArgumentError, MessageEncodeError, RemoteError
 from device_communicators.routing.memory import QUANTIZED
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.messages.calls import MessageCalls

@@ -18,7 +18,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.bounded_store import BoundedStore
+from device_communicators.base.bounded_store import BoundedStore
 from parallel_state import world as startup
 from parallel_state.startup.rendezvous import Met
 from parallel_state.startup.reserved import ReservedPort

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import limits
+from device_communicators.base import limits
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.launchers import program

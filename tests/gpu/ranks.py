@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, settings
+from device_communicators import CATALOG, Row, build_route
+from device_communicators.base import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.nccl.communicator import NcclCommunicator

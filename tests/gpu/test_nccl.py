@@ -237,7 +237,7 @@ def test_a_call_is_on_the_current_stream(gpus: Gpus, carrier: str) -> None:
 
 def _memory_body() -> str:
     """Suspend and resume: what came of it, or why not."""
-    from device_communicators.errors import UnsupportedError
+    from device_communicators.base.errors import UnsupportedError
 
     group = ps.get_tp_group()
     nccl = nccl_of(group)

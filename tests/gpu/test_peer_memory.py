@@ -22,8 +22,9 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, register_route, settings
-from device_communicators.errors import CollectiveTimeoutError, PeerDiedError
+from device_communicators import CATALOG, Row, build_route, register_route
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveTimeoutError, PeerDiedError
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.device import PeerDevice

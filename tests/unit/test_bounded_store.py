@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from device_communicators.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from tests.unit.test_import_direction import SOURCES, Source
 
-DOOR = "device_communicators/bounded_store.py"
+DOOR = "device_communicators/base/bounded_store.py"
 SERVERS = "parallel_state/store/"
 RAW = ("Store", "TCPStore", "PrefixStore", "FileStore", "HashStore", "rendezvous")
 NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "ControlStore", "c10d._get_default_store"}

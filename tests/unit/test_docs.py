@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import parallel_state
-from device_communicators import settings
+from device_communicators.base import settings
 from tests.cases import each
 from tests.doc_blocks import PAGES, ROOT
 from tests.programs import Program, module

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.hierarchical.communicator import _Call
 from device_communicators.hierarchical.leaders import (
     _AGREES,

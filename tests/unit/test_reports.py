@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.recorder import Operation

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.c10d import creation
-from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks
 from parallel_state.process_groups.options import GroupOptions
 from parallel_state.torch_internals import set_timeout

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
+from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
 from device_communicators.routing.memory import dense
 from parallel_state import coordinator as ours
 from parallel_state import state

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
+from device_communicators.base import settings
+from device_communicators.base.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
 from parallel_state import aliases, state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.sglang import utils

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state import utilities
 from parallel_state.compat.stateless import StoreGroup
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import GroupNotInitializedError
+from device_communicators.base.errors import GroupNotInitializedError
 from device_communicators.routing.registry import unique_name
 from parallel_state import aliases, state
 from parallel_state.capture import graph_capture as _graph_capture

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from device_communicators.base.errors import CollectiveTimeoutError, InvalidArgumentError
+from device_communicators.base.helper_threads import Call
 from device_communicators.cpu.segment import DIRECTORY
-from device_communicators.errors import CollectiveTimeoutError, InvalidArgumentError
-from device_communicators.helper_threads import Call
 from parallel_state import state, utilities
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
 

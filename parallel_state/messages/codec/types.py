@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, overload
 import msgspec
 import torch
 
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError
+from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError
 from device_communicators.routing.memory import dtype_refusal, with_values
 
 T = TypeVar("T")

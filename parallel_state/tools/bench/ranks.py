@@ -24,8 +24,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import Route, register_route, settings, unique_name
-from device_communicators.errors import UnsupportedError
+from device_communicators import Route, register_route, unique_name
+from device_communicators.base import settings
+from device_communicators.base.errors import UnsupportedError
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
 from parallel_state.tools.bench import collectives

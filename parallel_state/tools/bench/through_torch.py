@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import wait_tensor
 
 import parallel_state as ps
-from device_communicators.settings import SHARED_MEMORY
+from device_communicators.base.settings import SHARED_MEMORY
 from parallel_state.tools.bench.collectives import GLOO, OWN, answer, count_of, given, ours_by_op, torch_by_call
 from parallel_state.tools.bench.ranks import compilable_of_torch
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import init_gloo_process_group
 
