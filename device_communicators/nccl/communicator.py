@@ -39,7 +39,7 @@ from device_communicators.cuda.nccl_library import (
     load,
 )
 from device_communicators.cuda.streams import CudaStreams
-from device_communicators.cuda.watch import GOODBYE_S, Watch
+from device_communicators.nccl.deadlines import GOODBYE_S, Watch
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
 from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, GroupContext, Request, Work
