@@ -29,7 +29,7 @@ from torch import Tensor
 
 from device_communicators.routing.registry import find_route
 from parallel_state.collectives import checks, ops
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import get_tp_group
 from parallel_state.torch_internals import in_transform
 

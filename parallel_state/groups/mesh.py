@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, format_ranks
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.layout.axes import BY_NAME, by_axis
 from parallel_state.layout.ranks import Grid, Layout
 

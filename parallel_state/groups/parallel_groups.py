@@ -25,8 +25,8 @@ from device_communicators.base import limits, settings
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
 from parallel_state.groups import mesh
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove
 from parallel_state.groups.current import try_get_current_groups, using
 from parallel_state.layout.axes import (
     AXES,

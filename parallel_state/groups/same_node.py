@@ -13,7 +13,7 @@ import torch.distributed as dist
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.cpu.segment import NAME_BYTES, Segment, SegmentError
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 
 _SECRET_BYTES = 32
 

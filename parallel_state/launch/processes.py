@@ -42,7 +42,7 @@ _SERVER_END_S = 2.0  # after which a killed fork server has surely ended
 _CUT_S = 1.0  # for processes to die by the leash
 _AT_INIT = (
     "parallel_state.launch.worker",
-    "parallel_state.world",
+    "parallel_state.groups.world",
     "parallel_state.messages.transports",
     "device_communicators.cpu.host_memory",
 )

@@ -25,7 +25,7 @@ from device_communicators.base import settings
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Handle, Route
 from device_communicators.routing.user_call import UserCall
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack

@@ -131,7 +131,7 @@ def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     """A rank whose groups have the stand-in where they would have NCCL."""
-    from parallel_state import coordinator
+    from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
         return build_route(context, [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() == "on" else [CATALOG[-1]])

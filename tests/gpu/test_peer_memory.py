@@ -76,7 +76,7 @@ class PeerRanks(GpuRanks):
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     """A rank whose tp group has the kernels on the CPU where it would have those on a GPU."""
-    from parallel_state import coordinator
+    from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
         rows = [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() == "on" else [CATALOG[-1]]

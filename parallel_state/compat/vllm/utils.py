@@ -19,8 +19,9 @@ from torch import Tensor
 from device_communicators.base.errors import CollectiveTimeoutError, InvalidArgumentError
 from device_communicators.base.helper_threads import Call
 from device_communicators.cpu.segment import DIRECTORY
-from parallel_state import state, utilities
+from parallel_state import state
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
+from parallel_state.functions import utilities
 
 SHM_PATH = DIRECTORY
 from_bytes_big = functools.partial(int.from_bytes, byteorder="big")

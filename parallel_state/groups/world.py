@@ -37,7 +37,7 @@ from device_communicators.liveness.health import describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
 from parallel_state.process_groups.agreement import Agreement
