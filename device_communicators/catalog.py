@@ -166,7 +166,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row("fake", "device_communicators.process_group.device", "FakeGroupCommunicator", fake=True),
     Row(
-        "shared_memory", "device_communicators.cpu.shared_memory", "SharedMemoryCommunicator",
+        "shared_memory", "device_communicators.hierarchical.shared_memory", "SharedMemoryCommunicator",
         partial=True, unfit=_no_shared_memory,
     ),
     Row(

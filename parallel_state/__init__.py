@@ -95,17 +95,18 @@ from parallel_state.functions.utilities import (
     unwrap_dist,
 )
 from parallel_state.groups.coordinator import GroupCoordinator
-from parallel_state.groups.current import try_get_current_groups
 from parallel_state.groups.parallel_groups import (
     ParallelGroups,
     VirtualPipeline,
     create_fsdp_groups,
     create_parallel_groups,
     current_groups,
+    try_get_current_groups,
 )
 from parallel_state.groups.same_node import in_the_same_node_as
 from parallel_state.groups.simulated import simulate, simulated_group
-from parallel_state.launch.launcher import LaunchConfig, launch
+from parallel_state.launch.config import LaunchConfig
+from parallel_state.launch.launcher import launch
 from parallel_state.layout.axes import AXES, PRESETS, Axis
 from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout

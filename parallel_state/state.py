@@ -37,8 +37,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from parallel_state.groups import mesh
 from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove, watch
-from parallel_state.groups.current import try_get_current_groups
-from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups
+from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division, position_in
 from parallel_state.layout.resolution import resolve_layout

@@ -12,17 +12,18 @@ UPPER = "parallel_state"
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "base": (),
     "liveness": ("base",),
-    "routing": ("liveness",),
+    "calls": ("base",),
+    "cpu": ("liveness", "calls"),
+    "routing": ("cpu",),
     "cuda": ("routing",),
-    "cpu": ("routing",),
     "machine": ("cuda",),
     "process_group": ("routing",),
     "simulated": ("routing",),
-    "hierarchical": ("cpu",),
+    "hierarchical": ("routing",),
     "nccl": ("cuda",),
     "peer": ("machine",),
     "c10d": ("hierarchical",),
-    "catalog": ("peer", "nccl", "hierarchical", "process_group", "simulated", "cpu", "machine"),
+    "catalog": ("peer", "nccl", "hierarchical", "process_group", "simulated", "machine"),
 }
 
 UPPER_ROOMS: dict[str, tuple[str, ...]] = {
@@ -47,9 +48,6 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
 
 Its root imports all but tools and compat.
 """
-
-TYPES_ONLY = {("routing", "cpu"): "a group's context carries the host's memory to the communicators above, unseen"}
-"""Arrows against the table that only type checkers follow, each with its reason."""
 
 
 def reachable(room: str, rooms: dict[str, tuple[str, ...]]) -> set[str]:

@@ -32,6 +32,7 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.member import LOST
 from device_communicators.c10d.world import World
+from device_communicators.calls.user_call import UserCall, set_current_call
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import KINDS, SHAPE
 from device_communicators.cpu.host_memory import HostMemory, message_wait_policy
@@ -57,7 +58,6 @@ from device_communicators.routing.failures import (
     kind_of_failure,
     note_error,
 )
-from device_communicators.routing.user_call import UserCall, set_current_call
 from device_communicators.routing.waiting import abandon
 
 _TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP = 1, 2, 4, 5

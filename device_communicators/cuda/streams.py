@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.routing.communicator import Work
+from device_communicators.calls.work import Work
 
 _RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""

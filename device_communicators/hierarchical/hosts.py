@@ -25,13 +25,13 @@ from device_communicators.base.errors import (
     PeerDiedError,
     format_ranks,
 )
+from device_communicators.calls.user_call import REDUCE_OPS, UserCall
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import DTYPES
 from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_WAY, Leaders
 from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 from device_communicators.routing.waiting import all_gather_bytes
 
 logger = logging.getLogger("parallel_state")

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.user_call import UserCall, begin_sending, current
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.user_call import UserCall, begin_sending, current
 from device_communicators.routing.waiting import Watched
 
 _MAGIC = b"PSC2"

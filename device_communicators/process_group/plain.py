@@ -25,10 +25,11 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, Request, Work
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.reductions import REDUCING, reducible, reduction_refusal
-from device_communicators.routing.user_call import begin_sending
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.calls.user_call import begin_sending
+from device_communicators.calls.work import DONE, ContinuedWork, Work
+from device_communicators.routing.communicator import Communicator, Request
 from device_communicators.routing.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {

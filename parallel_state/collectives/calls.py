@@ -27,12 +27,12 @@ from torch.compiler import is_dynamo_compiling
 
 from device_communicators.base.errors import InvalidArgumentError, RemoteError
 from device_communicators.base.host_calls import host_call
+from device_communicators.calls.memory import copy_values, dense, is_dense
+from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.calls.user_call import transfer
 from device_communicators.routing.communicator import GroupContext, merge_blocks
-from device_communicators.routing.memory import copy_values, dense, is_dense
-from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
-from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import batches, checks, ops
 from parallel_state.collectives.direct import DIRECT
 from parallel_state.torch_internals import in_transform

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from device_communicators.base.errors import InvalidArgumentError, UnsupportedError, int_advice
+from device_communicators.calls.memory import dtype_refusal
+from device_communicators.calls.reductions import reduction_refusal
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
-from device_communicators.routing.memory import dtype_refusal
-from device_communicators.routing.reductions import reduction_refusal
 
 _MOST_ELEMENTS = 1 << 58
 """No address space has so many bytes; torch counts bytes in 64 bits."""

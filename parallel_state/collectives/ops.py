@@ -35,9 +35,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.host_calls import leave_to_interpreter
-from device_communicators.routing.memory import DEFERRED_KEYS, with_values
-from device_communicators.routing.reductions import FP8
-from device_communicators.routing.registry import find_route, raise_interruption
+from device_communicators.calls.interruption import raise_interruption
+from device_communicators.calls.memory import DEFERRED_KEYS, with_values
+from device_communicators.calls.reductions import FP8
+from device_communicators.routing.registry import find_route
 from parallel_state import torch_internals
 from parallel_state.collectives import checks
 from parallel_state.collectives.transforms import OpFunction, batch_kernel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.routing.reductions import REDUCING
+from device_communicators.calls.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 from parallel_state import torch_internals
 

@@ -16,7 +16,7 @@ import torch
 
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.routing.memory import as_bytes, dense
+from device_communicators.calls.memory import as_bytes, dense
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import bytes_of
 

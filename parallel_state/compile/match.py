@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from device_communicators.routing.reductions import FP8, FP8_MAX
+from device_communicators.calls.reductions import FP8, FP8_MAX
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 _ALL_REDUCE = torch.ops.parallel_state.all_reduce.default

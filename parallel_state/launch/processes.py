@@ -22,15 +22,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from device_communicators.base import limits
 from device_communicators.base.errors import LaunchError
+from parallel_state.launch.config import LaunchConfig
 from parallel_state.launch.inheritance import Inheritance, blocked_signals
 from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report, Start, read_report, read_result, work
-
-if TYPE_CHECKING:
-    from parallel_state.launch.launcher import LaunchConfig
 
 logger = logging.getLogger("parallel_state")
 

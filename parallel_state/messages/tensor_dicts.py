@@ -18,29 +18,28 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.routing.memory import dtype_refusal
-from device_communicators.routing.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
+from device_communicators.calls.memory import dtype_refusal
+from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
+from parallel_state.collectives.calls import GroupFacts
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.codec.types import TensorMetadata
+from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.wire import (
     CPU,
     DONE,
     LEFT,
     LENT_BYTES,
     POOLED_BYTES,
-    AllGatherGroup,
     can_be_cut,
     device_for,
     digest_of,
     head_of_sizes,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded when a group is made
     from device_communicators.cpu.plain_tree import Form, PastPython
-    from parallel_state.collectives.calls import GroupFacts
-    from parallel_state.messages.messenger import Messenger
-
 
 _SENT, _RECEIVED = map(TRANSFERS.index, ("send_tensor_dict with a spec", "recv_tensor_dict with a spec"))
 _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default

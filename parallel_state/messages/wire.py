@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ from device_communicators.base.errors import (
     MessageDecodeError,
     RemoteError,
 )
+from device_communicators.calls.memory import as_bytes, dense
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.memory import as_bytes, dense
 from parallel_state.messages import known_heads
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
@@ -99,15 +100,6 @@ class Head(NamedTuple):
     has_tensors: bool
     is_plain: bool = False
     """True where it is known to be an object's without tensors: one that begins with PLAIN_BYTES of no interest."""
-
-
-class AllGatherGroup(Protocol):
-    """A group whose ranks all hold the tensors of a message, so that each needs to send a slice only."""
-
-    world_size: int
-    rank_in_group: int
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
 
 
 @dataclass(slots=True)

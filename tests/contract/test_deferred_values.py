@@ -16,7 +16,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.routing.memory import DEFERRED_KEYS, as_bytes, holds_values
+from device_communicators.calls.memory import DEFERRED_KEYS, as_bytes, holds_values
 from parallel_state.collectives import ops
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.messages.calls import MessageCalls

@@ -30,7 +30,8 @@ import parallel_state
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import ConfigMismatchError, InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import GroupOptions
-from parallel_state.launch.launcher import LaunchConfig, launch
+from parallel_state.launch.config import LaunchConfig
+from parallel_state.launch.launcher import launch
 from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).parents[2]

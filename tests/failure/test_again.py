@@ -20,7 +20,7 @@ import parallel_state as ps
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
-from device_communicators.cpu.shared_memory import SharedMemoryCommunicator
+from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
 from device_communicators.liveness.health import Watcher
 from parallel_state import state
 from parallel_state.groups import world as startup

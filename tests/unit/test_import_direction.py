@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import parallel_state
 from device_communicators import CATALOG
-from tests.rooms import LOWER, LOWER_ROOMS, TYPES_ONLY, UPPER, UPPER_ROOMS, reachable
+from tests.rooms import LOWER, LOWER_ROOMS, UPPER, UPPER_ROOMS, reachable
 
 ROOT = Path(__file__).resolve().parents[2]
 CONCRETE = {row.module for row in CATALOG}
@@ -45,7 +45,6 @@ class Source(NamedTuple):
 class Import(NamedTuple):
     module: str
     line: int
-    types_only: bool
 
 
 def sources() -> list[Source]:
@@ -63,20 +62,14 @@ SOURCES = sources()
 
 
 def imports_of(source: Source) -> Iterator[Import]:
-    """Every module that the file imports, at any depth; `from a import b` gives both `a` and `a.b`."""
-
-    def walk(node: ast.AST, types_only: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            only = types_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
-            if isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, only) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{source.name}:{child.lineno}: imports are absolute"
-                yield Import(str(child.module), child.lineno, only)
-                yield from (Import(f"{child.module}.{alias.name}", child.lineno, only) for alias in child.names)
-            yield from walk(child, only)
-
-    return walk(source.tree, False)
+    """Every module that the file imports, at any depth, for annotations too; `from a import b`: both `a` and `a.b`."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{source.name}:{node.lineno}: imports are absolute"
+            yield Import(str(node.module), node.lineno)
+            yield from (Import(f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def tops_of(source: Source) -> set[str]:
@@ -106,17 +99,16 @@ def test_arrows_between_rooms_run_one_way() -> None:
             if package != source.package or package not in ROOMS:
                 continue
             room = rest.split(".")[0]
-            if room not in rooms or room in allowed:
-                continue
-            if not (found.types_only and (source.room, room) in TYPES_ONLY):
+            if room in rooms and room not in allowed:
                 wrong.append(f"{source.name}:{found.line}: {source.room or package} must not import {room}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_cycle_within_a_room() -> None:
+def test_no_import_cycle() -> None:
+    """Not for annotations either."""
     names = {each.name[: -len(".py")].replace("/", ".").removesuffix(".__init__"): each for each in SOURCES}
     below = {
-        name: {each.module for each in imports_of(source) if each.module in names and not each.types_only} - {name}
+        name: {each.module for each in imports_of(source) if each.module in names} - {name}
         for name, source in names.items()
     }
     done: set[str] = set()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
-from device_communicators.routing.memory import dense
+from device_communicators.calls.memory import dense
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.groups import coordinator as ours

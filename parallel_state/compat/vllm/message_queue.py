@@ -34,10 +34,10 @@ from torch import Tensor
 
 from device_communicators.base.errors import CommunicationError, PeerDiedError, UnsupportedError, UsageError
 from device_communicators.base.host import local_namespace
+from device_communicators.calls.memory import as_bytes, dense, dtype_refusal
 from device_communicators.cpu import native
 from device_communicators.cpu.native_build import usable_cores
 from device_communicators.cpu.segment import Segment, SegmentError
-from device_communicators.routing.memory import as_bytes, dense, dtype_refusal
 from parallel_state.groups.same_node import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError
-from device_communicators.routing.memory import dtype_refusal, with_values
+from device_communicators.calls.memory import dtype_refusal, with_values
 
 T = TypeVar("T")
 

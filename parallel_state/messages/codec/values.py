@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from device_communicators.base.errors import MessageDecodeError
-from device_communicators.routing.user_call import DTYPE_NUMBERS
+from device_communicators.calls.user_call import DTYPE_NUMBERS
 from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
 
