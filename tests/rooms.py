@@ -29,10 +29,9 @@ LOWER_ROOMS: dict[str, tuple[str, ...]] = {
 UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "layout": (),
     "store": (),
-    "torch_internals": ("store",),
-    "startup": ("torch_internals",),
+    "startup": ("store",),
     "process_groups": ("startup",),
-    "collectives": ("torch_internals",),
+    "collectives": (),
     "messages": ("collectives",),
     "groups": ("messages", "process_groups", "layout"),
     "state": ("groups",),

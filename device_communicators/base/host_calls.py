@@ -10,16 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from device_communicators.base.torch_internals import disable_dynamo
+
 OUTSIDE = "call it outside the compiled function"
 """The advice for calls that make, read and end groups."""
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-try:
-    from torch._C._dynamo import eval_frame as _frames
-
-    _SKIP: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-except (ImportError, AttributeError):  # a torch that keeps them elsewhere
-    _SKIP = None
 
 
 def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
@@ -30,25 +25,6 @@ def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
     """
 
     def mark(function: Function) -> Function:
-        reason = f"{name or function.__name__} runs on the host: {advice}"
-        if _SKIP is None:
-            import torch
-
-            return torch.compiler.disable(function, reason=reason)
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-        function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-        leave_to_interpreter(function)
-        return function
+        return disable_dynamo(function, f"{name or function.__name__} runs on the host: {advice}")
 
     return mark
-
-
-def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Keeps dynamo's frame hook away from the function and from what it calls.
-
-    For kernels, which run beneath torch's dispatcher: dynamo sees the op, not them, but meets their frames where the op
-    is called from a frame that it has given up.
-    """
-    if _SKIP is not None:
-        _frames.set_code_exec_strategy(function.__code__, _SKIP)

@@ -36,6 +36,7 @@ from device_communicators.base.errors import (
     plain,
 )
 from device_communicators.base.helper_threads import Call
+from device_communicators.base.torch_internals import pybind_abi
 from device_communicators.c10d.group import Group, make_gloo
 from device_communicators.c10d.store_exchange import StoreExchange
 from device_communicators.c10d.world import World
@@ -192,11 +193,7 @@ def _recipe() -> Recipe:
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         raise BuildError(f"there is no Python.h in {include}; install Python's headers (python3-dev)")
-    pybind = tuple(
-        f'-DPYBIND11_{name}="{value}"'
-        for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
-        if (value := getattr(torch._C, f"_PYBIND11_{name}", None)) is not None
-    )
+    pybind = tuple(f'-D{name}="{value}"' for name, value in pybind_abi().items())
     flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_MODULE}", *pybind)
     flags["for_torch"] += f" {version}"
     flags["include_flags"] += ("-isystem", include)

@@ -27,6 +27,7 @@ from torch.compiler import is_dynamo_compiling
 
 from device_communicators.base.errors import InvalidArgumentError, RemoteError
 from device_communicators.base.host_calls import host_call
+from device_communicators.base.torch_internals import in_transform
 from device_communicators.calls.memory import copy_values, dense, is_dense
 from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.calls.user_call import transfer
@@ -35,7 +36,6 @@ from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
 from parallel_state.collectives import batches, checks, ops
 from parallel_state.collectives.direct import DIRECT
-from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.default

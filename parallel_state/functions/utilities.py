@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from device_communicators.base.errors import CommunicationError, InvalidArgumentError, RemoteError, plain
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.torch_internals import is_fake
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.collectives.ops import Splits, ordering_token
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
-from parallel_state.torch_internals import is_fake
 
 
 @contextmanager

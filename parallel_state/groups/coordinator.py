@@ -25,6 +25,7 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.torch_internals import default_store, is_fake
 from device_communicators.catalog import build_route
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
@@ -42,7 +43,6 @@ from parallel_state.process_groups.joining import GivenGroup, agree_on_settings,
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.startup import environment
-from parallel_state.torch_internals import default_store, is_fake, store_in_words
 
 logger = logging.getLogger("parallel_state")
 
@@ -392,6 +392,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         text = self.route.explain()
         if self.pool is None:
             return text
+        from parallel_state.store.client import store_in_words
+
         watcher = self.context.watcher
         ends = "" if watcher is None else watcher.explain(self.context.other_ranks)
         return "\n  ".join(filter(None, (text, ends, f"store: {store_in_words()}")))

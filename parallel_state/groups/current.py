@@ -26,9 +26,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 from device_communicators.base.errors import GroupNotInitializedError, UsageError
-from device_communicators.base.host_calls import leave_to_interpreter
-from parallel_state.torch_internals import (
+from device_communicators.base.torch_internals import (
     is_in_nested_backward,
+    leave_to_interpreter,
     node_in_backward,
     stash_for_autograd,
     stashed_for_autograd,

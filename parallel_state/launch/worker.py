@@ -32,11 +32,11 @@ import torch
 
 from device_communicators.base import limits, settings
 from device_communicators.base.errors import InvalidArgumentError, LaunchError
+from device_communicators.base.torch_internals import find_stores_by
 from parallel_state.launch.config import LaunchConfig
 from parallel_state.launch.inheritance import Inheritance
 from parallel_state.startup.binding import bind_to_cores
 from parallel_state.store.client import JOB_STORE, ControlStore
-from parallel_state.torch_internals import find_stores_by
 
 EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.torch_internals import dispatch_modes, in_transform
 from device_communicators.calls.memory import dtype_refusal
 from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
@@ -361,11 +362,7 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 def _is_eager() -> bool:
     """Returns True where nothing traces or transforms this call."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
+    return not (torch.compiler.is_compiling() or dispatch_modes() or in_transform())
 
 
 def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from device_communicators.base.errors import (
     MessageDecodeError,
     RemoteError,
 )
+from device_communicators.base.torch_internals import mark_constant
 from device_communicators.calls.memory import as_bytes, dense
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages import known_heads
@@ -327,9 +328,7 @@ def digest_of(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-# Of constants only, such as a spec that is made in a compiled function: as torch.compiler.assume_constant_result, whose
-# import takes a second.
-digest_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(digest_of)  # of constants only, such as a spec that is made in a compiled function
 
 
 def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMismatchError:

@@ -25,8 +25,8 @@ from device_communicators.base.errors import (
     format_ranks,
     plain,
 )
+from device_communicators.base.torch_internals import is_fake, is_registered
 from parallel_state.process_groups.agreement import Agreement, Request
-from parallel_state.torch_internals import is_fake, is_registered
 
 logger = logging.getLogger("parallel_state")
 

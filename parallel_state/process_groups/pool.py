@@ -35,12 +35,7 @@ from device_communicators.base.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import Watcher, kind_of_deaths
-from device_communicators.routing.waiting import abandon
-from parallel_state.process_groups.agreement import Agreement, digest
-from parallel_state.process_groups.options import GroupOptions
-from parallel_state.startup.watch import AbandonedError, run_watched
-from parallel_state.torch_internals import (
+from device_communicators.base.torch_internals import (
     bound_device,
     default_store,
     gloo_connects_lazily,
@@ -49,6 +44,11 @@ from parallel_state.torch_internals import (
     new_group_of_members,
     set_timeout,
 )
+from device_communicators.liveness.health import Watcher, kind_of_deaths
+from device_communicators.routing.waiting import abandon
+from parallel_state.process_groups.agreement import Agreement, digest
+from parallel_state.process_groups.options import GroupOptions
+from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32

@@ -26,7 +26,7 @@ AMBIGUOUS = ("get", "set", "add", "wait", "append")
 
 MAY_HOLD_RAW = {
     "device_communicators/c10d/group.py:Group.split": "torch's options of a new backend take a store",
-    "device_communicators/c10d/group.py:make_gloo": "gloo takes a store; a helper thread makes it, with a limit",
+    "device_communicators/base/torch_internals.py:gloo_backend": "gloo takes one; a helper thread runs it",
     "device_communicators/c10d/world.py:World.__init__": "reads an address",
     "device_communicators/c10d/world.py:address_of": "reads an address",
     "parallel_state/groups/world.py:_make_fake_group": "torch's fake backend; in memory",
@@ -41,10 +41,9 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
     "parallel_state/startup/stores.py:_tcp_store": "made within a deadline",
-    "parallel_state/torch_internals.py:store_in_words": "reads its type and address",
-    "parallel_state/torch_internals.py:new_group_of_members": "torch's groups take a store; run_watched runs it",
-    "parallel_state/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
-    "parallel_state/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
+    "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
+    "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
+    "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
     "parallel_state/groups/coordinator.py:GroupCoordinator.from_process_group": "reads an address",
     "parallel_state/compat/sglang/parallel_state.py:init_distributed_environment": "in memory, or SGLang's own",
     "parallel_state/compat/sglang/utils.py:set_global_tcp_store": "keeps a store for the caller",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
+from device_communicators.base.torch_internals import default_store
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.sglang import utils
@@ -36,7 +37,6 @@ from parallel_state.compat.sglang.coordinator import reg_all_to_all_single as re
 from parallel_state.compat.sglang.coordinator import reg_reduce_scatter_tensor as reg_reduce_scatter_tensor
 from parallel_state.functions import aliases
 from parallel_state.groups.same_node import in_the_same_node_as as _in_the_same_node_as
-from parallel_state.torch_internals import default_store
 
 logger = logging.getLogger("parallel_state")
 
