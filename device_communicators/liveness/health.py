@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from device_communicators.base import exits
 from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -27,7 +28,6 @@ from device_communicators.base.errors import (
     PeerDiedError,
 )
 from device_communicators.base.helper_threads import Call
-from device_communicators.liveness import exits
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES, ProcessEnds
 

@@ -160,7 +160,7 @@ import torch
 import parallel_state as ps
 
 if os.fork() == 0:  # torch is imported once
-    from parallel_state import world
+    from parallel_state.groups import world
 
     print("modules", *sys.modules, flush=True)
     os._exit(0)
