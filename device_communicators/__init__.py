@@ -3,8 +3,9 @@
 Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it and never the other way round.
 """
 
+from device_communicators.calls.work import Work
 from device_communicators.catalog import CATALOG, Row, build_route
-from device_communicators.routing.communicator import REDUCE_OPS, Communicator, GroupContext, Request, Work
+from device_communicators.routing.communicator import REDUCE_OPS, Communicator, GroupContext, Request
 from device_communicators.routing.registry import find_route, register_route, unique_name, write_record
 from device_communicators.routing.route import Route, Traffic
 from device_communicators.routing.started import Handle

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from device_communicators import settings
+from device_communicators.base import settings
 from device_communicators.routing.communicator import Communicator, GroupContext
 from device_communicators.routing.route import Route
 
@@ -169,7 +169,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row("fake", "device_communicators.process_group.device", "FakeGroupCommunicator", fake=True),
     Row(
-        "shared_memory", "device_communicators.cpu.shared_memory", "SharedMemoryCommunicator",
+        "shared_memory", "device_communicators.hierarchical.shared_memory", "SharedMemoryCommunicator",
         partial=True, unfit=_no_shared_memory,
     ),
     Row(

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from device_communicators.errors import UnsupportedError
-from device_communicators.routing.communicator import DONE, Communicator, Request, Work
-from device_communicators.routing.reductions import divide_, reduction_refusal
+from device_communicators.base.errors import UnsupportedError
+from device_communicators.calls.reductions import divide_, reduction_refusal
+from device_communicators.calls.work import DONE, Work
+from device_communicators.routing.communicator import Communicator, Request
 
 
 class SimulatedCommunicator(Communicator):

@@ -67,7 +67,7 @@ class ApiNames(SphinxDirective):
 
 def public_names() -> list[str]:
     """Returns the names that the API page lists: all but the getters that follow from the table of axes, and tables."""
-    made = set(parallel_state.getters.__all__) - set(vars(parallel_state.state))
+    made = set(parallel_state.functions.getters.__all__) - set(vars(parallel_state.state))
     return sorted(set(parallel_state.__all__) - made - {"AXES", "PRESETS"})
 
 

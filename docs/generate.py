@@ -230,22 +230,14 @@ def rooms_picture() -> str:
         (table.UPPER, table.UPPER_ROOMS, "#ddf4ff", "#0969da"),
         (table.LOWER, table.LOWER_ROOMS, "#dafbe1", "#1a7f37"),
     ):
-        lower = package == table.LOWER
-        levels = max(_depths(rooms).values()) + 1 + lower
+        levels = max(_depths(rooms).values()) + 1
         height = 34 + levels * STEP - (STEP - BOX) + 16
         body.append(
             f'<rect x="16" y="{top}" width="{width - 32}" height="{height}" rx="6" fill="none" stroke="{line}"/>'
         )
         body.append(_text(28, top + 22, package, line, ' font-weight="bold"'))
         body += _package_picture(rooms, top + 34, width, fill, line)
-        if lower:
-            y = top + 34 + (levels - 1) * STEP
-            x = (width - sum(map(_box_width, table.GROUND)) - GAP * (len(table.GROUND) - 1)) / 2
-            body.append(_text(28, y + 17, "the ground of all rooms:", "#57606a"))
-            for name in table.GROUND:
-                body.append(_box(name, x + _box_width(name) / 2, y, _box_width(name), "#f6f8fa", line))
-                x += _box_width(name) + GAP
-        else:
+        if package == table.UPPER:
             middle, end = width / 2, top + height
             body.append(
                 f'<line x1="{middle}" y1="{end}" x2="{middle}" y2="{end + 43}" stroke="#6e7781" stroke-width="2" '
@@ -269,7 +261,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def settings_table() -> str:
     """Returns every environment variable with its default and meaning."""
-    from device_communicators import settings
+    from device_communicators.base import settings
 
     rows = [
         (f"`{each.name}`", _default(each.name, each.default), f"{each.help} Must be {each.must_be}.")
@@ -293,7 +285,7 @@ def rooms_table() -> str:
     table = _rooms()
     rows = []
     for package, rooms in ((table.UPPER, table.UPPER_ROOMS), (table.LOWER, table.LOWER_ROOMS)):
-        for room, below in [*rooms.items(), *(((each, ()) for each in table.GROUND) if package == table.LOWER else ())]:
+        for room, below in rooms.items():
             purpose = _purpose(ROOT / package, room)
             rows.append((f"`{package}.{room}`", purpose, ", ".join(f"`{each}`" for each in below) or "–"))
     return _table(("room", "for", "may import"), rows)
@@ -308,7 +300,7 @@ def _purpose(package: Path, room: str) -> str:
 
 def errors_tree() -> str:
     """Returns the tree of errors as a nested list, each with the first line of its docstring."""
-    from device_communicators import errors
+    from device_communicators.base import errors
 
     def walk(kind: type, depth: int) -> Iterator[str]:
         about = (kind.__doc__ or "").strip().splitlines()[0]

@@ -13,7 +13,7 @@ rank of any layout in one process. Importing starts nothing and changes no envir
 
 from typing import TYPE_CHECKING
 
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     AlreadyInitializedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -42,7 +42,8 @@ from device_communicators.routing.failures import error_of
 from device_communicators.routing.registry import on_failure, on_operation, write_record
 from device_communicators.routing.started import TensorHandle
 from parallel_state import metrics
-from parallel_state.aliases import (
+from parallel_state.compile.fusion_pass import AllReduceFusionPass, FusionReport, fuse_all_reduce_rms_norm
+from parallel_state.functions.aliases import (
     broadcast_tensor_dict,
     cleanup_dist_env_and_memory,
     get_all_ranks,
@@ -77,21 +78,35 @@ from parallel_state.aliases import (
     tensor_model_parallel_gather,
     tensor_model_parallel_reduce_scatter,
 )
-from parallel_state.capture import GraphCaptureContext, graph_capture
-from parallel_state.compile.fusion_pass import AllReduceFusionPass, FusionReport, fuse_all_reduce_rms_norm
-from parallel_state.coordinator import GroupCoordinator
-from parallel_state.getters import *  # noqa: F403 - made from the axis table
-from parallel_state.getters import __all__ as _getters
-from parallel_state.groups.current import try_get_current_groups
+from parallel_state.functions.capture import GraphCaptureContext, graph_capture
+from parallel_state.functions.getters import *  # noqa: F403 - made from the axis table
+from parallel_state.functions.getters import __all__ as _getters
+from parallel_state.functions.recovery import reinitialize
+from parallel_state.functions.tracing import trace
+from parallel_state.functions.utilities import (
+    all_to_all,
+    divide,
+    get_pp_indices,
+    local_master_first,
+    master_first,
+    read_file_dist,
+    set_random_seed,
+    split_tensor_along_last_dim,
+    unwrap_dist,
+)
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.parallel_groups import (
     ParallelGroups,
     VirtualPipeline,
     create_fsdp_groups,
     create_parallel_groups,
     current_groups,
+    try_get_current_groups,
 )
 from parallel_state.groups.same_node import in_the_same_node_as
-from parallel_state.launch.launcher import LaunchConfig, launch
+from parallel_state.groups.simulated import simulate, simulated_group
+from parallel_state.launch.config import LaunchConfig
+from parallel_state.launch.launcher import launch
 from parallel_state.layout.axes import AXES, PRESETS, Axis
 from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
@@ -99,7 +114,6 @@ from parallel_state.messages.codec.types import is_registered, register_type
 from parallel_state.messages.handles import ReceiveHandle, SendHandle
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from parallel_state.process_groups.options import GroupOptions
-from parallel_state.recovery import reinitialize
 from parallel_state.regions import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -111,7 +125,6 @@ from parallel_state.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from parallel_state.simulated import simulate, simulated_group
 from parallel_state.startup.binding import bind_to_cores
 from parallel_state.startup.environment import ProcessEnvironment, is_rank_zero
 from parallel_state.state import (
@@ -145,21 +158,9 @@ from parallel_state.state import (
     try_get_tp_group,
     try_get_world_group,
 )
-from parallel_state.tracing import trace
-from parallel_state.utilities import (
-    all_to_all,
-    divide,
-    get_pp_indices,
-    local_master_first,
-    master_first,
-    read_file_dist,
-    set_random_seed,
-    split_tensor_along_last_dim,
-    unwrap_dist,
-)
 
 if not TYPE_CHECKING:  # a type checker shall know no names but these
-    from parallel_state.getters import raise_missing as __getattr__  # noqa: F401
+    from parallel_state.functions.getters import raise_missing as __getattr__  # noqa: F401
 
 __all__ = [
     "metrics", "on_failure", "on_operation", "reinitialize", "write_record", "AXES", "AllReduceFusionPass",

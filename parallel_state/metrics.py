@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from device_communicators.errors import UnsupportedError
+from device_communicators.base.errors import UnsupportedError
 from device_communicators.routing import observers
 from device_communicators.routing.registry import routes
 from device_communicators.routing.route import Route

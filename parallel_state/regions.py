@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.base.torch_internals import below_autograd, in_transform
 from device_communicators.routing.registry import find_route
 from parallel_state.collectives import checks, ops
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import get_tp_group
-from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
 
@@ -151,7 +151,7 @@ def _define(
         below = getattr(_OPS, name) if in_transform() else kernel
         if x.requires_grad and torch.is_grad_enabled():
             return ops.differentiable(below, formula, x, *args)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return below(x, *args)
 
     ops.define(name, f"Tensor x, Tensor(a!) token, {arguments}str group", "Tensor", kernel, fake, autograd)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import c10d, cores, forks, limits, settings
-from device_communicators.errors import (
+from device_communicators import c10d
+from device_communicators.base import cores, forks, limits, settings
+from device_communicators.base.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
     GroupDestroyedError,
@@ -32,12 +33,11 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove, watch
 from parallel_state.groups import mesh
-from parallel_state.groups.current import try_get_current_groups
-from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove, watch
+from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division, position_in
 from parallel_state.layout.resolution import resolve_layout
@@ -124,7 +124,7 @@ def init_distributed_environment(
     undo, _UNDO = contextlib.ExitStack(), None
     try:
         # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
-        from parallel_state import world as startup
+        from parallel_state.groups import world as startup
 
         if dist.is_initialized():
             joined = startup.join_default_group(world_size, rank, local_rank, backend)
@@ -213,7 +213,7 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Makes `_WORLD` over an initialised torch.distributed default group, and returns it."""
     global _WORLD
-    from parallel_state import world as startup
+    from parallel_state.groups import world as startup
 
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
@@ -310,7 +310,7 @@ def initialize_model_parallel(
     AlreadyInitializedError, LayoutError for sizes that don't fit,
     ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
     """
-    from parallel_state import world as startup
+    from parallel_state.groups import world as startup
 
     forks.check("initialize_model_parallel()")
     if _GROUPS is not None:

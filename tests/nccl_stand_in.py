@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from device_communicators import GroupContext
+from device_communicators.calls.work import DONE, Work
 from device_communicators.cuda.nccl_library import NcclLibrary
 from device_communicators.nccl.communicator import NcclCommunicator
-from device_communicators.routing.communicator import DONE, Work
 from tests import compiled
 
 SOURCE = Path(__file__).parent / "native" / "stand_in_nccl.c"

@@ -28,7 +28,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "parallel_state",
-    "parallel_state.world",
+    "parallel_state.groups.world",
     "device_communicators.cpu.host_memory",
 )
 """Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""

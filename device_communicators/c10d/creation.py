@@ -24,17 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore, StoreSilentError
-from device_communicators.build_cache import CacheError, about_cache
-from device_communicators.c10d.group import Group, make_gloo
-from device_communicators.c10d.store_exchange import StoreExchange
-from device_communicators.c10d.world import World
-from device_communicators.cpu import native, native_build
-from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.native_build import BuildError, Recipe
-from device_communicators.cpu.native_group import Members
-from device_communicators.errors import (
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.build_cache import CacheError, about_cache
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     PeerDiedError,
@@ -42,7 +35,15 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.helper_threads import Call
+from device_communicators.base.helper_threads import Call
+from device_communicators.base.torch_internals import pybind_abi
+from device_communicators.c10d.group import Group, make_gloo
+from device_communicators.c10d.store_exchange import StoreExchange
+from device_communicators.c10d.world import World
+from device_communicators.cpu import native, native_build
+from device_communicators.cpu.host_memory import HostMemory
+from device_communicators.cpu.native_build import BuildError, Recipe
+from device_communicators.cpu.native_group import Members
 
 logger = logging.getLogger("parallel_state")
 
@@ -192,11 +193,7 @@ def _recipe() -> Recipe:
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         raise BuildError(f"there is no Python.h in {include}; install Python's headers (python3-dev)")
-    pybind = tuple(
-        f'-DPYBIND11_{name}="{value}"'
-        for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
-        if (value := getattr(torch._C, f"_PYBIND11_{name}", None)) is not None
-    )
+    pybind = tuple(f'-D{name}="{value}"' for name, value in pybind_abi().items())
     flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_MODULE}", *pybind)
     flags["for_torch"] += f" {version}"
     flags["include_flags"] += ("-isystem", include)

@@ -20,8 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ForkedError,
+    PeerDiedError,
+    plain,
+    restore,
+)
+from device_communicators.base.helper_threads import Call
+from device_communicators.base.member import LOST
+from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout
 from device_communicators.c10d.world import World
+from device_communicators.calls.user_call import UserCall, set_current_call
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import KINDS, SHAPE
 from device_communicators.cpu.host_memory import HostMemory, message_wait_policy
@@ -34,18 +46,8 @@ from device_communicators.cpu.native_group import (
     peer_died,
     timed_out,
 )
-from device_communicators.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    ForkedError,
-    PeerDiedError,
-    plain,
-    restore,
-)
-from device_communicators.helper_threads import Call
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
-from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
     ADVICE,
@@ -57,7 +59,6 @@ from device_communicators.routing.failures import (
     kind_of_failure,
     note_error,
 )
-from device_communicators.routing.user_call import UserCall, set_current_call
 from device_communicators.routing.waiting import abandon
 
 _TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP = 1, 2, 4, 5
@@ -196,7 +197,7 @@ class Group:
         self._members = replace(self._members, timeout_s=timeout.total_seconds())
         self._context = replace(self._context, timeout_s=timeout.total_seconds())
         if self._gloo is not None:
-            self._gloo._set_default_timeout(timeout)
+            set_backend_timeout(self._gloo, timeout)
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
         """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
@@ -406,7 +407,7 @@ class Group:
 
     def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
         """Returns the backend of some of the ranks, this one among them; each of those calls it."""
-        options = dist.distributed_c10d._DistributedBackendOptions()
+        options = backend_options()
         options.store = dist.PrefixStore("split/" + "_".join(map(str, ranks)), store)
         options.group_rank = ranks.index(self._members.rank)
         options.group_size = len(ranks)
@@ -423,12 +424,7 @@ class Group:
 
 def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     """Returns a gloo backend. It listens at `address`, where other hosts reach this process, if that is known."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = [_gloo_device(address)]
-    gloo = dist.ProcessGroupGloo(store.raw, rank, size, options)
-    gloo._set_sequence_number_for_group()
-    return gloo
+    return gloo_backend(store, rank, size, timeout, _gloo_device(address))
 
 
 def _gloo_device(address: str) -> Any:

@@ -10,7 +10,15 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from device_communicators.settings import SHOWN_BACKEND
+from device_communicators.base.settings import SHOWN_BACKEND
+from device_communicators.base.torch_internals import (
+    backend_of,
+    device_types_of,
+    has_plugin,
+    set_backend_timeout,
+    wrap_backend_name,
+    wrap_set_pg_timeout,
+)
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
@@ -24,7 +32,7 @@ def register() -> None:
     """
     import torch.distributed as dist
 
-    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+    if dist.is_available() and not has_plugin(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
         _open_monitored_barrier()
         _open_set_pg_timeout()
@@ -55,23 +63,24 @@ def _open_set_pg_timeout() -> None:
     """Lets `_set_pg_timeout` set this backend's timeout: before torch 2.15 it supports only gloo and NCCL."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
 
     if hasattr(dist, "set_timeout"):
         return
-    of_others = distributed_c10d._set_pg_timeout
 
-    @functools.wraps(of_others)
-    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
-        made: Any = dist.group.WORLD if group is None else group
-        if dist.get_rank(made) < 0 or not _is_of_this_backend(made):
-            of_others(timeout, group)
-            return
-        if torch.device("cuda") in made._device_types:
-            of_others(timeout, group)
-        _cpu_backend(made)._set_default_timeout(timeout)
+    def wrap(of_others: Any) -> Any:
+        @functools.wraps(of_others)
+        def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+            made: Any = dist.group.WORLD if group is None else group
+            if dist.get_rank(made) < 0 or not _is_of_this_backend(made):
+                of_others(timeout, group)
+                return
+            if torch.device("cuda") in device_types_of(made):
+                of_others(timeout, group)
+            set_backend_timeout(backend_of(made, torch.device("cpu")), timeout)
 
-    distributed_c10d._set_pg_timeout = _set_pg_timeout
+        return _set_pg_timeout
+
+    wrap_set_pg_timeout(wrap)
 
 
 def _open_backend_type() -> None:
@@ -79,32 +88,23 @@ def _open_backend_type() -> None:
 
     ShardedTensor calls it on ranks without a shard, and treats every name but "gloo" as a backend of GPUs.
     """
-    import torch.distributed as dist
 
-    of_torch = dist.ProcessGroup._get_backend_name
+    def wrap(of_torch: Any) -> Any:
+        @functools.wraps(of_torch)
+        def _get_backend_name(group: Any) -> str:
+            name = of_torch(group)
+            return "gloo" if name == "custom" and _is_of_this_backend(group) else name
 
-    @functools.wraps(of_torch)
-    def _get_backend_name(group: Any) -> str:
-        name = of_torch(group)
-        return "gloo" if name == "custom" and _is_of_this_backend(group) else name
+        return _get_backend_name
 
-    dist.ProcessGroup._get_backend_name = _get_backend_name  # type: ignore[method-assign, assignment]
+    wrap_backend_name(wrap)
 
 
 def _is_of_this_backend(group: Any) -> bool:
-    backend = _cpu_backend(group)
-    return backend is not None and backend.name() == NAME
-
-
-def _cpu_backend(group: Any) -> Any:
-    """Returns the group's backend for CPU tensors, or None. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in checks."""
     import torch
 
-    device = torch.device("cpu")
-    if device not in group._device_types:
-        return None
-    backend = group._get_backend(device)
-    return getattr(backend, "wrapped_pg", backend)
+    backend = backend_of(group, torch.device("cpu"))
+    return backend is not None and backend.name() == NAME
 
 
 @functools.cache

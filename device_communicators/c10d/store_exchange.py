@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
 
 
 class StoreExchange:

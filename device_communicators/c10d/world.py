@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from device_communicators.bounded_store import BoundedStore
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.host import address_towards
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.watching import watch_ranks
-from device_communicators.host import address_towards
 from device_communicators.liveness.health import FailureDomain, Watcher
 
 

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.base.errors import CommunicationError
+from device_communicators.base.limits import describe_address_space
+from device_communicators.calls.user_call import DTYPE_NUMBERS
+from device_communicators.calls.work import Work
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting, pieces_of
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
-from device_communicators.errors import CommunicationError
-from device_communicators.limits import describe_address_space
-from device_communicators.routing.communicator import Work
-from device_communicators.routing.user_call import DTYPE_NUMBERS
 
 _PAGE_BYTES = 4096
 

@@ -20,18 +20,18 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from device_communicators import cores, limits, settings
+from device_communicators.base import cores, limits, settings
+from device_communicators.base.errors import CommunicationError, ConfigMismatchError, plain
+from device_communicators.base.host import local_namespace
+from device_communicators.base.limits import describe_address_space
+from device_communicators.calls.work import gather_bytes
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
-from device_communicators.errors import CommunicationError, ConfigMismatchError, plain
-from device_communicators.host import local_namespace
-from device_communicators.limits import describe_address_space
 from device_communicators.liveness.health import FailureDomain, Watcher, describe_deaths, kind_of_deaths
 from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES
-from device_communicators.routing.waiting import gather_bytes
 
 logger = logging.getLogger("parallel_state")
 

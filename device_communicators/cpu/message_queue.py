@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
+from device_communicators.base.member import LOST
+from device_communicators.calls.user_call import handler_error
+from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.cpu.plain_tree import Pinned
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
-from device_communicators.member import LOST
-from device_communicators.routing.communicator import DONE, Work
-from device_communicators.routing.user_call import handler_error
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
 POSTED, LEFT_TO_PYTHON = _DONE, 6

@@ -28,12 +28,12 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_size_
 from pathlib import Path
 from typing import IO, Any
 
-from device_communicators import build_cache, settings
-from device_communicators.build_cache import CacheError
+from device_communicators.base import build_cache, settings
+from device_communicators.base.build_cache import CacheError
+from device_communicators.base.errors import SettingError
+from device_communicators.calls.interruption import ON_FAILED_OP
 from device_communicators.cpu import native_build
 from device_communicators.cpu.native_build import BuildError, Recipe
-from device_communicators.errors import SettingError
-from device_communicators.routing.registry import ON_FAILED_OP
 
 logger = logging.getLogger("parallel_state")
 

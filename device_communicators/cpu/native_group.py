@@ -11,18 +11,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from device_communicators.cpu.native import NativeLibrary
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
     PeerDiedError,
     UsageError,
 )
-from device_communicators.member import LOST, Failure, GroupMember
-from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reductions import reducible
-from device_communicators.routing.user_call import (
+from device_communicators.base.member import LOST, Failure, GroupMember
+from device_communicators.calls.recorder import Operation
+from device_communicators.calls.reductions import reducible
+from device_communicators.calls.user_call import (
     TRANSFERS,
     UserCall,
     begin_sending,
@@ -31,6 +30,7 @@ from device_communicators.routing.user_call import (
     method_of,
     overlap_error,
 )
+from device_communicators.cpu.native import NativeLibrary
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAPPED = 1, 2, 3, 4, 5, 7, 8, 9
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",

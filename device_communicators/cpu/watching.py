@@ -6,8 +6,8 @@ import functools
 import logging
 from collections.abc import Callable
 
-from device_communicators import settings
-from device_communicators.bounded_store import BoundedStore
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import Farewells, Watcher
 from device_communicators.liveness.heartbeat import Heartbeats

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from device_communicators import settings
+from device_communicators.base import settings
 
 OLDEST = 22700
 """The version that comes with torch 2.10, the oldest one that this library takes."""

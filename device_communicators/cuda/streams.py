@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.routing.communicator import Work
+from device_communicators.base.torch_internals import current_cuda_device, current_raw_stream
+from device_communicators.calls.work import Work
 
 _RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
@@ -94,7 +95,7 @@ class CudaStreams:
         self._priority = -1 if high_priority else 0
         self._index = torch.cuda.current_device() if device.index is None else device.index
         # What current_stream() is made of, without the Stream object: half a microsecond instead of three.
-        self._raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._raw = current_raw_stream()
 
     def current(self) -> int:
         """Returns the current stream, as CUDA's handle."""
@@ -131,7 +132,7 @@ class CudaStreams:
 
     def is_current_device(self) -> bool:
         """Returns True if the device is the current one of this thread."""
-        return torch._C._cuda_getDevice() == self._index
+        return current_cuda_device() == self._index
 
     def enter_relaxed(self) -> bool:
         """Makes the device the calling thread's, and lets the thread query events, allocate and so on while another one

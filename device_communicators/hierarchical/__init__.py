@@ -1,4 +1,4 @@
-"""Groups over several hosts: shared memory within each, the hosts' first ranks between them.
+"""Communicators of CPU tensors: over one host's shared memory; over several hosts, whose first ranks are connected.
 
-May import `cpu`, `routing` and what is below them.
+May import `routing` and what is below it.
 """

@@ -27,16 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CommunicationError, UnsupportedError
+from device_communicators.base.errors import CommunicationError, UnsupportedError
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.reductions import reduction_refusal
+from device_communicators.calls.user_call import current, overlap_error
+from device_communicators.calls.work import DONE, Work
 from device_communicators.hierarchical import blocks, lanes
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.hierarchical.leaders import DIRECT_BYTES
 from device_communicators.hierarchical.pairs import Pairs
 from device_communicators.hierarchical.streams import connect
-from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.reductions import reduction_refusal
-from device_communicators.routing.user_call import current, overlap_error
+from device_communicators.routing.communicator import GroupContext, PartialCommunicator, Request
 
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "broadcast_sized"]

@@ -15,10 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from device_communicators import limits, settings
-from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.native_group import DTYPES
-from device_communicators.errors import (
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
@@ -27,11 +25,13 @@ from device_communicators.errors import (
     PeerDiedError,
     format_ranks,
 )
+from device_communicators.calls.user_call import REDUCE_OPS, UserCall
+from device_communicators.cpu.host_memory import HostMemory
+from device_communicators.cpu.native_group import DTYPES
 from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_WAY, Leaders
 from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 from device_communicators.routing.waiting import all_gather_bytes
 
 logger = logging.getLogger("parallel_state")

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from device_communicators.calls.user_call import REDUCE_OPS
 from device_communicators.cpu.native_group import DTYPES, NativeGroup
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.hierarchical.leaders import MOST_UNDER_WAY, PAYLOADS, RESULTS, slices_of
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.routing.user_call import REDUCE_OPS
 
 _STAGES = 3
 

@@ -26,15 +26,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
-from device_communicators.helper_threads import run_in_thread
+from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.base.helper_threads import run_in_thread
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.user_call import UserCall, begin_sending
 from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of, part_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.user_call import UserCall, begin_sending
 from device_communicators.routing.waiting import abandon
 
 DIRECT_BYTES = 64 << 10

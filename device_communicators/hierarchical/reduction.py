@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from device_communicators.calls.floating_point import default_floating_point
+from device_communicators.calls.reductions import combine_, divide_
+from device_communicators.calls.user_call import REDUCE_OPS
 from device_communicators.cpu import native
 from device_communicators.cpu.native_group import DTYPES, reducible_in_memory
-from device_communicators.floating_point import default_floating_point
-from device_communicators.routing.reductions import combine_, divide_
-from device_communicators.routing.user_call import REDUCE_OPS
 
 ONE_ROUND_BYTES = 64 << 10
 """The most that each host sends to all others in one round; above, each reduces a slice, in two rounds.

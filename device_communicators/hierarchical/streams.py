@@ -49,10 +49,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from device_communicators import limits, settings
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import CommunicationError, plain
+from device_communicators.base.host import gloo_addresses, resolve
 from device_communicators.cpu import native
-from device_communicators.errors import CommunicationError, plain
-from device_communicators.host import gloo_addresses, resolve
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
 from device_communicators.routing.waiting import all_gather_bytes

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from device_communicators import exits
-from device_communicators.bounded_store import BoundedStore, StoreSilentError
-from device_communicators.errors import (
+from device_communicators.base import exits
+from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     HostUnreachableError,
     PeerDiedError,
 )
-from device_communicators.helper_threads import Call
+from device_communicators.base.helper_threads import Call
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES, ProcessEnds
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.bounded_store import BoundedStore
+from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")

@@ -29,8 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.host import connect_to, resolve
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.host import connect_to, resolve
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from device_communicators.host import start_time
+from device_communicators.base.host import start_time
 
 READ_S = 0.1
 """The time between two reads of /proc. Detection by /proc is at most this much later than by pidfd."""

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import CommunicationError, format_ranks, plain
 from device_communicators.cuda import nccl_library
-from device_communicators.errors import CommunicationError, format_ranks, plain
 from device_communicators.machine.topology import Path, Topology
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import all_gather_bytes

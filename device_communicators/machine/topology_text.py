@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from device_communicators.cores import spans
+from device_communicators.base.cores import spans
 from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology
 from device_communicators.machine.visible_devices import Device, Visible
 

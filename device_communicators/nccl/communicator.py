@@ -23,7 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import (
+    CommunicationError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.reductions import (
+    REDUCING,
+    UNSIGNED,
+    is_native,
+    reducible,
+    reduction_refusal,
+)
+from device_communicators.calls.work import DONE, ContinuedWork, Work
 from device_communicators.cuda.nccl_library import (
     BYTE,
     DTYPES,
@@ -35,25 +50,11 @@ from device_communicators.cuda.nccl_library import (
     load,
 )
 from device_communicators.cuda.streams import CudaStreams
-from device_communicators.cuda.watch import GOODBYE_S, Watch
-from device_communicators.errors import (
-    CommunicationError,
-    GroupNotInitializedError,
-    InvalidArgumentError,
-    UnsupportedError,
-)
+from device_communicators.nccl.deadlines import GOODBYE_S, Watch
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
 from device_communicators.nccl.windows import Windows
-from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, GroupContext, Request, Work
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.reductions import (
-    REDUCING,
-    UNSIGNED,
-    is_native,
-    reducible,
-    reduction_refusal,
-)
+from device_communicators.routing.communicator import Communicator, GroupContext, Request
 from device_communicators.routing.waiting import Watched
 
 logger = logging.getLogger("parallel_state")

@@ -21,6 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from device_communicators.base.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigMismatchError,
+    PeerDiedError,
+)
 from device_communicators.cuda.nccl_library import (
     COLL_SYMMETRIC,
     IN_PROGRESS,
@@ -35,8 +41,7 @@ from device_communicators.cuda.nccl_library import (
     version_text,
 )
 from device_communicators.cuda.streams import enter
-from device_communicators.cuda.watch import GOODBYE_S
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ConfigMismatchError, PeerDiedError
+from device_communicators.nccl.deadlines import GOODBYE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died
 from device_communicators.routing.waiting import WatchedByThread, all_gather_bytes

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from device_communicators.calls.work import Work
 from device_communicators.cuda.nccl_library import BYTE, NcclLibrary
 from device_communicators.cuda.streams import CudaStreams
 from device_communicators.nccl.handle import Handle, end_all, exchange_records, make_record
-from device_communicators.routing.communicator import GroupContext, Work
+from device_communicators.routing.communicator import GroupContext
 
 _MEETING = 3
 """The kind of tag of what two ranks tell each other; that of sends within a host, whose groups have no device."""

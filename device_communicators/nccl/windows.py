@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators.base import settings
 from device_communicators.cuda.foreign_memory import tensor_over
 from device_communicators.cuda.nccl_library import SUCCESS, NcclLibrary
 from device_communicators.cuda.streams import CudaStreams

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.calls.reductions import REDUCING
 from device_communicators.peer.device import PeerDevice, start
 from device_communicators.peer.group import DTYPES, PeerGroup, PeerNorms
 from device_communicators.peer.memory import NotSharedError, together
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.communicator import GroupContext, PartialCommunicator, Request
-from device_communicators.routing.reductions import REDUCING
 
 ALIGNMENT = 16
 """Bytes at whose multiples the kernels' tensors begin."""

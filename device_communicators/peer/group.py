@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
+from device_communicators.calls.reductions import FP8
 from device_communicators.cuda.streams import StreamOrder
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.peer.device import HostWords, PeerDevice
 from device_communicators.peer.kernels import (
     KERNELS,
@@ -44,7 +45,6 @@ from device_communicators.peer.memory import NotSharedError, PeerMemory, hold, r
 from device_communicators.peer.thresholds import ALGORITHMS, Admission, Thresholds, agree
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
-from device_communicators.routing.reductions import FP8
 
 logger = logging.getLogger("parallel_state")
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from device_communicators import build_cache, settings
-from device_communicators.build_cache import CacheError
+from device_communicators.base import build_cache, settings
+from device_communicators.base.build_cache import CacheError
 
 MAX_RANKS = 8
 MAX_BLOCKS = 128

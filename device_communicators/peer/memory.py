@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from device_communicators.base.errors import CommunicationError, SettingError
 from device_communicators.cuda.streams import enter
-from device_communicators.errors import CommunicationError, SettingError
 from device_communicators.machine.group_topology import exchange_facts, uuid_of
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import ByThread, until

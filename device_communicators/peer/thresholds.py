@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from device_communicators import settings
-from device_communicators.errors import SettingError
+from device_communicators.base import settings
+from device_communicators.base.errors import SettingError
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, exchange_facts, uuid_of
 from device_communicators.machine.topology import read_topology
 from device_communicators.peer.device import PeerDevice, arch_of, versions

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from device_communicators.helper_threads import end_idle_threads
+from device_communicators.base.helper_threads import end_idle_threads
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.reductions import reducible_by_torch
+from device_communicators.calls.user_call import current, overlap_error
+from device_communicators.calls.work import Work
 from device_communicators.process_group.checked_calls import Call, Frames, Gather, call_of, exchange, room_for
 from device_communicators.process_group.checked_pairs import CheckedPairs
 from device_communicators.process_group.plain import PlainProcessGroup
 from device_communicators.process_group.started_calls import Exchange, StartedCalls, fits
-from device_communicators.routing.communicator import Communicator, GroupContext, Request, Work, reduce_in_rank_order
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.reductions import reducible_by_torch
-from device_communicators.routing.user_call import current, overlap_error
+from device_communicators.routing.communicator import Communicator, GroupContext, Request, reduce_in_rank_order
 
 _PLAIN = 0
 """The kind of tag of plain sends and receives; messages have headers of their own."""

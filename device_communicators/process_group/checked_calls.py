@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base.torch_internals import all_gather_base
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.user_call import UserCall, begin_sending, current
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.user_call import UserCall, begin_sending, current
 from device_communicators.routing.waiting import Watched
 
 _MAGIC = b"PSC2"
@@ -180,7 +181,7 @@ def exchange(context: GroupContext, call: Call, payload: Tensor | None, gather: 
     frames = torch.empty(context.size, count, dtype=torch.uint8, device="cpu")
     begin_sending()
     if gather is None:
-        Watched(context.cpu_group._allgather_base(frames.view(-1), mine), context, call.operation).wait()
+        Watched(all_gather_base(context.cpu_group, frames.view(-1), mine), context, call.operation).wait()
     else:
         gather(frames, mine)
     return checked(context, call, frames)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError
+from device_communicators.base.errors import CollectiveMismatchError
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.user_call import begin_sending
 from device_communicators.process_group.checked_calls import Call, call_in, fill, head_bytes, payload_of, transfer_of
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.user_call import begin_sending
 from device_communicators.routing.waiting import ByThread, limit_of
 
 _FOLLOW_UPS = 1 << 28  # a bit of tags that neither plain transfers nor started calls have

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from device_communicators.calls.work import DONE, Work
 from device_communicators.process_group.plain import PlainProcessGroup
-from device_communicators.routing.communicator import DONE, GroupContext, Request, Work
+from device_communicators.routing.communicator import GroupContext, Request
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):

@@ -25,10 +25,12 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, Request, Work
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.reductions import REDUCING, reducible, reduction_refusal
-from device_communicators.routing.user_call import begin_sending
+from device_communicators.base.torch_internals import all_gather_base, reduce_scatter_base
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.calls.user_call import begin_sending
+from device_communicators.calls.work import DONE, ContinuedWork, Work
+from device_communicators.routing.communicator import Communicator, Request
 from device_communicators.routing.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
@@ -81,7 +83,7 @@ class PlainProcessGroup(Communicator):
         wide_out, wide_op, narrow = reducible(out, reduce_op)
         wide_x, _, _ = reducible(x, reduce_op)
         options.reduceOp = _REDUCE_OPS[wide_op]
-        work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
+        work = reduce_scatter_base(self._group(x), wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
         return ContinuedWork(watched, lambda: self.finish_reduction(wide_out, wide_op, narrow))
 
@@ -92,7 +94,7 @@ class PlainProcessGroup(Communicator):
         if x.numel() == 0:
             return DONE
         options = _options(AllgatherOptions, is_async=is_async)
-        return self._watched(self._group(x)._allgather_base(as_bytes(out), as_bytes(x), options), x, "all_gather")
+        return self._watched(all_gather_base(self._group(x), as_bytes(out), as_bytes(x), options), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.user_call import begin_sending
 from device_communicators.process_group.checked_calls import Call, Frames, checked, fill, frame_bytes, room_for
 from device_communicators.routing.communicator import GroupContext, reduce_in_rank_order
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.user_call import begin_sending
 from device_communicators.routing.waiting import limit_of, until
 
 _OWN_TAGS = 1 << 29  # apart from those of plain transfers, and of the ones between hosts

@@ -1,4 +1,4 @@
-"""The interface of a communicator: one way to move the bytes of one group; and what is started by it, a `Work`.
+"""The interface of a communicator: one way to move the bytes of one group.
 
 A communicator implements the *flat* operations at the end of the class (contiguous tensors, the group along dim 0)
 and inherits the *public* ones, which handle dims, strides and fresh outputs; it overrides a public one where it can
@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from device_communicators.errors import GroupNotInitializedError, UnsupportedError, format_ranks
-from device_communicators.liveness.health import Death, FailureDomain, Watcher
-from device_communicators.member import GroupMember
-from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reductions import (
+from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, format_ranks
+from device_communicators.base.member import GroupMember
+from device_communicators.calls.recorder import Operation
+from device_communicators.calls.reductions import (
     add_rms_norm,
     combine_,
     default_state,
@@ -31,49 +30,12 @@ from device_communicators.routing.reductions import (
     dynamic_per_token_fp8_quant,
     static_fp8_quant,
 )
+from device_communicators.calls.work import DONE, Work
+from device_communicators.liveness.health import Death, FailureDomain, Watcher
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded when a group is made
     from device_communicators.cpu.host_memory import HostMemory
     from device_communicators.cpu.native_group import NativeGroup
-
-
-class Work(Protocol):
-    """A transfer in progress, as c10d's `Work`."""
-
-    def wait(self) -> Any: ...
-
-    def is_completed(self) -> bool: ...
-
-
-class _Done:
-    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
-
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-
-DONE = _Done()
-
-
-class ContinuedWork:
-    """A work, and what this rank does once with its result."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> None:
-        self._work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 

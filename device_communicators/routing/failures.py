@@ -9,16 +9,16 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupFailedError,
     ParallelStateError,
     PeerDiedError,
 )
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.member import LOST
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
-from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 
 ADVICE: dict[type[CommunicationError], str] = {

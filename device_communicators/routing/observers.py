@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from device_communicators.errors import CommunicationError
+from device_communicators.base.errors import CommunicationError
+from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.recorder import Operation
 
 logger = logging.getLogger("parallel_state")
 

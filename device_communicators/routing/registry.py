@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from device_communicators import forks, settings
-from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
-from device_communicators.host_calls import OUTSIDE, host_call
-from device_communicators.routing import observers, recorder, stalls
+from device_communicators.base import forks, settings
+from device_communicators.base.errors import GroupDestroyedError, GroupNotInitializedError
+from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.calls import recorder
+from device_communicators.calls.interruption import raise_interruption
+from device_communicators.routing import observers, stalls
 from device_communicators.routing.observers import METERS, measure, switch_native_meter
 from device_communicators.routing.route import Route
 
@@ -22,11 +24,6 @@ _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
 """The name of each group that this process had, by the name and both keys."""
 _NEXT_INDEX: dict[str, int] = {}
-ON_FAILED_OP: list[Callable[[], None]] = []
-"""Raise what a signal's handler raised in an op that comes to its route because it failed, if anything.
-
-The handler may have destroyed the group, or another thread have told of a failure first.
-"""
 
 
 def routes() -> list[Route]:
@@ -138,12 +135,6 @@ def unique_name(stem: str) -> str:
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"
-
-
-def raise_interruption() -> None:
-    """Raises what a signal's handler raised in an op that was left to Python, if anything."""
-    for raise_it in ON_FAILED_OP:
-        raise_it()
 
 
 def find_route(key: str) -> Route:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
-from device_communicators.member import LOST
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
+from device_communicators.base.member import LOST
+from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up
-from device_communicators.routing.recorder import Operation
-from device_communicators.routing.stalls import group_key
+from device_communicators.routing.states import group_key
 
 _REPORTS_WAIT_S = 0.6
 """The wait for the others' reports: they come within the 0.2 s in which a death might come to be known."""

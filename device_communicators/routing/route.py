@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from device_communicators import forks
-from device_communicators.errors import (
+from device_communicators.base import forks
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
@@ -34,10 +34,24 @@ from device_communicators.errors import (
     UsageError,
     plain,
 )
+from device_communicators.base.member import LOST
+from device_communicators.calls.recorder import PAIRS, RECORDS, Operation
+from device_communicators.calls.user_call import (
+    METHODS,
+    UserCall,
+    begin_locally,
+    begin_sending,
+    call_of_arguments,
+    called_as,
+    has_sent,
+    overlap_error,
+    set_current_call,
+    transfer_method,
+)
 from device_communicators.liveness.stacks import call_site
-from device_communicators.member import LOST
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
+from device_communicators.routing.comparison import check_alike
 from device_communicators.routing.failures import (
     ADVICE,
     all_died,
@@ -48,23 +62,9 @@ from device_communicators.routing.failures import (
     is_of_transport,
     kind_of_failure,
 )
-from device_communicators.routing.recorder import PAIRS, RECORDS, Operation
 from device_communicators.routing.reports import explained, publish
-from device_communicators.routing.stalls import add_calls, waiting_for
 from device_communicators.routing.started import Handle
-from device_communicators.routing.user_call import (
-    METHODS,
-    UserCall,
-    begin_locally,
-    begin_sending,
-    call_of_arguments,
-    called_as,
-    check_alike,
-    has_sent,
-    overlap_error,
-    set_current_call,
-    transfer_method,
-)
+from device_communicators.routing.states import add_calls, waiting_for
 from device_communicators.routing.waiting import TransferError
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class Route:
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
                 if call is None:
                     record.peer = args[-1]
-                with waiting_for(self, record):
+                with waiting_for(self.context, record):
                     carry = getattr(communicator, form or operation)
                     if observers.IN_PROFILER:
                         carry = observers.profiled(carry, self.context, operation, tensor)
@@ -281,7 +281,7 @@ class Route:
                 if record.site:
                     check_alike(self.context, self.sequence, call, record.site)
                 self.count("empty")
-                with waiting_for(self, record):
+                with waiting_for(self.context, record):
                     made = maker.allocate(size_bytes)
                 record.ended_s = time.monotonic()
             except Exception as error:

@@ -19,108 +19,42 @@ import socket
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from device_communicators import settings
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.recorder import Operation
-
-if TYPE_CHECKING:
-    from device_communicators.routing.route import Route
+from device_communicators.routing.route import Route
+from device_communicators.routing.states import (
+    ASK_S,
+    MOST_ASKED,
+    SLOW_S,
+    STARTED,
+    WAITS,
+    State,
+    call_in_words,
+    describe_states,
+    group_key,
+    read_states,
+    state_of,
+    state_without_call,
+    states_of_ranks,
+)
 
 logger = logging.getLogger("parallel_state")
 
-SLOW_S = 1.0
-"""The length of a wait, or of a time without calls, from which on others may read of it."""
 _LOOK_S = 0.4
 _KEEP_S = 3.0
 """The time for which others may read of a wait that has ended: those that fail with it ask a moment later."""
-_ASK_S = 0.5
-_ANSWER_S = 0.3
-"""The time for an answer of this host."""
-_STEP_S = 0.02
-_MOST_ASKED = 16
-"""Ranks that are asked, and whose waits are read, at a failure."""
-SILENT = (
-    "without an answer (pid {pid} runs): in native code that holds the interpreter's lock, without time, or leaving"
-)
 _MOVED_S = 1.0
 """How often a rank without calls tells that it has moved on, in worlds of up to so many ranks: one store serves all."""
 _TELLERS_PER_S = 256
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
-
-
-WAITS: dict[int, tuple[Route, Operation]] = {}
-"""By thread: the operation that it waits for, in Python."""
-
-
-def end_wait(thread: int, before: tuple[Route, Operation] | None) -> None:
-    """Ends a thread's wait; it may go on with the one that this was a step of."""
-    if before is None:
-        del WAITS[thread]
-    else:
-        WAITS[thread] = before
-
-
-class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs more)
-    """Notes that this thread waits for `operation` meanwhile."""
-
-    __slots__ = ("_before", "_thread", "_wait")
-
-    def __init__(self, route: Route, operation: Operation) -> None:
-        self._wait = route, operation
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> None:
-        self._before, WAITS[self._thread] = WAITS.get(self._thread), self._wait
-
-    def __exit__(self, *_: object) -> None:
-        end_wait(self._thread, self._before)
-
-
-def group_key(context: GroupContext) -> str:
-    """Returns what names a group on all of its ranks alike."""
-    return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.channel}"
-
-
-class State(NamedTuple):
-    """The call or the place at which a rank is, as others are told."""
-
-    key: str = ""
-    """Of the group in whose call it waits: `group_key`. Empty where it waits in none."""
-    group: str = ""
-    """The group's name on that rank."""
-    call: str = ""
-    place: str = ""
-    """Its lines of the program, the innermost first."""
-    obstacle: str = ""
-    """The reason why it can't tell by itself; the rest is empty then."""
-    is_compiling: bool = False
-    idle_s: float = 0.0
-    """For how long it has made no call; -1 where it makes calls."""
-
-    def is_in_call_of(self, other: State) -> bool:
-        return (self.key, self.call) == (other.key, other.call)
-
-    def in_words(self, group: str = "") -> str:
-        """Returns it as in "global rank 3 is {…}"; of a call in the group of that name the group isn't said."""
-        if self.obstacle:
-            return self.obstacle
-        where = f" of group {self.group!r}" if self.group != group else ""
-        at = f", at {self.place}" if self.place else ""
-        if self.key:
-            return f"in {self.call}{where}{at}"
-        if self.idle_s >= 0:
-            return f"in no call of a group{', compiling' if self.is_compiling else ''}{at}"
-        return f"in calls that end, {self.call}{where} the last{at}"
 
 
 class Stalls:
@@ -165,7 +99,7 @@ class Stalls:
         _PROCESS.remove(self)
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_ASK_S)
+            self._thread.join(ASK_S)
 
     def state(self, key: str = "") -> State:
         """Returns what this rank is at now, or the wait that has failed in the group of `key`. From any thread."""
@@ -174,18 +108,18 @@ class Stalls:
         if failed is not None and failed.key == key:
             return failed
         if found is not None:
-            return _state_of(*found)
+            return state_of(*found)
         last = self._last_operation()
         if failed is not None and not self._has_gone_on(last):
             return failed
         idle_s = now - self._last_call_s
         is_idle = idle_s >= SLOW_S and self._calls == self._calls_so_far()
         if last is None or is_idle:
-            return _state_without_call(idle_s if is_idle else 0.0)
+            return state_without_call(idle_s if is_idle else 0.0)
         context, operation = last
         place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
         # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
-        has_failed = operation.ended_s is None and operation.name not in _STARTED
+        has_failed = operation.ended_s is None and operation.name not in STARTED
         key = group_key(context) if has_failed else ""
         return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
 
@@ -223,7 +157,7 @@ class Stalls:
 
     def published(self) -> dict[int, State]:
         """Returns what the ranks of this world have published."""
-        return self._watcher.ask_store(lambda store: _read_states(store, self._world_ranks), _ASK_S) or {}
+        return self._watcher.ask_store(lambda store: read_states(store, self._world_ranks), ASK_S) or {}
 
     @property
     def _world_ranks(self) -> tuple[int, ...]:
@@ -254,12 +188,11 @@ class Stalls:
         if self._published is not None and now - self._published_at > _KEEP_S:
             self._publish(None)
 
-    def _publish_wait(self, route: Route, operation: Operation, thread: int | None, now: float) -> None:
-        context = route.context
+    def _publish_wait(self, context: GroupContext, operation: Operation, thread: int | None, now: float) -> None:
         if self._published is None or not self._published.is_in_call_of(
             State(group_key(context), call=call_in_words(context, operation))
         ):
-            self._publish(_state_of(route, operation, thread))
+            self._publish(state_of(context, operation, thread))
         self._published_at = now
         self._publish_obstacles()
         waited_s = now - operation.started_s
@@ -281,7 +214,7 @@ class Stalls:
         idle_s = now - self._last_call_s
         is_first = self._published_at < self._last_call_s
         if is_first or now - self._published_at >= self._moved_s:
-            state = _state_without_call(idle_s)
+            state = state_without_call(idle_s)
             if self._published is None or is_first or state[:-1] != self._published[:-1]:
                 self._publish(state)
             self._published_at = now
@@ -316,27 +249,29 @@ class Stalls:
             self._store.set(key, value)
         return self._store is not None
 
-    def _longest_wait(self) -> tuple[Route, Operation, int | None] | None:
+    def _longest_wait(self) -> tuple[GroupContext, Operation, int | None] | None:
         """Returns what the thread that has waited longest waits for, and the thread."""
-        waits: list[tuple[Route, Operation, int | None]] = [(*wait, thread) for thread, wait in list(WAITS.items())]
+        waits: list[tuple[GroupContext, Operation, int | None]] = [
+            (*wait, thread) for thread, wait in list(WAITS.items())
+        ]
         for route in list(self._routes):
-            waits += [(route, each, threading.main_thread().ident) for each in route.operations_under_way()]
-        waits = [(route, operation, thread) for route, operation, thread in waits if operation.ended_s is None]
+            waits += [(route.context, each, threading.main_thread().ident) for each in route.operations_under_way()]
+        waits = [wait for wait in waits if wait[1].ended_s is None]
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
     def _log(self, context: GroupContext, operation: Operation, waited_s: float) -> None:
         """Says in the log for whom an operation waits, and what those do."""
         own = State(group_key(context), call=call_in_words(context, operation))
-        asked = context.ranks[:_MOST_ASKED]
-        published = {} if self._store is None else _read_states(self._store, asked)
-        states = _states_of_ranks(
+        asked = context.ranks[:MOST_ASKED]
+        published = {} if self._store is None else read_states(self._store, asked)
+        states = states_of_ranks(
             published, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked}, own.key
         )
         others = context.other_ranks
         if operation.peer >= 0:
             others = [context.ranks[operation.peer]]
         awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
-        known = _describe_states({rank: states[rank] for rank in awaited if rank in states}, context)
+        known = describe_states({rank: states[rank] for rank in awaited if rank in states}, context)
         silent = [str(rank) for rank in awaited if rank not in states]
         if silent:
             known.append(f"nothing is known of global rank{'s' * (len(silent) > 1)} {', '.join(silent)}")
@@ -394,114 +329,3 @@ def watch(route: Route) -> None:
         found = watcher.stalls = Stalls(watcher, context.global_rank)
         watcher.on_close.append(found.close)
     found.add(route)
-
-
-_STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
-"""Operations whose end is known when they are waited for."""
-_TRANSFERS = {
-    "irecv_": "irecv",
-    "send_message": "send_tensor_dict",
-    "recv_message": "recv_tensor_dict",
-    "send_list": "send_tensor_dict with a spec",
-    "recv_list": "recv_tensor_dict with a spec",
-}
-"""Steps by the method that takes them, where the record has none: compiled calls, and what follows a first step."""
-
-
-def call_in_words(context: GroupContext, operation: Operation) -> str:
-    """Returns the call as its method with the rank that it waits for."""
-    if operation.peer < 0:
-        return operation.call
-    method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
-    what = f" of {list(operation.shape)} {operation.dtype}" if operation.dtype and not operation.call_text else ""
-    return f"{method}({'dst' if 'send' in operation.name else 'src'} global rank {context.ranks[operation.peer]}){what}"
-
-
-def _state_without_call(idle_s: float) -> State:
-    """Returns the state of a process in no call: where its main thread is."""
-    frames = stacks.frames_of(threading.main_thread().ident)
-    return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
-
-
-def _state_of(route: Route, operation: Operation, thread: int | None) -> State:
-    place = stacks.in_words(stacks.frames_of(thread))
-    return State(group_key(route.context), route.context.name, call_in_words(route.context, operation), place)
-
-
-def _read_states(store: BoundedStore, ranks: Iterable[int]) -> dict[int, State]:
-    """Returns what these global ranks have published, and what others of their hosts have of them."""
-    states: dict[int, State] = {}
-    for rank in ranks:
-        published = json.loads(store.get(f"stall/{rank}")) if store.check([f"stall/{rank}"]) else None
-        if published is not None:
-            states[rank] = State(*published)
-        obstacle = store.get(f"obstacle/{rank}").decode() if store.check([f"obstacle/{rank}"]) else ""
-        if obstacle:
-            states[rank] = State(obstacle=obstacle)
-    return states
-
-
-def _states_of_ranks(published: Mapping[int, State], pids: Mapping[int, int], key: str) -> dict[int, State]:
-    """Returns what ranks are at: those of this host, by their PIDs, as they say now, the others as `published`.
-
-    A rank of this host that has failed in the group of `key` says in which call.
-    """
-    found = {rank: State(obstacle=obstacle) for rank, pid in pids.items() if (obstacle := condition_of(pid))}
-    asked = {rank: pid for rank, pid in pids.items() if rank not in found}
-    answers = questions.ask(asked, f"state {key}", _ANSWER_S)
-    found |= {rank: State(*answer) for rank, answer in answers.items() if isinstance(answer, list)}
-    silent = {rank: State(obstacle=SILENT.format(pid=pid)) for rank, pid in asked.items()} if questions.IS_THERE else {}
-    return {**silent, **published, **found}
-
-
-def _describe_states(states: dict[int, State], context: GroupContext) -> list[str]:
-    ranks_in: dict[str, list[str]] = {}
-    for rank, state in states.items():
-        ranks_in.setdefault(state.in_words(context.name), []).append(str(rank))
-    return [
-        f"global rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'are' if len(ranks) > 1 else 'is'} {what}"
-        for what, ranks in ranks_in.items()
-    ]
-
-
-def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to a failure of `operation` what the group's ranks are at, its suspects first, as far as they tell.
-
-    To an error that has both calls, the lines from which they were made.
-    """
-    suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
-    ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)][:_MOST_ASKED]
-    watcher = context.watcher
-    if watcher is None:
-        return
-    stalls: Stalls | None = watcher.stalls
-    place = stacks.in_words(stacks.own_frames())
-    own = None
-    if stalls is not None and operation is not None:
-        own = State(group_key(context), context.name, call_in_words(context, operation), place)
-        stalls.keep(own, context.timeout_s)
-
-    is_mismatch = isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0])
-    key = group_key(context)
-    elsewhere = {rank for rank in suspects if rank not in watcher.pids and rank != context.global_rank}
-
-    def exchange(store: BoundedStore) -> dict[int, State]:
-        if own is not None:
-            store.set(f"stall/{context.global_rank}", json.dumps(own))
-        until = time.monotonic() + _ANSWER_S
-        while True:
-            found = _read_states(store, ranks)
-            is_complete = all(found.get(rank, State()).key == key for rank in elsewhere)
-            if is_complete or not is_mismatch or time.monotonic() > until:  # who is in another call tells of it now
-                return found
-            time.sleep(_STEP_S)
-
-    published = watcher.ask_store(exchange, _ASK_S) or {}
-    states = _states_of_ranks(published, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks}, key)
-    if is_mismatch and operation is not None and operation.site:  # debug mode, in which the error has them
-        return
-    if is_mismatch:
-        lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
-        failure.args = (f"{failure.args[0]}. Here at {'; '.join([place, *lines])}",)
-    elif states:
-        failure.args = (f"{failure.args[0]}. As last told, {'; '.join(_describe_states(states, context))}",)

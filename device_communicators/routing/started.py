@@ -6,28 +6,37 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-from device_communicators.errors import UsageError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import UsageError
+from device_communicators.base.host_calls import host_call
+from device_communicators.calls.recorder import Operation
+from device_communicators.calls.user_call import handler_error
+from device_communicators.calls.work import Work
 from device_communicators.routing import observers
-from device_communicators.routing.communicator import Work
-from device_communicators.routing.recorder import Operation
-from device_communicators.routing.stalls import waiting_for
-from device_communicators.routing.user_call import handler_error
-
-if TYPE_CHECKING:
-    from device_communicators.routing.route import Route
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.states import waiting_for
 
 WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
+
+
+class Starter(Protocol):
+    """As much of a route as a transfer that it started needs."""
+
+    context: GroupContext
+    is_parents: bool
+
+    def check_usable(self) -> None: ...
+
+    def failure_of(self, error: Exception, operation: str, started: float, record: Operation) -> Exception: ...
 
 
 class Handle:
     """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
 
-    def __init__(self, route: Route, record: Operation, work: Work, tensor: Tensor) -> None:
+    def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
         self._record = record
         self._work: Work | None = work
@@ -97,7 +106,7 @@ class Handle:
             if self._route.is_parents:
                 self._route.check_usable()  # raises; the work is another process'
             started = time.monotonic()
-            with waiting_for(self._route, self._record):
+            with waiting_for(self._route.context, self._record):
                 try:
                     self._work.wait()
                     self._record.ended_s = time.monotonic()

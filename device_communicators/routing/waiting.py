@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from device_communicators.errors import CommunicationError
-from device_communicators.helper_threads import run_in_thread
+from device_communicators.base.errors import CommunicationError
+from device_communicators.base.helper_threads import run_in_thread
+from device_communicators.calls.work import Work, gather_bytes
 from device_communicators.liveness.health import NOTICE_S
-from device_communicators.routing.communicator import GroupContext, Work
+from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
 _SLICE = timedelta(milliseconds=50)
@@ -87,14 +88,6 @@ class Watched:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-def gather_bytes(cpu_group: Any, size: int, mine: bytes, wait: Callable[[Work], None]) -> list[bytes]:
-    """Returns the bytes of all `size` ranks of a gloo group, as many on each. Every rank of the group calls it."""
-    content, step = bytearray(len(mine) * size), len(mine)
-    out, x = (torch.frombuffer(each, dtype=torch.uint8) for each in (content, bytearray(mine)))
-    wait(cpu_group._allgather_base(out, x))
-    return [bytes(content[at : at + step]) for at in range(0, len(content), step)]
 
 
 def all_gather_bytes(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:

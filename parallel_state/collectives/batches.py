@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives import checks
 

@@ -25,17 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from device_communicators.errors import InvalidArgumentError, RemoteError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import InvalidArgumentError, RemoteError
+from device_communicators.base.host_calls import host_call
+from device_communicators.base.torch_internals import dispatch_modes, in_transform, mark_written
+from device_communicators.calls.memory import copy_values, dense, is_dense
+from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.calls.user_call import transfer
 from device_communicators.routing.communicator import GroupContext, merge_blocks
-from device_communicators.routing.memory import copy_values, dense, is_dense
-from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
-from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import batches, checks, ops
 from parallel_state.collectives.direct import DIRECT
-from parallel_state.torch_internals import in_transform, mark_written
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.default
@@ -537,7 +537,7 @@ class TensorCalls(GroupFacts):
     def _try_registered(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Returns a tensor in memory that a communicator has registered; None if an ordinary one has to do."""
         is_groups = device.type == self.device.type and device.index in (None, self.device.index)
-        if not is_groups or torch._C._len_torch_dispatch_stack():  # tracers and fake tensors take the op
+        if not is_groups or dispatch_modes():  # tracers and fake tensors take the op
             return None
         return self.route.allocate(size, dtype)
 

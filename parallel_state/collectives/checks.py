@@ -14,10 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from device_communicators.errors import InvalidArgumentError, UnsupportedError, int_advice
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError, int_advice
+from device_communicators.base.torch_internals import (
+    base_of,
+    check_symbolic,
+    in_forward_mode,
+    in_transform,
+    is_wrapped_tensor,
+    is_zero_tensor,
+)
+from device_communicators.calls.memory import dtype_refusal
+from device_communicators.calls.reductions import reduction_refusal
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
-from device_communicators.routing.memory import dtype_refusal
-from device_communicators.routing.reductions import reduction_refusal
 
 _MOST_ELEMENTS = 1 << 58
 """No address space has so many bytes; torch counts bytes in 64 bits."""
@@ -35,7 +43,7 @@ def must_hold(condition: Any) -> bool:
 
     if not guard_or_true(condition):
         return False
-    torch._check(condition)
+    check_symbolic(condition)
     return True
 
 
@@ -72,7 +80,7 @@ def check_started(context: GroupContext, operation: str, x: object) -> None:
 
 def check_no_transform(context: GroupContext, operation: str) -> None:
     """Refuses a call that hands memory on inside of torch.func (grad, vmap, …), where no tensor has any of its own."""
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         raise InvalidArgumentError(
             f"{operation} on {context} can't be called inside of a function that torch.func transforms (grad, vmap, "
             "…), where no tensor has memory of its own; call it outside, or use a tensor collective that waits"
@@ -88,7 +96,7 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
             f"{operation} on {context} writes to its tensor, whose elements must not share memory, but shape "
             f"{list(x.shape)} has strides {list(x.stride())}; clone the expanded tensor first"
         )
-    if x._is_zerotensor():
+    if is_zero_tensor(x):
         raise InvalidArgumentError(
             f"{operation} on {context} writes to its tensor, which must have memory, but is torch's efficient zero "
             "tensor, which has none; clone it first"
@@ -98,15 +106,16 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
 def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, shape: Sequence[int]) -> None:
     """Checks that `out` can hold what becomes of `x`, a result of `shape`."""
     check_tensor(context, f"out of {operation}", out)
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if not torch.compiler.is_compiling() and wrapped(x) and not wrapped(out):
+    if not torch.compiler.is_compiling() and is_wrapped_tensor(x) and not is_wrapped_tensor(out):
         raise InvalidArgumentError(
             f"out of {operation} on {context} must be made inside of the function that torch.func transforms, as x "
             "was, but comes from outside; leave it out"
         )
     check_writable(context, operation, out)
     if not torch.compiler.is_compiling():
-        if torch.is_grad_enabled() and any(y is not None and y.is_leaf and y.requires_grad for y in (out, out._base)):
+        if torch.is_grad_enabled() and any(
+            y is not None and y.is_leaf and y.requires_grad for y in (out, base_of(out))
+        ):
             raise InvalidArgumentError(
                 f"out of {operation} on {context} is written to, but is a leaf that requires a gradient, or a view of "
                 "one; detach it, or call it under torch.no_grad()"
@@ -124,7 +133,7 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
 
 def has_tangent(*inputs: Tensor) -> bool:
     """Returns True where forward mode (jvp, jacfwd) follows an input."""
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+    return in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def check_no_gradient(context: GroupContext, operation: str, advice: str, *inputs: Tensor) -> None:

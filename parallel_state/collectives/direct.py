@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from device_communicators.routing.user_call import DTYPE_NUMBERS
+from device_communicators.calls.user_call import DTYPE_NUMBERS
 
 if TYPE_CHECKING:
     from device_communicators.cpu.native import NativeLibrary

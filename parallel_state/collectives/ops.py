@@ -27,18 +27,24 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.node import has_side_effect
 from torch.library import Library
-from torch.utils._python_dispatch import _disable_current_modes
 
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.host_calls import leave_to_interpreter
-from device_communicators.routing.memory import DEFERRED_KEYS, with_values
-from device_communicators.routing.reductions import FP8
-from device_communicators.routing.registry import find_route, raise_interruption
-from parallel_state import torch_internals
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.torch_internals import (
+    FakeTensorMode,
+    FunctionalTensorMode,
+    below_autograd,
+    disable_current_modes,
+    leave_to_interpreter,
+    mark_static_address,
+    order_in_graph,
+    schema_of,
+)
+from device_communicators.calls.interruption import raise_interruption
+from device_communicators.calls.memory import DEFERRED_KEYS, with_values
+from device_communicators.calls.reductions import FP8
+from device_communicators.routing.registry import find_route
 from parallel_state.collectives import checks
 from parallel_state.collectives.transforms import OpFunction, batch_kernel
 
@@ -60,11 +66,9 @@ def ordering_token(device: torch.device) -> Tensor:
     """Returns the one-byte tensor through which the compiler sees the order of all ops on `device`."""
     token = _TOKENS.get(device)
     if token is None:
-        with torch.inference_mode(False), _disable_current_modes():  # it outlives a FakeTensorMode of the caller's
+        with torch.inference_mode(False), disable_current_modes():  # it outlives a FakeTensorMode of the caller's
             token = _TOKENS[device] = torch.zeros(1, dtype=torch.uint8, device=device)
-        # As torch._dynamo.mark_static_address does, whose import takes a second: a compiled graph that writes an input
-        # whose address may change is not put into a CUDA graph (mode="reduce-overhead").
-        token._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+        mark_static_address(token)
     return token
 
 
@@ -95,7 +99,7 @@ def define(
     torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
     if "!) token" in arguments:
         torch.library.register_torch_dispatch(
-            f"parallel_state::{name}", FunctionalTensorMode, torch_internals.order_in_graph, lib=_LIBRARY
+            f"parallel_state::{name}", FunctionalTensorMode, order_in_graph, lib=_LIBRARY
         )
         has_side_effect(getattr(_OPS, name).default)  # keeps the last op of a graph: its token has no reader
 
@@ -105,12 +109,12 @@ def _deferred_kernel(op: Any) -> Callable[..., None] | None:
 
     torch's own kernel computes the values of inputs, but can't copy outputs back for an op without a result.
     """
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     written = [at for at, each in enumerate(arguments) if _is_written(each) and each.name != "token"]
 
     def kernel(*args: Any) -> None:
         held = [_with_values(arg) for arg in args]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             op(*held)
             for at in written:
                 for target, result in zip(_tensors_in(args[at]), _tensors_in(held[at]), strict=True):
@@ -210,7 +214,7 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
         if x is not None:
             refuse_tangent(name, args[-1], x)
         if x is None or not (x.requires_grad and torch.is_grad_enabled()):
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 result = op(x, *args)
             if in_place and x is not None:  # transports write past torch; a formula that saved `x` must notice
                 torch.autograd.graph.increment_version(x)
@@ -235,7 +239,7 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
         if inputs is x:  # of the kernel in C++, which else would wait again
             raise_interruption()
         checks.check_no_gradient(find_route(args[-1]).context, name, advice, *inputs)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             result = getattr(_OPS, name).default(x, token, *args)
         if in_place:
             for each in inputs:
@@ -250,7 +254,7 @@ def _into_kernel(name: str) -> Callable[..., Any]:
 
     def kernel(x: Tensor, token: Tensor, out: Tensor, *args: Any) -> None:
         checks.check_no_gradient(find_route(args[-1]).context, name, "leave out= out", x, out)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             getattr(_OPS, name).default(x, token, out, *args)
         torch.autograd.graph.increment_version(out)
 
@@ -342,7 +346,7 @@ def _autograd_add_rms_norm(
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
         total = _OPS.all_reduce(x, token, "sum", group) + residual
         return torch.nn.functional.rms_norm(total, (total.shape[-1],), weight, eps), total
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _OPS.all_reduce_add_rms_norm(x, token, residual, weight, eps, group)
 
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing.reductions import REDUCING
+from device_communicators.base import torch_internals
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.calls.reductions import REDUCING
 from device_communicators.routing.registry import find_route
-from parallel_state import torch_internals
 
 Rule = Callable[..., tuple[Any, Any]]
 """From an op, the batch dim of each argument and the arguments to `(result, its batch dim)`."""
@@ -35,12 +34,12 @@ class OpFunction(torch_internals.SingleLevelFunction):
     @staticmethod
     def below(op: Callable[..., Any], *args: Any) -> Any:
         """Calls the op without this level's gradient, in `forward`, which torch calls with the gradients off."""
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch_internals.below_autograd():
             if torch_internals.in_transform():
                 return torch_internals.with_gradients(op, args)
             result = op(*args)
         # Where a transport gives a view of memory that nobody else has, torch would forbid to change it in place.
-        return result.data if type(result) is Tensor and result._is_view() else result
+        return result.data if type(result) is Tensor and torch_internals.is_view(result) else result
 
 
 # Rules.
@@ -97,7 +96,7 @@ _UNMAPPED = ("barrier", "empty")
 
 
 def _name(op: Any) -> str:
-    return str(op._schema.name).partition("::")[2]
+    return str(torch_internals.schema_of(op).name).partition("::")[2]
 
 
 def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:

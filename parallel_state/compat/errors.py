@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from device_communicators.errors import GroupNotInitializedError
+from device_communicators.base.errors import GroupNotInitializedError
 
 
 class NotInitializedError(GroupNotInitializedError, AssertionError):

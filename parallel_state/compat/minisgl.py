@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import UnsupportedError
-from parallel_state.coordinator import GroupCoordinator
+from device_communicators.base.errors import UnsupportedError
+from parallel_state.groups.coordinator import GroupCoordinator
 
 logger = logging.getLogger("parallel_state")
 

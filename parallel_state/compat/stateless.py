@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing.memory import as_bytes, dense
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.calls.memory import as_bytes, dense
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import bytes_of
 

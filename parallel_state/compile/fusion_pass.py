@@ -43,6 +43,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from device_communicators.base import torch_internals
+from device_communicators.base.torch_internals import register_graph_pass
 from parallel_state.collectives import ops
 from parallel_state.compile import match as fuse_match
 from parallel_state.compile.match import Found, NoMatch
@@ -94,10 +96,7 @@ class AllReduceFusionPass:
     """`fuse_all_reduce_rms_norm` as inductor's config takes it; it keeps the reports of all graphs that it has seen."""
 
     def __init__(self) -> None:
-        # Imported here, because inductor takes seconds, and a process that compiles has it anyway.
-        from torch._inductor.custom_graph_pass import CustomGraphPass
-
-        CustomGraphPass.register(type(self))
+        register_graph_pass(type(self))
         self.report = FusionReport()
 
     def __call__(self, graph: Graph) -> None:
@@ -112,14 +111,7 @@ class AllReduceFusionPass:
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles as a backend of torch.compile: AOTAutograd's graph and this pass; torch runs it node by node."""
-        from torch._dynamo.backends.debugging import aot_eager, boxed_nop
-
-        def compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            self(module.graph)
-            module.recompile()
-            return boxed_nop(module, list(inputs))
-
-        return aot_eager(module, list(inputs), fw_compiler=compiled)
+        return torch_internals.aot_eager(module, inputs, self)
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
@@ -161,7 +153,7 @@ def _replace(graph: Graph, found: Found) -> str:
         if node is not found.reduced:  # the token, after it
             node.args = (fused, cast(int, node.args[1]) + 1)
     _erase(graph, {found.normed, *found.inside, found.add, found.reduced, old})
-    name = op._schema.name.removeprefix("parallel_state::")
+    name = torch_internals.schema_of(op).name.removeprefix("parallel_state::")
     return f"{name} of {list(results[1].shape)} {results[1].dtype} on {old.kwargs['group']}"
 
 

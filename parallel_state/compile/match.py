@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from device_communicators.routing.reductions import FP8, FP8_MAX
+from device_communicators.base.torch_internals import FUSED_RMS_NORM, TO_COPY, schema_of
+from device_communicators.calls.reductions import FP8, FP8_MAX
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 _ALL_REDUCE = torch.ops.parallel_state.all_reduce.default
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _TOKEN = {"_token_base_index", "_all_bases"}
-_ONE_NODE = (_ATEN.rms_norm.default, _ATEN._fused_rms_norm.default)
+_ONE_NODE = (_ATEN.rms_norm.default, FUSED_RMS_NORM)
 _CLAMPS = (_ATEN.clamp.default, _ATEN.clamp_min.default, _ATEN.clamp_max.default)
 _WIDE = {
     torch.float16: torch.float32,
@@ -114,7 +115,7 @@ def _one_node(found: Found) -> Found:
     norm = norms[0]
     _, shape, weight, eps, *_ = (*norm.args, None, None)
     normed = norm
-    if norm.target is _ATEN._fused_rms_norm.default:
+    if norm.target is FUSED_RMS_NORM:
         results = {node.args[1]: node for node in norm.users}
         if 0 not in results or 1 in results:
             raise NoMatch("the norm's rsqrt is used elsewhere (in a backward?), or its result isn't")
@@ -289,7 +290,7 @@ def _converted(node: Node, dtype: torch.dtype) -> Node | None:
     """Returns the node that `node` converts to `dtype`, if it does nothing else."""
     if node.target is _PRIMS.convert_element_type.default and node.args[1] == dtype:
         return node.args[0] if isinstance(node.args[0], Node) else None
-    if node.target is _ATEN._to_copy.default and node.kwargs.get("dtype") == dtype:
+    if node.target is TO_COPY and node.kwargs.get("dtype") == dtype:
         source = node.args[0]
         if isinstance(source, Node) and not set(node.kwargs) - {"dtype", "layout", "device"}:
             return source if _value(source).device == _value(node).device else None
@@ -339,6 +340,6 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
 def writers(nodes: list[Node]) -> Iterator[Node]:
     """Yields the nodes that change a tensor in place; what was made functional doesn't."""
     for node in nodes:
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target)
         if schema is not None and schema.is_mutable:
             yield node

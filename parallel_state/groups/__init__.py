@@ -1,4 +1,4 @@
-"""The groups of one layout: their division, `ParallelGroups`, which of them are current, the device mesh over them.
+"""GroupCoordinator, and the groups of one layout: the world, `ParallelGroups`, which are current, their device mesh.
 
-May import `coordinator` and what is below it.
+May import `messages`, `process_groups`, `layout` and what is below them.
 """

@@ -23,26 +23,24 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from device_communicators.errors import GroupNotInitializedError, UsageError
-from device_communicators.host_calls import leave_to_interpreter
-from parallel_state.torch_internals import (
+from device_communicators.base.errors import GroupNotInitializedError, UsageError
+from device_communicators.base.torch_internals import (
     is_in_nested_backward,
+    leave_to_interpreter,
     node_in_backward,
     stash_for_autograd,
     stashed_for_autograd,
     upcoming_node,
 )
 
-if TYPE_CHECKING:
-    from parallel_state.groups.parallel_groups import ParallelGroups
-
+_Groups = TypeVar("_Groups")
 _MOST_MARKS = 4096
-_UNKNOWN, _FORGOTTEN, _POOLED = object(), object(), object()
+_UNKNOWN, _FORGOTTEN, POOLED = object(), object(), object()
 
 _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_groups", default=None)
-"""The groups in use, None, or `_POOLED`."""
+"""The groups in use, None, or `POOLED`."""
 
 
 class _Forwards:
@@ -91,7 +89,7 @@ class _Forwards:
 
 
 def _weak(groups: Any) -> Any:
-    return groups if groups is None or groups is _POOLED else weakref.ref(groups)
+    return groups if groups is None or groups is POOLED else weakref.ref(groups)
 
 
 def _in_event_loop() -> bool:
@@ -100,7 +98,7 @@ def _in_event_loop() -> bool:
 
 
 def _find(_: _Current) -> Any:
-    """Returns the groups in use here, None, or `_POOLED`."""
+    """Returns the groups in use here, None, or `POOLED`."""
     node = node_in_backward() if _Forwards.exist else None
     forwards = None if node is None else stashed_for_autograd()
     if node is not None and forwards is not None:
@@ -128,25 +126,11 @@ class _Current:
     groups = property(_new(_find))
 
 
-_CURRENT = _Current()
-
-
-def try_get_current_groups() -> ParallelGroups | None:
-    """Returns the groups that `use()` made current here; None outside of it.
-
-    Raises UsageError in a worker of a thread pool that was started inside `use()`, which may serve others.
-    """
-    groups = _CURRENT.groups
-    if groups is _POOLED:
-        raise UsageError(
-            "this worker of a thread pool was started inside `with groups.use():`, but its work may come from "
-            "anywhere: submit `contextvars.copy_context().run, function`, or enter `with groups.use():` in the function"
-        )
-    return groups
+CURRENT = _Current()
 
 
 @contextmanager
-def using(groups: ParallelGroups) -> Iterator[ParallelGroups]:
+def using(groups: _Groups) -> Iterator[_Groups]:
     """Makes `groups` current in this context, as `ParallelGroups.use` says."""
     before = _CONTEXT.get()
     forwards = _forwards_of_thread(before)
@@ -206,7 +190,7 @@ class _ThreadStarts:
         if groups is not None:
             of_pool = getattr(getattr(thread, "_target", None), "__module__", "") in _POOLS
             context, run = contextvars.Context(), thread.run
-            context.run(_CONTEXT.set, _POOLED if of_pool else groups)
+            context.run(_CONTEXT.set, POOLED if of_pool else groups)
             thread.run = lambda: context.run(run)  # type: ignore[method-assign]
         start(thread)
 

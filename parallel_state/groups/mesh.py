@@ -1,4 +1,4 @@
-"""torch's DeviceMesh, both ways: one over our groups, and our layout from one that the caller made.
+"""torch's DeviceMesh over our groups; for our layout from a mesh that the caller made see `given_mesh`.
 
 A mesh is a tensor of ranks with named dims, slowest first, and a process group along each dim. torch takes any groups
 for it; here each group's ranks are checked against the rank's coordinates.
@@ -7,22 +7,16 @@ for it; here each group's ranks are checked against the rank's coordinates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, format_ranks
-from parallel_state.coordinator import GroupCoordinator
-from parallel_state.layout.axes import BY_NAME, by_axis
+from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
+from parallel_state.groups.parallel_groups import ParallelGroups
 from parallel_state.layout.ranks import Grid, Layout
-
-if TYPE_CHECKING:
-    from parallel_state.groups.parallel_groups import ParallelGroups
 
 logger = logging.getLogger("parallel_state")
 
@@ -137,80 +131,3 @@ def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str], process_group
     ranks = torch.tensor([world.context.ranks[sum(steps)] for steps in product(*offsets)], device="cpu")
     mesh = ranks.reshape([len(steps) for steps in offsets])
     return DeviceMesh.from_group(list(process_groups), world.device.type, mesh, mesh_dim_names=tuple(dims))
-
-
-def read(
-    mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
-) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Returns sizes, order and process groups of a mesh that the caller made; LayoutError if it isn't a layout."""
-    if not isinstance(mesh, DeviceMesh):
-        raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
-    names = mesh.mesh_dim_names
-    parts = {"dp_shard", "dp_replicate"}
-    allowed = [row.name for row in BY_NAME.values() if row.size_parameter and not (row.experts or row.within)]
-    if not names or not set(names) <= set(allowed):
-        raise LayoutError(f"the dims of the mesh must have names of axes, {', '.join(allowed)}, but have {names}")
-    if len(set(names)) != len(names) or ("dp" in names and parts & set(names)):
-        raise LayoutError(
-            f"the dims of the mesh must be different axes, and 'dp' is made of its parts, but are {names}"
-        )
-    if sorted(mesh.mesh.flatten().tolist()) != sorted(world.ranks):
-        raise LayoutError(
-            f"the mesh must hold each rank of the world, {format_ranks(world.ranks)}, once, but holds "
-            f"{format_ranks(sorted(mesh.mesh.flatten().tolist()))}"
-        )
-    given = {name: size for name, size in by_axis(sizes).items() if size is not None}
-    shape: dict[str, int] = dict(zip(names, mesh.mesh.shape, strict=True))
-    mesh_sizes = {**shape, "dp": prod(shape[name] for name in parts & set(names))} if parts & set(names) else shape
-    twice = [name for name, size in given.items() if name in mesh_sizes and size not in (-1, mesh_sizes[name])]
-    if twice:
-        raise InvalidArgumentError(
-            f"the mesh says the sizes of its axes, {', '.join(f'{name}={mesh_sizes[name]}' for name in twice)}, but "
-            f"{', '.join(f'{name}={given[name]}' for name in twice)} are given as well"
-        )
-    given = {name: size for name, size in given.items() if name not in mesh_sizes}
-    order = _order_of(mesh, world)
-    process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
-    cut = [name for name in parts if name in process_groups]
-    if len(cut) == 1:
-        process_groups["dp"] = process_groups[cut[0]]  # made of the two, and the other one has one rank
-    data = {} if {"dp", *parts} & set(names) else {"dp": 1}
-    return {**data, **given, **shape}, order, process_groups
-
-
-def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the dims from the fastest to the slowest, with `ep`, by how far apart neighbours on them are."""
-    position = {rank: index for index, rank in enumerate(world.context.ranks)}
-    positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
-    names = mesh.mesh_dim_names or ()
-    strides = {}
-    for dim, name in enumerate(names):
-        steps = set(positions.diff(dim=dim).flatten().tolist())
-        if len(steps) > 1 or (steps and min(steps) < 1):
-            raise LayoutError(
-                f"along each dim of the mesh the ranks must go up by equal steps, but along {name!r} they go by "
-                f"{sorted(steps)}: {mesh.mesh.tolist()}"
-            )
-        if steps:
-            strides[name] = steps.pop()
-    order = sorted(strides, key=lambda name: strides[name])
-    within = [at for at, name in enumerate(order) if name == "tp" or BY_NAME[name].cuts_sequence]
-    order.insert(within[-1] + 1 if within else 0, "ep")  # experts divide those and what comes next, as in Megatron
-    return "-".join(order)
-
-
-def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
-    """Raises LayoutError unless this rank's group along each dim has the ranks that the mesh and the layout say."""
-    names = mesh.mesh_dim_names or ()
-    position = (mesh.mesh == world.rank).nonzero()[0].tolist()
-    for dim, name in enumerate(names):
-        index = tuple(slice(None) if each == dim else at for each, at in enumerate(position))
-        by_mesh = mesh.mesh[index].tolist()
-        by_layout = [world.context.ranks[position] for position in layout.group_of(world.rank_in_group, name)]
-        by_group = dist.get_process_group_ranks(mesh.get_group(name))
-        if not by_mesh == by_layout == by_group:
-            raise LayoutError(
-                f"the group along dim {name!r} of the mesh must have this rank's row of the mesh, {by_mesh}, but rank "
-                f"{world.rank} has a process group of {by_group} there; make the mesh with init_device_mesh, or give "
-                "DeviceMesh.from_group the groups in the order of its dims"
-            )

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import limits, settings
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
-from parallel_state.groups import mesh
-from parallel_state.groups.current import try_get_current_groups, using
+from parallel_state.groups import given_mesh
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove
+from parallel_state.groups.current import CURRENT, POOLED, using
 from parallel_state.layout.axes import (
     AXES,
     BY_NAME,
@@ -228,6 +228,20 @@ class ParallelGroups:
                 stack.callback(group.destroy)
 
 
+def try_get_current_groups() -> ParallelGroups | None:
+    """Returns the groups that `use()` made current here; None outside of it.
+
+    Raises UsageError in a worker of a thread pool that was started inside `use()`, which may serve others.
+    """
+    groups = CURRENT.groups
+    if groups is POOLED:
+        raise UsageError(
+            "this worker of a thread pool was started inside `with groups.use():`, but its work may come from "
+            "anywhere: submit `contextvars.copy_context().run, function`, or enter `with groups.use():` in the function"
+        )
+    return groups
+
+
 def current_groups() -> ParallelGroups:
     """Returns what try_get_current_groups does; raises GroupNotInitializedError outside of `use()`."""
     groups = try_get_current_groups()
@@ -291,7 +305,7 @@ def create_parallel_groups(
         if device_mesh is not None:
             if order is not None:
                 raise InvalidArgumentError(f"the mesh says the order of the axes, but order={order!r} is given as well")
-            given, wanted, adopted = mesh.read(device_mesh, world, sizes)
+            given, wanted, adopted = given_mesh.read(device_mesh, world, sizes)
         layout = resolve_layout(
             world.world_size,
             given,
@@ -301,7 +315,7 @@ def create_parallel_groups(
             get_position_embedding_ranks=get_position_embedding_ranks,
         )
         if device_mesh is not None:
-            mesh.check(device_mesh, layout, world)
+            given_mesh.check(device_mesh, layout, world)
         division = _Division(
             world=world,
             layout=layout,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.cpu.segment import NAME_BYTES, Segment, SegmentError
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.host_calls import OUTSIDE, host_call
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 
 _SECRET_BYTES = 32
 

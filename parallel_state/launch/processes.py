@@ -22,15 +22,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from device_communicators import limits
-from device_communicators.errors import LaunchError
+from device_communicators.base import limits
+from device_communicators.base.errors import LaunchError
+from parallel_state.launch.config import LaunchConfig
 from parallel_state.launch.inheritance import Inheritance, blocked_signals
 from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report, Start, read_report, read_result, work
-
-if TYPE_CHECKING:
-    from parallel_state.launch.launcher import LaunchConfig
 
 logger = logging.getLogger("parallel_state")
 
@@ -42,7 +40,7 @@ _SERVER_END_S = 2.0  # after which a killed fork server has surely ended
 _CUT_S = 1.0  # for processes to die by the leash
 _AT_INIT = (
     "parallel_state.launch.worker",
-    "parallel_state.world",
+    "parallel_state.groups.world",
     "parallel_state.messages.transports",
     "device_communicators.cpu.host_memory",
 )

@@ -18,20 +18,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.errors import InvalidArgumentError, RendezvousError
+from device_communicators.base import settings
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import InvalidArgumentError, RendezvousError
+from parallel_state.launch.config import LaunchConfig
 from parallel_state.startup.stores import listen_on
 from parallel_state.store.client import ControlStore
 from parallel_state.store.protocol import SECRET_BYTES
 from parallel_state.store.server import ControlServer
-
-if TYPE_CHECKING:
-    from parallel_state.launch.launcher import LaunchConfig
 
 logger = logging.getLogger(__name__)
 

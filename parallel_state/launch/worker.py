@@ -26,19 +26,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, reduction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from device_communicators import limits, settings
-from device_communicators.errors import InvalidArgumentError, LaunchError
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import InvalidArgumentError, LaunchError
+from device_communicators.base.torch_internals import find_stores_by
+from parallel_state.launch.config import LaunchConfig
 from parallel_state.launch.inheritance import Inheritance
 from parallel_state.startup.binding import bind_to_cores
 from parallel_state.store.client import JOB_STORE, ControlStore
-from parallel_state.torch_internals import find_stores_by
-
-if TYPE_CHECKING:
-    from parallel_state.launch.launcher import LaunchConfig
 
 EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback

@@ -12,7 +12,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import TypeVar
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 
 RankPicker = Callable[[list[int]], Sequence[int]]
 

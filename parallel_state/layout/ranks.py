@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isqrt, prod
 
-from device_communicators.errors import InvalidArgumentError, LayoutError, format_ranks, int_advice
+from device_communicators.base.errors import InvalidArgumentError, LayoutError, format_ranks, int_advice
 
 
 @dataclass(frozen=True)

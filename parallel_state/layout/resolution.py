@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import (
     AXES,
     BY_NAME,

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.calls.memory import copy_values
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.memory import copy_values
 from parallel_state.collectives import checks
 
 

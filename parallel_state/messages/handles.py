@@ -5,28 +5,53 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, MessageDecodeError
-from device_communicators.host_calls import host_call
+from device_communicators.base.errors import CollectiveMismatchError, MessageDecodeError
+from device_communicators.base.host_calls import host_call
+from device_communicators.calls.user_call import handler_error
+from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
-from device_communicators.routing.user_call import handler_error
 from parallel_state.messages import buffers, known_heads, wire
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.wire import AllGatherGroup, Head
+from parallel_state.messages.wire import Head
 
-if TYPE_CHECKING:
-    from parallel_state.messages.messenger import Messenger
-    from parallel_state.messages.transports import IncomingMessage
+if TYPE_CHECKING:  # loaded when a group is made
+    from parallel_state.messages.transports import IncomingMessage, Transport
+
+
+class HandleOwner(Protocol):
+    """As much of a group's messenger as its handles need."""
+
+    route: Route
+    transport: Transport
+    allow_pickle: bool
+
+    def receive_meanwhile(self) -> None: ...
+
+    def pending_up_to(self, handle: ReceiveHandle, src: int) -> list[ReceiveHandle]: ...
+
+    def forget(self, handle: ReceiveHandle, src: int) -> None: ...
+
+    def tensors_of(
+        self, likely: known_heads.Template, all_gather_group: AllGatherGroup | None, out: Buffers | None
+    ) -> list[Tensor] | None: ...
+
+    def split_head(self, incoming: IncomingMessage, head: Head, src: int) -> tuple[wire.Header, bytes | memoryview]: ...
+
+    def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor: ...
+
+    def failure_of(self, error: Exception) -> Exception: ...
 
 
 class SendHandle:
     """A message on its way. Buffers are kept until it is sent; `wait()` before you change the tensors you sent."""
 
-    def __init__(self, messenger: Messenger, parts: Sequence[Handle]) -> None:
+    def __init__(self, messenger: HandleOwner, parts: Sequence[Handle]) -> None:
         self._messenger = messenger
         self._parts = list(parts)
 
@@ -71,7 +96,7 @@ class ReceiveHandle:
 
     def __init__(
         self,
-        messenger: Messenger,
+        messenger: HandleOwner,
         src: int,
         all_gather_group: AllGatherGroup | None,
         out: Buffers | None,
@@ -143,7 +168,7 @@ class ReceiveHandle:
 class NoSend(SendHandle):
     """A dict that is sent in a group of one rank: nowhere. It gives no handles where a list of them is expected."""
 
-    def __init__(self, messenger: Messenger) -> None:
+    def __init__(self, messenger: HandleOwner) -> None:
         super().__init__(messenger, ())
 
     def __iter__(self) -> Iterator[SendHandle]:
@@ -174,7 +199,7 @@ class ObjectReader:
 
     def __init__(
         self,
-        messenger: Messenger,
+        messenger: HandleOwner,
         incoming: IncomingMessage,
         src: int,
         all_gather_group: AllGatherGroup | None = None,

@@ -10,16 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from device_communicators.routing.memory import is_dense
+from device_communicators.calls.memory import is_dense
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec.types import TensorMetadata
-
-if TYPE_CHECKING:
-    from parallel_state.messages.wire import AllGatherGroup
 
 _MOST_CACHED = 256  # heads, and templates
 MOST_CACHED_BYTES = 4096

@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from device_communicators import settings
-from device_communicators.errors import (
+from device_communicators.base import settings
+from device_communicators.base.errors import (
     CommunicationError,
     GroupDestroyedError,
     InvalidArgumentError,
     MessageDecodeError,
 )
-from device_communicators.routing.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
-from device_communicators.routing.route import Route
-from device_communicators.routing.started import Handle
-from device_communicators.routing.user_call import (
+from device_communicators.calls.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
+from device_communicators.calls.user_call import (
     BROADCAST_BY_SPEC,
     UserCall,
     message_call,
@@ -36,19 +34,22 @@ from device_communicators.routing.user_call import (
     transfer_method,
     transfer_number,
 )
+from device_communicators.routing.route import Route
+from device_communicators.routing.started import Handle
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import buffers, wire
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.handles import ObjectReader, ReceiveHandle, SendHandle
+from parallel_state.messages.known_heads import Template
 from parallel_state.messages.wire import (
     DONE,
     FRAME_BYTES,
     LEFT,
     NO_ROOM,
     NOTHING,
-    AllGatherGroup,
     Head,
     Header,
     Outgoing,
@@ -56,8 +57,7 @@ from parallel_state.messages.wire import (
     split_by_device,
 )
 
-if TYPE_CHECKING:
-    from parallel_state.messages.known_heads import Template
+if TYPE_CHECKING:  # loaded when a group is made
     from parallel_state.messages.transports import IncomingMessage
 
 _GATHERED = "all_gather_message"

@@ -17,30 +17,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing.memory import dtype_refusal
-from device_communicators.routing.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.torch_internals import dispatch_modes, in_transform
+from device_communicators.calls.memory import dtype_refusal
+from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
+from parallel_state.collectives.calls import GroupFacts
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.codec.types import TensorMetadata
+from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.wire import (
     CPU,
     DONE,
     LEFT,
     LENT_BYTES,
     POOLED_BYTES,
-    AllGatherGroup,
     can_be_cut,
     device_for,
     digest_of,
     head_of_sizes,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded when a group is made
     from device_communicators.cpu.plain_tree import Form, PastPython
-    from parallel_state.collectives.calls import GroupFacts
-    from parallel_state.messages.messenger import Messenger
-
 
 _SENT, _RECEIVED = map(TRANSFERS.index, ("send_tensor_dict with a spec", "recv_tensor_dict with a spec"))
 _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
@@ -362,11 +362,7 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 def _is_eager() -> bool:
     """Returns True where nothing traces or transforms this call."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
+    return not (torch.compiler.is_compiling() or dispatch_modes() or in_transform())
 
 
 def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveMismatchError, UnsupportedError
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.recorder import Operation
+from device_communicators.calls.user_call import DTYPE_NUMBERS, UserCall, transfer_method
 from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import LEFT_TO_PYTHON, POSTED, Expected, Message, Sender, pieces_of
 from device_communicators.cpu.plain_tree import PastPython
-from device_communicators.errors import CollectiveMismatchError, UnsupportedError
-from device_communicators.routing.memory import as_bytes
-from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
-from device_communicators.routing.stalls import WAITS, end_wait, waiting_for
 from device_communicators.routing.started import Handle
-from device_communicators.routing.user_call import DTYPE_NUMBERS, UserCall, transfer_method
+from device_communicators.routing.states import WAITS, end_wait, waiting_for
 from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
@@ -401,7 +401,7 @@ class QueueTransport:
         record = self._note(name, _size_of(outgoing), -1, started, call)
         on_cpu, on_device = outgoing.split_by_device()
         try:
-            with waiting_for(route, record):
+            with waiting_for(route.context, record):
                 message = _message_of(outgoing, on_cpu, number)
                 self.channels.sender(None, MESSAGES).send(message, call.method)
         except Exception as error:
@@ -497,7 +497,7 @@ class _QueuedMessage(IncomingMessage):
         peer = self._src if self._call is None else -1
         record = self._record = route.note(self._counted, None, self._call, peer=peer)
         thread = self._thread = threading.get_ident()  # as `waiting_for`, which takes 1 µs more
-        self._outer_wait, WAITS[thread] = WAITS.get(thread), (route, record)
+        self._outer_wait, WAITS[thread] = WAITS.get(thread), (route.context, record)
         lock = self._receiver.lock
         try:
             lock.acquire()

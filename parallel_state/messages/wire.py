@@ -26,16 +26,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from device_communicators import settings
-from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError, RemoteError
+from device_communicators.base import settings
+from device_communicators.base.errors import (
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    MessageDecodeError,
+    RemoteError,
+)
+from device_communicators.base.torch_internals import mark_constant
+from device_communicators.calls.memory import as_bytes, dense
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.memory import as_bytes, dense
 from parallel_state.messages import known_heads
+from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
@@ -94,15 +101,6 @@ class Head(NamedTuple):
     has_tensors: bool
     is_plain: bool = False
     """True where it is known to be an object's without tensors: one that begins with PLAIN_BYTES of no interest."""
-
-
-class AllGatherGroup(Protocol):
-    """A group whose ranks all hold the tensors of a message, so that each needs to send a slice only."""
-
-    world_size: int
-    rank_in_group: int
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -330,9 +328,7 @@ def digest_of(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-# Of constants only, such as a spec that is made in a compiled function: as torch.compiler.assume_constant_result, whose
-# import takes a second.
-digest_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(digest_of)  # of constants only, such as a spec that is made in a compiled function
 
 
 def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMismatchError:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore
-from device_communicators.errors import (
+from device_communicators.base.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,

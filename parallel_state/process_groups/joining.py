@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.errors import (
+from device_communicators.base import settings
+from device_communicators.base.errors import (
     GroupNotInitializedError,
     InvalidArgumentError,
     RendezvousError,
@@ -25,8 +25,8 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
+from device_communicators.base.torch_internals import is_fake, is_registered
 from parallel_state.process_groups.agreement import Agreement, Request
-from parallel_state.torch_internals import is_fake, is_registered
 
 logger = logging.getLogger("parallel_state")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError, int_advice
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, int_advice
+from device_communicators.base.torch_internals import set_nccl_timeout
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class GroupOptions:
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
-        options._timeout = timedelta(seconds=self.timeout_s)
+        set_nccl_timeout(options, timedelta(seconds=self.timeout_s))
         for name in ("cga_cluster_size", "min_ctas", "max_ctas"):
             value = getattr(self, name)
             if value is not None:

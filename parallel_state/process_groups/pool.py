@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import limits, settings
-from device_communicators.bounded_store import BoundedStore, StoreSilentError
-from device_communicators.errors import (
+from device_communicators.base import limits, settings
+from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.base.errors import (
     CommunicationError,
     GroupDestroyedError,
     SettingError,
@@ -35,12 +35,7 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import Watcher, kind_of_deaths
-from device_communicators.routing.waiting import abandon
-from parallel_state.process_groups.agreement import Agreement, digest
-from parallel_state.process_groups.options import GroupOptions
-from parallel_state.startup.watch import AbandonedError, run_watched
-from parallel_state.torch_internals import (
+from device_communicators.base.torch_internals import (
     bound_device,
     default_store,
     end_process_groups,
@@ -51,6 +46,11 @@ from parallel_state.torch_internals import (
     new_group_of_members,
     set_timeout,
 )
+from device_communicators.liveness.health import Watcher, kind_of_deaths
+from device_communicators.routing.waiting import abandon
+from parallel_state.process_groups.agreement import Agreement, digest
+from parallel_state.process_groups.options import GroupOptions
+from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32

@@ -1,14 +1,14 @@
 """Binding of this rank to its cores: its share of those of its host's ranks, or what a list says.
 
-Belongs here: which cores are this rank's. What does not: the machine and the call (`device_communicators.cores`).
+Belongs here: which cores are this rank's. What does not: the machine and the call (`device_communicators.base.cores`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from device_communicators import cores, settings
-from device_communicators.errors import SettingError, format_ranks
+from device_communicators.base import cores, settings
+from device_communicators.base.errors import SettingError, format_ranks
 from parallel_state.startup import environment
 from parallel_state.startup.interfaces import Address
 

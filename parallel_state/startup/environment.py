@@ -2,7 +2,7 @@
 
 Belongs here: what launchers and schedulers leave in the environment. Every function is pure over a mapping
 (by default `os.environ`, read at the call); only `export` writes, and only where nothing is set. What does
-not: this library's own variables (`device_communicators.settings`), sockets, a scheduler's commands.
+not: this library's own variables (`device_communicators.base.settings`), sockets, a scheduler's commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from device_communicators.errors import InvalidArgumentError, SettingError
+from device_communicators.base.errors import InvalidArgumentError, SettingError
 from parallel_state.startup.reserved import ReservedPort, address_of
 
 Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]

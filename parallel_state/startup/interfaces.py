@@ -15,9 +15,9 @@ import socket
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
-from device_communicators import settings
-from device_communicators.errors import format_ranks
-from device_communicators.host import (
+from device_communicators.base import settings
+from device_communicators.base.errors import format_ranks
+from device_communicators.base.host import (
     INTERFACES_VARIABLE,
     addresses_of,
     gloo_address,

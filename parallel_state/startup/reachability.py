@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
-from device_communicators.errors import CommunicationError, RendezvousError, format_ranks
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.base.errors import CommunicationError, RendezvousError, format_ranks
 from device_communicators.liveness.health import Death, describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address

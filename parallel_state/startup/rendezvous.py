@@ -36,15 +36,15 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
-from device_communicators.errors import (
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     PeerDiedError,
     RendezvousError,
     format_ranks,
 )
-from device_communicators.host import is_loopback
+from device_communicators.base.host import is_loopback
 from device_communicators.liveness.links import LinkPort
 from parallel_state.startup import binding, interfaces
 from parallel_state.startup.environment import ProcessEnvironment

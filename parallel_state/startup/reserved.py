@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Iterator
 
-from device_communicators.host import address_towards, is_loopback, resolve
+from device_communicators.base.host import address_towards, is_loopback, resolve
 
 logger = logging.getLogger("parallel_state")
 

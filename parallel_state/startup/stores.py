@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from device_communicators.errors import InvalidArgumentError, RendezvousError
-from device_communicators.host import connect_to, resolve
+from device_communicators.base.errors import InvalidArgumentError, RendezvousError
+from device_communicators.base.host import connect_to, resolve
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.reserved import interface_of, listener_at
 from parallel_state.startup.watch import in_thread

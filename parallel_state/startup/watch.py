@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators import exits
-from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.base import exits
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
 from device_communicators.liveness.links import LinkPlace, LinkPort, Links
 from device_communicators.liveness.process_ends import ProcessEnds

@@ -1,4 +1,4 @@
 """The store that `launch` serves: torch's store calls over an authenticated connection.
 
-May import the lower package's errors only.
+May import the lower package's `base` only.
 """

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 
-from device_communicators.host import connect_to
+from device_communicators.base.host import connect_to
 from parallel_state.store import protocol
 
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.host import connect_to
+from device_communicators.base.host import connect_to
+from device_communicators.base.torch_internals import default_store
 from parallel_state.store import protocol
 from parallel_state.store.answers import ForeignServiceError, in_words
 
@@ -260,3 +262,17 @@ class JobStore:
 
 
 JOB_STORE = JobStore()
+
+
+def store_in_words() -> str:
+    """Returns which store the default group was made through, and who may come to it."""
+    if not dist.is_initialized():
+        return "none: torch.distributed has no default group"
+    store: Any = default_store().raw
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, ControlStore):
+        return f"launch's at {store.address[0]}:{store.address[1]}, which asks for the job's secret"
+    if isinstance(store, dist.TCPStore):
+        return f"TCPStore at {store.host}:{store.port}, which takes whoever reaches it"
+    return type(store).__name__

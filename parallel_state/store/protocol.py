@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError
+from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError
 
 MAGIC = b"parallel_state/1"
 NONCE_BYTES = PROOF_BYTES = SECRET_BYTES = 32

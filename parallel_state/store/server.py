@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from device_communicators.errors import MessageDecodeError
+from device_communicators.base.errors import MessageDecodeError
 from device_communicators.liveness.health import WakeEvent
 from parallel_state.store import protocol
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from device_communicators.errors import format_ranks
-from device_communicators.routing.recorder import PAIRS
+from device_communicators.base.errors import format_ranks
+from device_communicators.calls.recorder import PAIRS
 from parallel_state.tools import flight_recorder, live
 
 _SHOWN = 3

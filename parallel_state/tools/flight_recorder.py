@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from device_communicators.routing.recorder import PAIRS
+from device_communicators.calls.recorder import PAIRS
 
 VERSION = "2.10"
 PREFIX = "rank_"

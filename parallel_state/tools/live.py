@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from device_communicators.errors import format_ranks
+from device_communicators.base.errors import format_ranks
 from device_communicators.liveness import questions
 from device_communicators.liveness.condition import condition_of
-from device_communicators.routing.stalls import SILENT, State
+from device_communicators.routing.states import SILENT, State
 
 _ANSWER_S = 0.5
 _PUBLISHED_S = 0.7

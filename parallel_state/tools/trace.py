@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from device_communicators.errors import format_ranks
+from device_communicators.base.errors import format_ranks
 
 _SHOWN = 10
 MERGED = "trace.json"

@@ -31,7 +31,9 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Communicator, Request, settings
+from device_communicators import CATALOG, Communicator, Request
+from device_communicators.base import settings
+from device_communicators.base.torch_internals import keep_cuda_busy
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.peer import thresholds as peer_thresholds
@@ -274,7 +276,7 @@ class Tuning:
 
     def _be_late(self, own: random.Random) -> None:
         if self.device.type == "cuda" and own.random() < 0.5:
-            torch.cuda._sleep(own.randrange(200_000))
+            keep_cuda_busy(own.randrange(200_000))
         else:
             time.sleep(own.random() * 2e-4)
 

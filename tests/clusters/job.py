@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators.base import settings
 from parallel_state.startup import environment
 
 TIMEOUT_S = 30.0

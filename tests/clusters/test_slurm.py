@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators.errors import SettingError
+from device_communicators.base.errors import SettingError
 from parallel_state.startup.environment import LOOPBACK, ProcessEnvironment, detect
 from tests.clusters.cluster import JOB, PYTHON, Cluster, Ended, shell
 from tests.clusters.install import missing

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from device_communicators.routing.memory import dtype_refusal
+from device_communicators.calls.memory import dtype_refusal
 from tests.contract import deferred
 
 DTYPES = sorted(

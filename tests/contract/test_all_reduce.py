@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from device_communicators import REDUCE_OPS
-from device_communicators.routing.reductions import UNSIGNED
+from device_communicators.calls.reductions import UNSIGNED
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import (
     FLOATS,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import cores
-from device_communicators.cores import Area
+from device_communicators.base import cores
+from device_communicators.base.cores import Area
 from device_communicators.cpu import native
 from tests.contract.attempts import environment, world
 from tests.contract.kernel_ranks import DTYPES, KernelRank, kernel_rank

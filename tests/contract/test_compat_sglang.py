@@ -10,7 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UnsupportedError
+from device_communicators.base.errors import (
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    LayoutError,
+    UnsupportedError,
+)
 from parallel_state import state
 from parallel_state.compat import sglang
 from parallel_state.compat.sglang.context import GROUPS

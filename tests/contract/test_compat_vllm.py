@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import GroupDestroyedError
+from device_communicators.base.errors import GroupDestroyedError
 from parallel_state import state
 from parallel_state.compat import vllm
 from parallel_state.compat.vllm.message_queue import MessageQueue

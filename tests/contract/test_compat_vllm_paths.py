@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state.compat import vllm
 from parallel_state.compat.vllm.device_communicators.pynccl import PyNcclCommunicator
 from parallel_state.compat.vllm.utils import StatelessProcessGroup

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
+from device_communicators.base.errors import InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import (
     LaunchConfig,
     destroy_distributed_environment,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing.memory import DEFERRED_KEYS, as_bytes, holds_values
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.calls.memory import DEFERRED_KEYS, as_bytes, holds_values
 from parallel_state.collectives import ops
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.messages.calls import MessageCalls
@@ -471,7 +471,7 @@ def _torch_backend() -> None:
 
 def _torch_backend_over_gloo() -> None:
     """Without shared memory."""
-    from device_communicators import settings
+    from device_communicators.base import settings
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(settings.SHARED_MEMORY.name, "off")

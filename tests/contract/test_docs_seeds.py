@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators.base import settings
 from tests.cases import each
 from tests.references import FAIRSEQ2, SGLANG, SGLANG_WIDTHS, VLLM, Reference
 

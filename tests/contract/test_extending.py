@@ -41,7 +41,8 @@ def apply(block: str, root: Path) -> None:
 
 
 USE = """
-from parallel_state import getters, launch
+from parallel_state.functions import getters
+from parallel_state import launch
 
 if __name__ == "__main__":
     getters.write_stub()  # `make stubs`

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from tests import fp8
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import FLOATS

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import gelu, layer_norm, linear
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import Form, check_close, real_numbers, sliced
 from tests.workers import WorkerPool

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state.coordinator import Traits, create_group
+from parallel_state.groups.coordinator import Traits, create_group
 from parallel_state.process_groups.options import GroupOptions
 from tests.contract.attempts import Outcome, attempt, world
 from tests.workers import WorkerPool

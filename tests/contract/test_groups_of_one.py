@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.errors import UsageError
+from device_communicators.base.errors import UsageError
 
 Group = ps.GroupCoordinator
 

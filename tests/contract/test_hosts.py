@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
-from device_communicators import limits
+from device_communicators.base import limits
 from device_communicators.cpu import native
 from device_communicators.hierarchical import communicator, lanes
 from device_communicators.hierarchical import hosts as communicator_hosts

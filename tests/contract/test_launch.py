@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 import parallel_state
-from device_communicators.cores import spans
-from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, LaunchError, RendezvousError
+from device_communicators.base.cores import spans
+from device_communicators.base.errors import ConfigMismatchError, InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import GroupOptions
-from parallel_state.launch.launcher import LaunchConfig, launch
+from parallel_state.launch.config import LaunchConfig
+from parallel_state.launch.launcher import launch
 from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).parents[2]
@@ -550,7 +551,7 @@ def terminate(pid: int) -> None:
 
 KILL_THE_FORK_SERVER = """
 import os, signal, threading
-from device_communicators.errors import LaunchError
+from device_communicators.base.errors import LaunchError
 from parallel_state.launch.launcher import launch
 
 def kill():

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.cpu import native
-from device_communicators.cpu.channels import MESSAGES, Channels
-from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
     PeerDiedError,
 )
+from device_communicators.cpu import native
+from device_communicators.cpu.channels import MESSAGES, Channels
+from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
 from tests.queue_memory import channels
 from tests.workers import WorkerPool, WorkersFailedError
 

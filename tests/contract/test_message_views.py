@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError
-from parallel_state.coordinator import GroupCoordinator
+from device_communicators.base.errors import InvalidArgumentError
+from parallel_state.groups.coordinator import GroupCoordinator
 from tests.contract.test_objects import DEADLINE_S, Pools, own_group, same
 
 ROWS = 64 << 10  # of 4 bytes each: 256 KiB

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import parallel_state as ps
 from parallel_state import simulate
-from parallel_state import world as startup
+from parallel_state.groups import world as startup
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.extent import LONG
 from tests.workers import WorkerPool

@@ -16,8 +16,7 @@ import torch
 
 import parallel_state as ps
 from device_communicators import CATALOG, Route, Row, build_route, register_route
-from device_communicators.cuda.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     GroupFailedError,
@@ -27,6 +26,7 @@ from device_communicators.errors import (
     PeerDiedError,
     UnsupportedError,
 )
+from device_communicators.cuda.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
 from parallel_state.groups.parallel_groups import _Division
 from parallel_state.process_groups.pool import ProcessGroupPool
 from tests import nccl_stand_in

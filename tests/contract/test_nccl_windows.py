@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, register_route, settings
+from device_communicators import CATALOG, Row, build_route, register_route
+from device_communicators.base import settings
 from device_communicators.cuda.nccl_library import INVALID_USAGE, UNHANDLED_CUDA_ERROR
 from device_communicators.nccl import windows
 from tests import nccl_stand_in

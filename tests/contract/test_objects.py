@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.calls.user_call import UserCall
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Handle, Route
-from device_communicators.routing.user_call import UserCall
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack

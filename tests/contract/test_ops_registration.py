@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import parallel_state as ps
 from device_communicators import Route, register_route
-from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
+from device_communicators.base.errors import GroupDestroyedError, GroupNotInitializedError
 from device_communicators.simulated import SimulatedCommunicator
 from parallel_state.collectives import ops
 from parallel_state.messages.messenger import Messenger

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import Form, reduced, small_numbers
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state import ParallelGroups, getters, simulate, simulated_group
+from parallel_state import ParallelGroups, simulate, simulated_group
+from parallel_state.functions import getters
 from tests.contract.attempts import attempt, whose, world
 from tests.references import SGLANG, VLLM
 from tests.workers import WorkerPool

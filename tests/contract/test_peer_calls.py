@@ -20,7 +20,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupFailedError,
@@ -36,7 +36,7 @@ from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.route import Route
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from tests import cuda_on_cpu, peer_stand_in
 from tests.contract import test_fused_norm
 from tests.contract.carriers import Member, twin_of

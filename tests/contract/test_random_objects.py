@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError, MessageEncodeError, RemoteError
-from device_communicators.routing.memory import QUANTIZED
-from parallel_state.coordinator import GroupCoordinator
+from device_communicators.base.errors import InvalidArgumentError, MessageEncodeError, RemoteError
+from device_communicators.calls.memory import QUANTIZED
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.messages.calls import MessageCalls
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.contract import random_objects

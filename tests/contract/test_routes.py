@@ -24,9 +24,9 @@ from device_communicators import (
     catalog,
     register_route,
 )
+from device_communicators.base.errors import GroupDestroyedError, UnsupportedError
 from device_communicators.cpu import native
 from device_communicators.cpu.native import NativeLibrary
-from device_communicators.errors import GroupDestroyedError, UnsupportedError
 from device_communicators.process_group.checked import ProcessGroupCommunicator
 from parallel_state.messages.messenger import Messenger
 from tests.contract.attempts import environment, world

@@ -18,8 +18,8 @@ import torch._dynamo
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.bounded_store import BoundedStore
-from parallel_state import world as startup
+from device_communicators.base.bounded_store import BoundedStore
+from parallel_state.groups import world as startup
 from parallel_state.startup.rendezvous import Met
 from parallel_state.startup.reserved import ReservedPort
 from tests.contract.attempts import attempt, environment, no_launcher, world

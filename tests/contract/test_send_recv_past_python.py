@@ -18,7 +18,7 @@ import torch
 import parallel_state as ps
 from device_communicators.cpu.channels import SHAPE, TENSORS
 from device_communicators.cpu.message_queue import _Sending
-from device_communicators.routing.stalls import call_in_words
+from device_communicators.routing.states import call_in_words
 from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.workers import WorkerPool
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import SettingError
 from device_communicators.cpu import native
-from device_communicators.errors import SettingError
 from tests.contract.attempts import attempt, environment, world
 from tests.contract.slot_pages import touched_slots
 from tests.extent import LONG

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from tests.contract.attempts import environment, world
 from tests.workers import WorkerPool
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators.cpu import native
 from device_communicators.routing.route import Traffic
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.messages import tensor_dicts
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators import Row
-from device_communicators.errors import CommunicationError, InvalidArgumentError, UnsupportedError, UsageError
+from device_communicators.base.errors import CommunicationError, InvalidArgumentError, UnsupportedError, UsageError
 from tests.contract.carriers import Carrier, Member, Size
 from tests.contract.cases import bytes_of
 from tests.workers import WorkerPool

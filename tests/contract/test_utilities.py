@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parallel_state as ps
 from device_communicators.cpu import segment
-from parallel_state import utilities
+from parallel_state.functions import utilities
 from parallel_state.groups import same_node
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from device_communicators.base.errors import PeerDiedError, UsageError
 from device_communicators.cpu.segment import DIRECTORY
-from device_communicators.errors import PeerDiedError, UsageError
 from parallel_state.compat.vllm.message_queue import Handle, MessageQueue
 
 Ends = tuple[MessageQueue, list[MessageQueue]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.errors import RemoteError, UsageError
+from device_communicators.base.errors import RemoteError, UsageError
 
 AT_ONCE_S = 1.0
 

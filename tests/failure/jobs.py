@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state.torch_internals import default_store
+from device_communicators.base.torch_internals import default_store
 
 DEADLINE_S = 60.0
 SLACK_S = 5.0

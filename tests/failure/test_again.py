@@ -20,11 +20,11 @@ import parallel_state as ps
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
-from device_communicators.cpu.shared_memory import SharedMemoryCommunicator
+from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
 from device_communicators.liveness.health import Watcher
 from parallel_state import state
-from parallel_state import world as startup
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups import world as startup
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.parallel_groups import ParallelGroups
 from parallel_state.messages.messenger import Messenger
 from parallel_state.process_groups import agreement

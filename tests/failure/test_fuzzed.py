@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 import torch
 
+from device_communicators.base.errors import CollectiveTimeoutError, MessageDecodeError
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
-from device_communicators.errors import CollectiveTimeoutError, MessageDecodeError
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import parallel_state as ps
 from device_communicators.c10d.store_exchange import StoreExchange
 from device_communicators.cpu.host_memory import HostMemory
-from parallel_state import state, world
+from parallel_state import state
+from parallel_state.groups import world
 from parallel_state.startup import reachability
 from parallel_state.startup.rendezvous import _Meeting
 from tests.contract.attempts import Outcome, attempt, environment

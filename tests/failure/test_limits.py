@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import limits
+from device_communicators.base import limits
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.launchers import program
@@ -160,7 +160,7 @@ import torch
 import parallel_state as ps
 
 if os.fork() == 0:  # torch is imported once
-    from parallel_state import world
+    from parallel_state.groups import world
 
     print("modules", *sys.modules, flush=True)
     os._exit(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import errors
+from device_communicators.base import errors
 from device_communicators.hierarchical import streams
 from device_communicators.routing.communicator import GroupContext
 from tests.contract.attempts import Outcome, attempt

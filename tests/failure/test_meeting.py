@@ -112,7 +112,7 @@ RANK_ZERO = """
 import atexit, json, os, sys, time
 import torch
 import parallel_state as ps
-from parallel_state import world
+from parallel_state.groups import world
 
 def note(began_s):
     with open(f"{sys.argv[2]}/{number}.s", "w") as file:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators.base import settings
 from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.failure.calls import calls_on
 from tests.failure.over_torch import torch_world

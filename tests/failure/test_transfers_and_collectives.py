@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.routing.stalls import SLOW_S
+from device_communicators.routing.states import SLOW_S
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.contract.attempts import Outcome, attempt
 from tests.extent import LONG

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, settings
+from device_communicators import CATALOG, Row, build_route
+from device_communicators.base import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.nccl.communicator import NcclCommunicator
@@ -151,7 +152,7 @@ def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     """A rank whose groups have the stand-in where they would have NCCL."""
-    from parallel_state import coordinator
+    from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
         return build_route(context, [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() == "on" else [CATALOG[-1]])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.errors import CommunicationError, PeerDiedError
+from device_communicators.base.errors import CommunicationError, PeerDiedError
 from parallel_state.tools.bench.devices import captured
 from tests.gpu.ranks import DRY, GpuRanks, device, nccl_of, needs_a_gpu, synchronize, world
 
@@ -155,7 +155,7 @@ def test_wrong_calls_leave_the_group_usable(gpus: Gpus) -> None:
 
 
 def _on_another_device_body() -> str:
-    from device_communicators.errors import InvalidArgumentError
+    from device_communicators.base.errors import InvalidArgumentError
 
     group = ps.get_tp_group()
     with pytest.raises(InvalidArgumentError) as raised:

@@ -345,7 +345,7 @@ def test_tensors_of_empty_lie_in_a_registered_window(
 
 def _memory_body() -> str:
     """Suspend and resume: what came of it, or why not."""
-    from device_communicators.errors import UnsupportedError
+    from device_communicators.base.errors import UnsupportedError
 
     group = ps.get_tp_group()
     nccl = nccl_of(group)

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, register_route, settings
-from device_communicators.errors import CollectiveTimeoutError, PeerDiedError
+from device_communicators import CATALOG, Row, build_route, register_route
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveTimeoutError, PeerDiedError
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.device import PeerDevice
@@ -69,7 +70,7 @@ class PeerRanks(GpuRanks):
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     """A rank whose tp group has the kernels on the CPU where it would have those on a GPU."""
-    from parallel_state import coordinator
+    from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:
         rows = [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() == "on" else [CATALOG[-1]]

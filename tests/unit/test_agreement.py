@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,

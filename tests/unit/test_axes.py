@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import parallel_state as ps
-from device_communicators.errors import InvalidArgumentError, LayoutError
+from device_communicators.base.errors import InvalidArgumentError, LayoutError
 from parallel_state.layout import axes as axes_module
 from parallel_state.layout import resolution
 from parallel_state.layout.axes import (

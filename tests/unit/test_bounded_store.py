@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from device_communicators.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from tests.unit.test_import_direction import SOURCES, Source
 
-DOOR = "device_communicators/bounded_store.py"
+DOOR = "device_communicators/base/bounded_store.py"
 SERVERS = "parallel_state/store/"
 RAW = ("Store", "TCPStore", "PrefixStore", "FileStore", "HashStore", "rendezvous")
 NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "ControlStore", "c10d._get_default_store"}
@@ -26,11 +26,11 @@ AMBIGUOUS = ("get", "set", "add", "wait", "append")
 
 MAY_HOLD_RAW = {
     "device_communicators/c10d/group.py:Group.split": "torch's options of a new backend take a store",
-    "device_communicators/c10d/group.py:make_gloo": "gloo takes a store; a helper thread makes it, with a limit",
+    "device_communicators/base/torch_internals.py:gloo_backend": "gloo takes one; a helper thread runs it",
     "device_communicators/c10d/world.py:World.__init__": "reads an address",
     "device_communicators/c10d/world.py:address_of": "reads an address",
-    "parallel_state/world.py:_make_fake_group": "torch's fake backend; in memory",
-    "parallel_state/world.py:_init_process_group.init": "torch's init; run_watched runs it in a thread",
+    "parallel_state/groups/world.py:_make_fake_group": "torch's fake backend; in memory",
+    "parallel_state/groups/world.py:_init_process_group.init": "torch's init; run_watched runs it in a thread",
     "parallel_state/process_groups/pool.py:ProcessGroupPool.alone": "torch's init of one rank; in memory",
     "parallel_state/startup/rendezvous.py:_Meeting": "the type of what makes a store",
     "parallel_state/startup/rendezvous.py:_Meeting._bounded": "makes it bounded",
@@ -41,11 +41,10 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
     "parallel_state/startup/stores.py:_tcp_store": "made within a deadline",
-    "parallel_state/torch_internals.py:store_in_words": "reads its type and address",
-    "parallel_state/torch_internals.py:new_group_of_members": "torch's groups take a store; run_watched runs it",
-    "parallel_state/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
-    "parallel_state/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
-    "parallel_state/coordinator.py:GroupCoordinator.from_process_group": "reads an address",
+    "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
+    "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
+    "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
+    "parallel_state/groups/coordinator.py:GroupCoordinator.from_process_group": "reads an address",
     "parallel_state/compat/sglang/parallel_state.py:init_distributed_environment": "in memory, or SGLang's own",
     "parallel_state/compat/sglang/utils.py:set_global_tcp_store": "keeps a store for the caller",
     "parallel_state/compat/sglang/utils.py:get_global_tcp_store": "gives it to the caller",

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from device_communicators.errors import LaunchError
+from device_communicators.base.errors import LaunchError
 from parallel_state.tools.check import command, page, rules, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device_communicators.errors import CollectiveMismatchError
+from device_communicators.base.errors import CollectiveMismatchError
 from device_communicators.process_group.checked_calls import Call, checked, fill, frame_bytes, room_for
 from device_communicators.routing.communicator import GroupContext
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
+from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.coding import MAX_DEPTH, TensorMetadata
 from tests.unit.codec_classes import Access, Color, Level, Pair, Record, Request, Span

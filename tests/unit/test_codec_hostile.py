@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_communicators.base.errors import MessageDecodeError
 from device_communicators.cpu import native
-from device_communicators.errors import MessageDecodeError
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.coding import MAX_DEPTH

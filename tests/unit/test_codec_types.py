@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from device_communicators.errors import InvalidArgumentError, MessageEncodeError
+from device_communicators.base.errors import InvalidArgumentError, MessageEncodeError
 from parallel_state.messages.codec import coding as codec
 from tests.unit.codec_classes import Pair, Record, Request, Span
 

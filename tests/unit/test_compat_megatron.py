@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from device_communicators.errors import AlreadyInitializedError, UnsupportedError
+from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
 from parallel_state.compat import megatron as mpu
 from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks, with_gtp_remat
 from tests.references import MEGATRON

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators import cores
-from device_communicators.cores import Area, Core
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base import cores
+from device_communicators.base.cores import Area, Core
+from device_communicators.base.errors import InvalidArgumentError
 
 
 def machine(nodes: int, caches: int, physical: int, threads: int) -> list[Core]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import SettingError, UnsupportedError
+from device_communicators.base.errors import SettingError, UnsupportedError
 from parallel_state import GroupOptions
 from parallel_state.process_groups import pool as groups
 from parallel_state.process_groups.pool import ProcessGroupPool

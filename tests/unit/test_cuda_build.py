@@ -19,7 +19,7 @@ from unittest import mock
 import kernel_resources
 import pytest
 
-from device_communicators import build_cache
+from device_communicators.base import build_cache
 from device_communicators.cpu import native_build
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.kernels import KERNELS, KernelError

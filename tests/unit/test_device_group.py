@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import GroupContext
+from device_communicators.calls.work import DONE
 from device_communicators.process_group.device import DeviceGroupCommunicator
-from device_communicators.routing.communicator import DONE
 
 SIZE = 2
 RENAMED = {

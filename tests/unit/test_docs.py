@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import parallel_state
-from device_communicators import settings
+from device_communicators.base import settings
 from tests.cases import each
 from tests.doc_blocks import PAGES, ROOT
 from tests.programs import Program, module
@@ -134,7 +134,7 @@ def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     assert program.returncode == 0, said
     inventory = (tmp_path / "html" / "objects.inv").read_bytes()
     listed = zlib.decompress(inventory.split(b"\n", 4)[4]).decode()
-    from_table = set(parallel_state.getters.__all__) - set(vars(parallel_state.state))
+    from_table = set(parallel_state.functions.getters.__all__) - set(vars(parallel_state.state))
     public = set(parallel_state.__all__) - from_table - {"AXES", "PRESETS"}
     missing = [name for name in sorted(public) if f"\nparallel_state.{name} py:" not in f"\n{listed}"]
     assert not missing, "the API reference lacks these"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state import create_fsdp_groups, simulate
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from device_communicators.errors import SettingError
+from device_communicators.base.errors import SettingError
 from parallel_state.startup.environment import (
     DERIVED_PORTS,
     ProcessEnvironment,

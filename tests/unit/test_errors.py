@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import device_communicators
 import parallel_state
-from device_communicators.c10d.group import as_torch_error
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveTimeoutError,
     GroupFailedError,
     LaunchError,
@@ -27,6 +26,7 @@ from device_communicators.errors import (
     RemoteError,
     ResourceLimitError,
 )
+from device_communicators.c10d.group import as_torch_error
 from tests.cases import each
 
 PACKAGES = (device_communicators.__name__, parallel_state.__name__)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from device_communicators.base.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError
+from device_communicators.calls.user_call import UserCall
 from device_communicators.cpu import native
-from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Route
-from device_communicators.routing.user_call import UserCall
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.messenger import Messenger

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from device_communicators.errors import LaunchError
-from parallel_state.launch.launcher import LaunchConfig, _raise_failure
+from device_communicators.base.errors import LaunchError
+from parallel_state.launch.config import LaunchConfig
+from parallel_state.launch.launcher import _raise_failure
 from parallel_state.launch.worker import Report
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.flight_recorder import fr_trace
 
-from device_communicators.routing import recorder
+from device_communicators.calls import recorder
 from parallel_state.tools import debug, flight_recorder
 
 

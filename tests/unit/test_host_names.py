@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import parallel_state as ps
-from device_communicators import host
+from device_communicators.base import host
 from parallel_state.store.client import ControlStore
 
 ROOT = Path(__file__).parents[2]
@@ -75,4 +75,4 @@ def _calls() -> Iterator[str]:
 
 
 def test_all_look_ups_go_through_one_file() -> None:
-    assert {each.partition(":")[0] for each in _calls()} == {"device_communicators/host.py"}, list(_calls())
+    assert {each.partition(":")[0] for each in _calls()} == {"device_communicators/base/host.py"}, list(_calls())

@@ -105,7 +105,7 @@ NOT_BROUGHT = (
     "pynvml",
     "cuda",
     # Ours, which a rank imports when it meets others, a launcher when it starts ranks, and a group with GPUs.
-    "parallel_state.world",
+    "parallel_state.groups.world",
     "parallel_state.startup.rendezvous",
     "parallel_state.store.client",
     "parallel_state.messages.transports",

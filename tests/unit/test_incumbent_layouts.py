@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import DEFAULT_ORDER, PRESETS
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout

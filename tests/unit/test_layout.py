@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_communicators.errors import LayoutError, UsageError
+from device_communicators.base.errors import LayoutError, UsageError
 from parallel_state.layout.axes import PRESETS
 from parallel_state.layout.ranks import Grid, Layout, position_in
 from parallel_state.layout.resolution import resolve_layout

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.calls.user_call import UserCall
 from device_communicators.hierarchical.communicator import _Call
 from device_communicators.hierarchical.leaders import (
     _AGREES,
@@ -27,7 +28,6 @@ from device_communicators.hierarchical.leaders import (
 from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import Frame, Streams, head_of, part_of
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.user_call import UserCall
 
 
 def _leaders(hosts: int, host: int) -> Leaders:

@@ -15,7 +15,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPA
 WORLD = """
 import locale, torch, parallel_state as ps
 from device_communicators.cuda import nccl_library
-from device_communicators.host import start_time
+from device_communicators.base.host import start_time
 from parallel_state.compat import megatron
 import ctypes, os
 assert locale.getpreferredencoding(False) != "UTF-8"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import GroupContext, catalog, settings
+from device_communicators import GroupContext, catalog
+from device_communicators.base import settings
 from device_communicators.machine.group_topology import GroupTopology, RankGpu, Vote
 from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.thresholds import Conditions, Thresholds, conditions_of, covering, link_of

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from device_communicators.errors import RendezvousError
+from device_communicators.base.errors import RendezvousError
 from parallel_state.startup import rendezvous
 from parallel_state.startup.binding import different_cores
 from parallel_state.startup.environment import ProcessEnvironment

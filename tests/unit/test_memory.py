@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.cpu import native
-from device_communicators.routing.memory import (
+from device_communicators.calls.memory import (
     QUANTIZED,
     as_bytes,
     copy_values,
@@ -22,6 +21,7 @@ from device_communicators.routing.memory import (
     is_dense,
     with_values,
 )
+from device_communicators.cpu import native
 from parallel_state.compat.stateless import StoreGroup
 from parallel_state.compat.vllm import message_queue
 from parallel_state.messages import wire

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators import build_cache, settings
+from device_communicators.base import build_cache, settings
 from device_communicators.cpu import native, native_build
 from tests.compiled import plain_library
 from tests.programs import Program

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import settings
+from device_communicators.base import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.cuda.nccl_library import NcclLibrary, NcclUnavailableError, UniqueId
 from tests import nccl_facts, nccl_stand_in

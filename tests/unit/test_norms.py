@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.routing.reductions import (
+from device_communicators.calls.reductions import (
     FP8,
     MIN_SCALE,
     add_rms_norm,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError
+from device_communicators.base.errors import CollectiveMismatchError, InvalidArgumentError
 from device_communicators.hierarchical.pairs import ANSWERED_BYTES, MOST_TAG, Pairs
 from device_communicators.hierarchical.streams import Streams
 from device_communicators.routing.communicator import GroupContext

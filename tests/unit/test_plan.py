@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.__main__ import COMMANDS, main
 from parallel_state.layout.axes import AXES, BY_NAME, PRESETS
 from parallel_state.layout.resolution import _DENSE, resolve_layout

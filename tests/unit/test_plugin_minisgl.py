@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel_state_plugins as plugins
-from device_communicators.errors import UnsupportedError
+from device_communicators.base.errors import UnsupportedError
 from parallel_state.compat import minisgl
 
 IMPL = """

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_communicators.base.errors import CollectiveTimeoutError, MessageDecodeError
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import MESSAGES, TENSORS, Channels
 from device_communicators.cpu.message_queue import Message, Receiver, Sender, pieces_of
-from device_communicators.errors import CollectiveTimeoutError, MessageDecodeError
 from tests.queue_memory import channels
 
 TIMEOUT_S = 0.15

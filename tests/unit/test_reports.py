@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.calls.recorder import Operation
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reports import Report, _verdict, explained
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.errors import (
+from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
@@ -22,14 +22,14 @@ from device_communicators.errors import (
     UnsupportedError,
     UsageError,
 )
+from device_communicators.calls.recorder import Operation
+from device_communicators.calls.user_call import begin_locally
 from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing import observers
 from device_communicators.routing import route as routing
 from device_communicators.routing.communicator import Communicator, GroupContext, Request
 from device_communicators.routing.observers import FailureEvent
-from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
-from device_communicators.routing.user_call import begin_locally
 
 RANKS = (4, 5, 6, 7)
 X = torch.ones(3)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators import settings
-from device_communicators.errors import SettingError
-from device_communicators.settings import (
+from device_communicators.base import settings
+from device_communicators.base.errors import SettingError
+from device_communicators.base.settings import (
     BACKEND,
     BARRIER_TIMEOUT_S,
     LOG_LEVEL,

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_communicators.bounded_store import BoundedStore
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import CommunicationError, PeerDiedError
+from device_communicators.base.host import start_time
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.watching import watch_ranks
-from device_communicators.errors import CommunicationError, PeerDiedError
-from device_communicators.host import start_time
 from device_communicators.liveness import health
 from device_communicators.liveness.health import Farewells, Watcher
 from device_communicators.liveness.links import LinkPort, Links

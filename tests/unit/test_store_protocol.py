@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError
+from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError
 from parallel_state.store import protocol
 from parallel_state.store.protocol import (
     ANSWER_BYTES,

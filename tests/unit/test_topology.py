@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators.cores import spans
+from device_communicators.base.cores import spans
 from device_communicators.machine.nvml import NoAnswerError, Recorder, RecordError, Recording
 from device_communicators.machine.topology import Fabric, Topology, read_topology, short_pci_id
 from device_communicators.machine.topology_text import topology_text

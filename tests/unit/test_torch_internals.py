@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_state import torch_internals
+from device_communicators.base import torch_internals
 
 
 @pytest.mark.parametrize("is_slow", [True, False])

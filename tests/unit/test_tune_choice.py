@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.cpu.shared_memory import SharedMemoryCommunicator
+from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
 from device_communicators.peer.thresholds import Conditions, load
 from device_communicators.process_group.device import DeviceGroupCommunicator
 from parallel_state import __main__ as commands

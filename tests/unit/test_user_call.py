@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from device_communicators.routing.user_call import UserCall, call_of_arguments, in_words
+from device_communicators.calls.user_call import UserCall, call_of_arguments, in_words
 
 SHAPES = [
     ((), "[]"), ((0,), "0"), ((7,), "7"), ((3, 4), "[3, 4]"), ((1 << 29, 2), f"[{1 << 29}, 2]"),

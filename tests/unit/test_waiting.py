@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators.errors import CollectiveTimeoutError, HostUnreachableError, PeerDiedError
+from device_communicators.base.errors import CollectiveTimeoutError, HostUnreachableError, PeerDiedError
 from device_communicators.liveness.health import NOTICE_S, Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators import settings
-from device_communicators.errors import (
+from device_communicators.base import settings
+from device_communicators.base.errors import (
     InvalidArgumentError,
     MessageDecodeError,
     MessageEncodeError,

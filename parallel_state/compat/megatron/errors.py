@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from device_communicators.errors import AlreadyInitializedError, LayoutError
+from device_communicators.base.errors import AlreadyInitializedError, LayoutError
 from parallel_state.compat.errors import NotInitializedError as NotInitializedError
 from parallel_state.compat.errors import as_assertion
 

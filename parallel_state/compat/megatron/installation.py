@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from device_communicators.errors import AlreadyInitializedError, UnsupportedError
+from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
 
 logger = logging.getLogger("parallel_state")
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from parallel_state import state
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.parallel_groups import ParallelGroups
 
 KINDS = {

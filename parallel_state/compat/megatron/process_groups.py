@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.base.torch_internals import is_registered, set_timeout
 from device_communicators.c10d import creation
-from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks
 from parallel_state.process_groups.options import GroupOptions
-from parallel_state.torch_internals import set_timeout
 
 logger = logging.getLogger("parallel_state")
 
@@ -52,7 +52,7 @@ def forget_groups() -> None:
     """Destroys them on this rank, unless torch.distributed has ended them already."""
     while _CREATED:
         group = _CREATED.pop()
-        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        if dist.is_initialized() and is_registered(group):
             dist.destroy_process_group(group)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log2, prod
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state.compat.megatron.errors import RefusedError
 from parallel_state.layout.ranks import Grid
 

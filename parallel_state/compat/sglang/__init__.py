@@ -16,7 +16,7 @@ import sys
 from datetime import timedelta as timedelta
 from typing import Any
 
-from device_communicators.errors import AlreadyInitializedError
+from device_communicators.base.errors import AlreadyInitializedError
 from parallel_state.compat.sglang import communication_op, coordinator, dp_attention, parallel_state, utils
 from parallel_state.compat.sglang.context import ParallelContext as ParallelContext
 from parallel_state.compat.sglang.context import get_parallel as get_parallel

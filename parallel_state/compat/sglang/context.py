@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
+from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
 
 SIZES = {
     "tp_size": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "ep_size": 1, "attn_dp_size": 1, "attn_cp_size": 1,

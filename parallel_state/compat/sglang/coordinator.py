@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
-from device_communicators.routing.memory import dense
-from parallel_state import coordinator as ours
+from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
+from device_communicators.calls.memory import dense
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.groups import coordinator as ours
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import bytes_of
 

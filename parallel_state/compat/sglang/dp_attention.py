@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state.compat.sglang.context import get_parallel
 from parallel_state.compat.sglang.coordinator import GroupCoordinator
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators import settings
-from device_communicators.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
-from parallel_state import aliases, state
+from device_communicators.base import settings
+from device_communicators.base.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
+from device_communicators.base.torch_internals import default_store
+from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.sglang import utils
 from parallel_state.compat.sglang.context import GROUPS, get_parallel
@@ -34,8 +35,8 @@ from parallel_state.compat.sglang.coordinator import outplace_all_reduce as outp
 from parallel_state.compat.sglang.coordinator import reg_all_gather_into_tensor as reg_all_gather_into_tensor
 from parallel_state.compat.sglang.coordinator import reg_all_to_all_single as reg_all_to_all_single
 from parallel_state.compat.sglang.coordinator import reg_reduce_scatter_tensor as reg_reduce_scatter_tensor
+from parallel_state.functions import aliases
 from parallel_state.groups.same_node import in_the_same_node_as as _in_the_same_node_as
-from parallel_state.torch_internals import default_store
 
 logger = logging.getLogger("parallel_state")
 

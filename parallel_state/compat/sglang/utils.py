@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
-from parallel_state import utilities
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state.compat.stateless import StoreGroup
+from parallel_state.functions import utilities
 
 logger = logging.getLogger("parallel_state")
 

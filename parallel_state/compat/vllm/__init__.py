@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import GroupNotInitializedError
+from device_communicators.base.errors import GroupNotInitializedError
 from device_communicators.routing.registry import unique_name
-from parallel_state import aliases, state
-from parallel_state.capture import graph_capture as _graph_capture
+from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.vllm.group import GroupCoordinator, Handle, groups
@@ -57,6 +56,8 @@ from parallel_state.compat.vllm.utils import (
     stateless_init_torch_distributed_process_group,
     verify_group_size_divides_partition,
 )
+from parallel_state.functions import aliases
+from parallel_state.functions.capture import graph_capture as _graph_capture
 from parallel_state.groups import same_node
 from parallel_state.state import (
     get_node_count,

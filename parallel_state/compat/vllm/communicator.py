@@ -12,7 +12,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.utils import get_cpu_distributed_timeout_or_none
 
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class Communicator(CpuCommunicator):

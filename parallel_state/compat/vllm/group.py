@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_state import coordinator, state
+from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.vllm.message_queue import Handle as QueueHandle
 from parallel_state.compat.vllm.message_queue import MessageQueue
-from parallel_state.messages.wire import AllGatherGroup
+from parallel_state.groups import coordinator
+from parallel_state.messages.all_gather_group import AllGatherGroup
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
 _VIEW = "_vllm_view"

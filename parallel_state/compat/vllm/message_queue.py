@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from device_communicators.base.errors import CommunicationError, PeerDiedError, UnsupportedError, UsageError
+from device_communicators.base.host import local_namespace
+from device_communicators.calls.memory import as_bytes, dense, dtype_refusal
 from device_communicators.cpu import native
 from device_communicators.cpu.native_build import usable_cores
 from device_communicators.cpu.segment import Segment, SegmentError
-from device_communicators.errors import CommunicationError, PeerDiedError, UnsupportedError, UsageError
-from device_communicators.host import local_namespace
-from device_communicators.routing.memory import as_bytes, dense, dtype_refusal
 from parallel_state.groups.same_node import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
@@ -511,7 +511,7 @@ def _handle_of(text: bytes) -> Handle | None:
 
 
 def _own_ip() -> str:
-    from device_communicators.host import address_towards
+    from device_communicators.base.host import address_towards
 
     return address_towards(("192.0.2.1", 9)) or "127.0.0.1"  # of a net for documentation: nothing is sent
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from device_communicators.base.errors import CollectiveTimeoutError
 from device_communicators.cpu.segment import Segment, SegmentError
-from device_communicators.errors import CollectiveTimeoutError
 from parallel_state.compat.stateless import ANSWER_S, StoreGroup
 
 _REDUCE: dict[Any, Any] = {

@@ -12,15 +12,16 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from device_communicators.base.errors import CollectiveTimeoutError, InvalidArgumentError
+from device_communicators.base.helper_threads import Call
+from device_communicators.base.torch_internals import group_over_gloo, register_named, unregister_named
 from device_communicators.cpu.segment import DIRECTORY
-from device_communicators.errors import CollectiveTimeoutError, InvalidArgumentError
-from device_communicators.helper_threads import Call
-from parallel_state import state, utilities
+from parallel_state import state
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
+from parallel_state.functions import utilities
 
 SHM_PATH = DIRECTORY
 from_bytes_big = functools.partial(int.from_bytes, byteorder="big")
@@ -158,11 +159,7 @@ def init_gloo_process_group(
             rank=group_rank,
             timeout_s=limit_s,
         )
-    gloo = call.result()
-    group = dist.ProcessGroup(prefix_store, group_rank, group_size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return group
+    return group_over_gloo(prefix_store, group_rank, group_size, call.result())
 
 
 def stateless_init_torch_distributed_process_group(
@@ -186,9 +183,7 @@ def stateless_init_torch_distributed_process_group(
     )
     group = init_gloo_process_group(dist.PrefixStore(f"stateless/{host}:{port}", store), rank, world_size, limit)
     if group_name is not None:
-        name: Any = group_name
-        group._set_group_name(name)
-        torch._C._distributed_c10d._register_process_group(name, group)
+        register_named(group, group_name)
     return (group, store) if return_store else group
 
 
@@ -196,4 +191,4 @@ def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> 
     """Ends a group of stateless_init_torch_distributed_process_group, on this rank."""
     pg.shutdown()
     with contextlib.suppress(RuntimeError):  # it may have no name
-        torch._C._distributed_c10d._unregister_process_group(pg.group_name)
+        unregister_named(pg)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
 from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import TensorMetadata, is_registered, register_type

@@ -19,8 +19,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar, overload
 import msgspec
 import torch
 
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError
-from device_communicators.routing.memory import dtype_refusal, with_values
+from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError
+from device_communicators.base.torch_internals import is_wrapped_tensor
+from device_communicators.calls.memory import dtype_refusal, with_values
 
 T = TypeVar("T")
 
@@ -183,7 +184,7 @@ def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise UnfitError(refusal)
     if tensor.is_meta:
         raise UnfitError("a meta tensor, which has no data; send its shape and dtype")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped_tensor(tensor):
         raise UnfitError(
             "a tensor from inside of torch.func (grad, vmap, …), which has no memory; send what that returns"
         )

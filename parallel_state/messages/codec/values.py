@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from device_communicators.errors import MessageDecodeError
-from device_communicators.routing.user_call import DTYPE_NUMBERS
+from device_communicators.base.errors import MessageDecodeError
+from device_communicators.calls.user_call import DTYPE_NUMBERS
 from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
 

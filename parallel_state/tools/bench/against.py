@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
 from parallel_state.tools.bench.collectives import OWN
 from parallel_state.tools.bench.report import figure, p50, size_name
 from parallel_state.tools.bench.rounds import NOTICED, Plan, Row, measure_all

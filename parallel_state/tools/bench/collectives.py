@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
+from device_communicators.base.torch_internals import schema_of
 from parallel_state.tools.bench import peers
 from parallel_state.tools.bench.worker import Timing, WrongAnswer
 
@@ -288,7 +289,7 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
             return op(x, values["token"], None, None, values["group"])
 
         return all_to_all
-    after = [values[argument.name] for argument in op.default._schema.arguments[1:]]
+    after = [values[argument.name] for argument in schema_of(op.default).arguments[1:]]
     if name.endswith("_"):
 
         def in_place(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from device_communicators.errors import InvalidArgumentError, SettingError
+from device_communicators.base.errors import InvalidArgumentError, SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.bench import page, ranks
 from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, ROWS, VLLM

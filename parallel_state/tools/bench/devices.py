@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from device_communicators.base.torch_internals import tree_leaves
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.machine.topology import read_topology

@@ -20,12 +20,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import Route, register_route, settings, unique_name
-from device_communicators.errors import UnsupportedError
+from device_communicators import Route, register_route, unique_name
+from device_communicators.base import settings
+from device_communicators.base.errors import UnsupportedError
+from device_communicators.base.torch_internals import dynamo, functional_collectives
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
 from parallel_state.tools.bench import collectives
@@ -101,6 +102,7 @@ class Ways:
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
     """Returns torch's functional collective, which the compiler knows."""
+    functional = functional_collectives()
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
         "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),
@@ -327,11 +329,10 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
     sharing = share_gpus() if on_gpu else ""
     os.environ.setdefault(settings.NCCL.name, "on")  # to be measured, whatever the default is
     torch.set_num_threads(1)
-    from torch import _dynamo as dynamo  # takes seconds, which whoever reads rows or asks for help would wait for
-
+    config = dynamo().config  # takes seconds, which whoever reads rows or asks for help would wait for
     for name in ("recompile_limit", "cache_size_limit"):  # a graph for each carrier and operation, by either name
-        if hasattr(dynamo.config, name):
-            setattr(dynamo.config, name, 256)
+        if hasattr(config, name):
+            setattr(config, name, 256)
     ps.init_distributed_environment(backend="nccl" if on_gpu else "gloo")
     try:
         ps.initialize_model_parallel(ps.get_world_group().world_size, warm_up=True)

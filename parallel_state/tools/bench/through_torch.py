@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import wait_tensor
 
 import parallel_state as ps
-from device_communicators.settings import SHARED_MEMORY
+from device_communicators.base.settings import SHARED_MEMORY
+from device_communicators.base.torch_internals import functional_collectives, load_inductor, register_fake_backend
 from parallel_state.tools.bench.collectives import GLOO, OWN, answer, count_of, given, ours_by_op, torch_by_call
 from parallel_state.tools.bench.ranks import compilable_of_torch
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
@@ -44,10 +44,10 @@ _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
 
 def load(name: str, settings: dict[str, Any]) -> None:
     """Imports what the team needs, so that its start-up time has none of it."""
-    import torch._inductor.compile_fx
     import torch.distributed.fsdp
-    import torch.testing._internal.distributed.fake_pg  # registers the backend `fake`
 
+    load_inductor()
+    register_fake_backend()
     torch.set_num_threads(1)
 
 
@@ -92,10 +92,9 @@ class ThroughTorch:
         self._x = self._source.clone()
         eager = torch_by_call(operation, dist.group.WORLD, self.size)
         functional = compilable_of_torch(operation, dist.group.WORLD)
+        wait_tensor = functional_collectives().wait_tensor
         if kind == "compiled":
-            from torch import _dynamo as dynamo  # takes seconds, of which other kinds need nothing
-
-            dynamo.reset()
+            torch.compiler.reset()
             functional = torch.compile(functional, fullgraph=True)  # waits by itself
         calls: dict[str, Callable[[Tensor], Tensor]] = {
             self.name: eager if kind == "dist" else lambda x: wait_tensor(functional(x))

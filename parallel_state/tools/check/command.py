@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from device_communicators.errors import LayoutError, ParallelStateError, SettingError
+from device_communicators.base.errors import LayoutError, ParallelStateError, SettingError
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup import environment

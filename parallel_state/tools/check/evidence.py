@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from device_communicators.errors import SettingError
+from device_communicators.base.errors import SettingError
 from parallel_state.startup.environment import expand_hostlist
 from parallel_state.tools.check.facts import Facts, Interface, Link, Measured, Traffic
 from parallel_state.tools.check.findings import Finding, finding, named

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from device_communicators.errors import format_ranks
+from device_communicators.base.errors import format_ranks
 
 INFO, WARNING, ERROR = "info", "warning", "error"
 SEVERITIES = (INFO, WARNING, ERROR)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from device_communicators.host import connect_to
+from device_communicators.base.host import connect_to
 from parallel_state.tools.check.facts import Facts, Link
 
 _TOKEN_BYTES = 16

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from device_communicators.bounded_store import BoundedStore
-from device_communicators.host import connect_to
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.host import connect_to
 from parallel_state.startup.stores import listen_on
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from device_communicators.cores import spans
-from device_communicators.errors import format_ranks
+from device_communicators.base.cores import spans
+from device_communicators.base.errors import format_ranks
 from parallel_state.tools.check.facts import Facts, Link
 from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
 from parallel_state.tools.check.rules_speed import groups_of_kind, runs_of

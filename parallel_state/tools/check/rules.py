@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.tools.check import rules_machine, rules_network, rules_speed
 from parallel_state.tools.check.evidence import Evidence, grouped, hostlist, ranks_of

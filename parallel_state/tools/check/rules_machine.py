@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 
-from device_communicators.cores import spans
+from device_communicators.base.cores import spans
 from parallel_state.tools.check.evidence import Evidence, by_value, grouped, ranks_of
 from parallel_state.tools.check.facts import Facts
 from parallel_state.tools.check.findings import INFO, WARNING, Finding, named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from device_communicators.host import is_loopback
+from device_communicators.base.host import is_loopback
 from parallel_state.tools.check.evidence import Evidence, by_value, grouped, interface_of, networks_of, outliers
 from parallel_state.tools.check.facts import Facts, Link
 from parallel_state.tools.check.findings import INFO, Finding, finding, named, rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from device_communicators.errors import format_ranks
+from device_communicators.base.errors import format_ranks
 from parallel_state.tools.check.evidence import Evidence, grouped, outliers, ranks_of
 from parallel_state.tools.check.facts import CpuRun, GroupTraffic
 from parallel_state.tools.check.findings import Finding, named, rate

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 import msgspec
 import torch.distributed as dist
 
-from device_communicators import settings
+from device_communicators.base import settings
 from parallel_state.startup.watch import in_thread
 from parallel_state.tools.check import links, rules, system, traffic
 from parallel_state.tools.check.evidence import Evidence

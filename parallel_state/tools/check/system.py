@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from device_communicators import host, settings
+from device_communicators.base import host, settings
+from device_communicators.base.errors import ParallelStateError, SettingError
 from device_communicators.cpu import native, native_build
-from device_communicators.errors import ParallelStateError, SettingError
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators.errors import ParallelStateError
+from device_communicators.base.errors import ParallelStateError
 from device_communicators.routing.communicator import Request
 from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.tools.check.facts import GroupTraffic, Traffic

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import AXES, PRESETS
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from itertools import combinations, islice, product
 from math import lcm, prod
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import AXES, BY_NAME, PRESETS
 from parallel_state.layout.ranks import divisors, split_order
 from parallel_state.tools.plan.groups import Request

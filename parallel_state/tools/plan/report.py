@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import Any
 
-from device_communicators.errors import LayoutError
+from device_communicators.base.errors import LayoutError
 from parallel_state.tools.plan.fit import Change
 from parallel_state.tools.plan.groups import (
     ALL_TO_ALL,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _world
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.torch_internals import all_gather_base, is_registered, reduce_scatter_base, store_of
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import init_gloo_process_group
 
@@ -39,8 +39,8 @@ class PyNcclCommunicator:
         self.device = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
         if isinstance(group, StatelessProcessGroup):
             self.rank, self.world_size, store = group.rank, group.world_size, group.store
-        elif isinstance(group, dist.ProcessGroup) and group in _world.pg_map:
-            self.rank, self.world_size, store = group.rank(), group.size(), _world.pg_map[group][1]
+        elif isinstance(group, dist.ProcessGroup) and is_registered(group):
+            self.rank, self.world_size, store = group.rank(), group.size(), store_of(group)
         else:
             raise InvalidArgumentError(
                 f"group must be a StatelessProcessGroup or a process group of torch.distributed, but is {group!r}"
@@ -80,7 +80,7 @@ class PyNcclCommunicator:
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, stream: Any = None) -> None:
         """Writes the ranks' `input_tensor`, along dim 0, into contiguous `output_tensor`."""
         if self._group is not None:
-            self._run(input_tensor, stream, lambda: self._group._allgather_base(output_tensor, input_tensor))
+            self._run(input_tensor, stream, lambda: all_gather_base(self._group, output_tensor, input_tensor))
 
     def reduce_scatter(
         self, output_tensor: Tensor, input_tensor: Tensor, op: Any = dist.ReduceOp.SUM, stream: Any = None
@@ -90,7 +90,7 @@ class PyNcclCommunicator:
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
             self._run(
-                input_tensor, stream, lambda: self._group._reduce_scatter_base(output_tensor, input_tensor, options)
+                input_tensor, stream, lambda: reduce_scatter_base(self._group, output_tensor, input_tensor, options)
             )
 
     def send(self, tensor: Tensor, dst: int, stream: Any = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from device_communicators.errors import ForkedError
+from device_communicators.base.errors import ForkedError
 
 
 class _Process:

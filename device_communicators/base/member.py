@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
 
 LOST = "The group can't be used further"
 Failure = TypeVar("Failure", bound=CommunicationError)

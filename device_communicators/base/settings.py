@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from device_communicators.cores import parse_list
-from device_communicators.errors import SettingError
+from device_communicators.base.cores import parse_list
+from device_communicators.base.errors import SettingError
 
 logger = logging.getLogger("parallel_state")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from device_communicators import GroupContext
-from device_communicators.cuda.watch import Watch
-from device_communicators.errors import CollectiveTimeoutError
+from device_communicators.base.errors import CollectiveTimeoutError
+from device_communicators.nccl.deadlines import Watch
 
 CONTEXT = GroupContext("tp:0", (0, 1), 0, torch.device("cpu"), 1.0)
 

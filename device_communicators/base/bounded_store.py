@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.helper_threads import Call
-from device_communicators.host import connect_to
+from device_communicators.base.helper_threads import Call
+from device_communicators.base.host import connect_to
 
 OPERATION_S = 5.0
 """An operation without a deadline of its caller's fails after this time."""

@@ -18,12 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
-# none may be left by then.
-from device_communicators import host, limits, settings
-from device_communicators.bounded_store import LAST_WORD_S
-from device_communicators.cpu import host_memory  # noqa: F401
-from device_communicators.errors import (
+from device_communicators.base import host, limits, settings
+from device_communicators.base.bounded_store import LAST_WORD_S
+from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
@@ -33,11 +30,23 @@ from device_communicators.errors import (
     int_advice,
     plain,
 )
+from device_communicators.base.torch_internals import (
+    default_store,
+    end_process_groups,
+    is_fake,
+    register_fake_backend,
+    reset_group_count,
+    set_timeout,
+)
+
+# host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
+# none may be left by then.
+from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
 from parallel_state.process_groups.agreement import Agreement
@@ -48,7 +57,6 @@ from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import Met, meet
 from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, publish_failure, run_watched
-from parallel_state.torch_internals import default_store, end_process_groups, is_fake, reset_group_count, set_timeout
 
 logger = logging.getLogger("parallel_state")
 
@@ -278,8 +286,7 @@ def make_default_group(
 
 def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
     """Makes the default group over torch's `fake` backend: the other ranks are imagined, and nobody is looked for."""
-    import torch.testing._internal.distributed.fake_pg
-
+    register_fake_backend()
     dist.init_process_group(
         "fake",
         store=dist.HashStore(),

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.host_calls import OUTSIDE, host_call
-from parallel_state.coordinator import GroupCoordinator
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.host_calls import OUTSIDE, host_call
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import (
     destroy_distributed_environment,
     destroy_model_parallel,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from device_communicators import limits
+from device_communicators.base import limits
 
 WAIT_S = 600
 """For a process that compiles what this one needs."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.floating_point import ONE_THREAD_ELEMENTS, default_floating_point
+from device_communicators.calls.floating_point import ONE_THREAD_ELEMENTS, default_floating_point
 
 _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]

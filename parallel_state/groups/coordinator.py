@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from device_communicators import forks, limits, settings
-from device_communicators.catalog import build_route
-from device_communicators.errors import (
+from device_communicators.base import forks, limits, settings
+from device_communicators.base.errors import (
     CommunicationError,
     GroupNotInitializedError,
     InvalidArgumentError,
     RenamedError,
     format_ranks,
 )
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.torch_internals import default_store, is_fake
+from device_communicators.catalog import build_route
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import register_route, unique_name
@@ -42,7 +43,6 @@ from parallel_state.process_groups.joining import GivenGroup, agree_on_settings,
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.startup import environment
-from parallel_state.torch_internals import default_store, is_fake, store_in_words
 
 logger = logging.getLogger("parallel_state")
 
@@ -392,6 +392,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         text = self.route.explain()
         if self.pool is None:
             return text
+        from parallel_state.store.client import store_in_words
+
         watcher = self.context.watcher
         ends = "" if watcher is None else watcher.explain(self.context.other_ranks)
         return "\n  ".join(filter(None, (text, ends, f"store: {store_in_words()}")))

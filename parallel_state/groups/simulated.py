@@ -15,12 +15,12 @@ from collections.abc import Mapping
 
 import torch
 
-from device_communicators import settings
-from device_communicators.errors import InvalidArgumentError, int_advice
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base import settings
+from device_communicators.base.errors import InvalidArgumentError, int_advice
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.parallel_groups import ParallelGroups, made_at_start, virtual_pipeline
 from parallel_state.layout.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.resolution import resolve_layout

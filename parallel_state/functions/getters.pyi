@@ -1,7 +1,7 @@
 # Written by `make stubs` from the axis table.
 from typing import Literal, NoReturn, overload
 
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 
 __all__ = [
     "get_context_parallel_global_ranks",

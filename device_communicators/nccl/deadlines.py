@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError
+from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 

@@ -15,7 +15,7 @@ import resource
 import sys
 from collections.abc import Iterator
 
-from device_communicators.errors import ParallelStateError, ResourceLimitError
+from device_communicators.base.errors import ParallelStateError, ResourceLimitError
 
 logger = logging.getLogger("parallel_state")
 

@@ -20,7 +20,7 @@ import torch
 from device_communicators.routing import observers
 from device_communicators.routing.observers import OperationEvent
 from device_communicators.routing.registry import on_operation
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import try_get_world_group
 
 _EXCHANGES = 8

@@ -1,26 +1,21 @@
 """The collective that a caller is in, as far as all ranks of the group must agree on it, and as errors show it.
 
 A route sets it around each collective; a communicator compares it with the other ranks' before it touches a tensor,
-in whatever steps it carries the collective: so an error names what was called, and not the step. Debug mode compares
-it before each collective in any case, over the group's gloo group: that works over NCCL, too, names both calls with the
-lines that made them, and costs some 0.5 ms a call.
+in whatever steps it carries the collective: so an error names what was called, and not the step.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from device_communicators.errors import UsageError
-from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import all_gather_bytes
+from device_communicators.base.errors import UsageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -364,34 +359,3 @@ def has_sent() -> bool:
 def begin_locally() -> None:
     """Notes that an operation of this thread begins, of which nobody else knows yet."""
     _THREAD.has_sent = False
-
-
-_BYTES = 512
-
-
-def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
-    """Raises CollectiveMismatchError on every rank where one of them is in another call."""
-    operation = user_call.method
-    call = {"call": str(user_call), "sequence": sequence, "site": site}
-    text = json.dumps(call).encode()
-    if len(text) > _BYTES:
-        call["site"] = ascii(site[-20:])  # what isn't ASCII takes six bytes a character
-        call["call"] = ascii(call["call"])[:200]
-        text = json.dumps(call).encode()
-    texts = all_gather_bytes(context, text.ljust(_BYTES), operation)
-    if len(set(texts)) == 1:  # as a rule
-        return
-    calls = [json.loads(each) for each in texts]
-    own = calls[context.rank]
-    for rank, other in enumerate(calls):
-        if (other["call"], other["sequence"]) != (own["call"], own["sequence"]):
-            raise context.mismatch(
-                operation,
-                f"this rank is in {_call_in_words(own)}, global rank {context.ranks[rank]} in {_call_in_words(other)}",
-                [context.ranks[rank]],
-                sequence=sequence,
-            )
-
-
-def _call_in_words(call: dict[str, Any]) -> str:
-    return f"{call['call']} (number {call['sequence']}, {call['site']})"

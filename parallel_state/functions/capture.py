@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from parallel_state.collectives.capture_stream import GraphCaptureContext, side_stream
 from parallel_state.state import get_pp_group, get_tp_group
 

@@ -12,6 +12,8 @@ import re
 import torch
 from torch import Tensor
 
+from device_communicators.base.torch_internals import is_zero_tensor
+
 QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
@@ -35,7 +37,7 @@ def dtype_refusal(dtype: torch.dtype) -> str | None:
 
 def holds_values(x: Tensor) -> bool:
     """Returns True if the memory of `x` holds its values."""
-    return not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+    return not (x.is_conj() or x.is_neg() or is_zero_tensor(x))
 
 
 def with_values(x: Tensor) -> Tensor:

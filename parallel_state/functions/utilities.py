@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from device_communicators.errors import CommunicationError, InvalidArgumentError, RemoteError, plain
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.errors import CommunicationError, InvalidArgumentError, RemoteError, plain
+from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.base.torch_internals import is_fake
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.collectives.ops import Splits, ordering_token
-from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
-from parallel_state.torch_internals import is_fake
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]
 
     None in one process, as with torch's fake backend. Else every rank of the default group enters it.
     """
-    from parallel_state.world import hosts_of  # here, because whoever only imports the package meets nobody
+    from parallel_state.groups.world import hosts_of  # here, because whoever only imports the package meets nobody
 
     world = try_get_world_group()
     if world is not None:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from device_communicators.errors import RenamedError
-from parallel_state.coordinator import GroupCoordinator
+from device_communicators.base.errors import RenamedError
+from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
 
@@ -129,7 +129,7 @@ def stub() -> str:
     return (
         "# Written by `make stubs` from the axis table.\n"
         "from typing import Literal, NoReturn, overload\n\n"
-        "from parallel_state.coordinator import GroupCoordinator\n\n"
+        "from parallel_state.groups.coordinator import GroupCoordinator\n\n"
         f"__all__ = [\n{names}]\n\n{defs}"
         "def raise_missing(name: str) -> NoReturn: ...\n"
         "def stub() -> str: ...\n"

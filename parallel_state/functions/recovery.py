@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
-from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
+from device_communicators.base.host_calls import OUTSIDE, host_call
 from parallel_state import state
 from parallel_state.layout.axes import other_sizes_by_name
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from device_communicators.base.errors import UnsupportedError
+from device_communicators.calls.reductions import REDUCING, reduction_refusal
+from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
+from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
-from device_communicators.errors import UnsupportedError
-from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Work
-from device_communicators.routing.reductions import REDUCING, reduction_refusal
-from device_communicators.routing.user_call import REDUCE_OPS, begin_sending
+from device_communicators.routing.communicator import Communicator, GroupContext, Request
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 

@@ -1,0 +1,675 @@
+"""The names of torch that aren't public, with the versions they were seen in: the only file that uses them.
+
+`tests/unit/test_private_names.py` looks them up in the installed torch.
+
+`_new_process_group_helper` is what `new_group` calls after it has made up a name. Members-only creation needs a name
+that all members agree on and that no group of this store had before. `new_group(use_local_synchronization=True)` hashes
+the ranks with the number of groups that the process has (torch before 2.15): members that are in different numbers of
+groups wait for each other under different names, and a group made again after its destruction reads the addresses of
+the first one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d as c10d
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.torch_version import TorchVersion
+from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from device_communicators.base.bounded_store import BoundedStore
+
+logger = logging.getLogger("parallel_state")
+
+REMIND_S = 10.0
+_WAITING_FOR_GRAPHS = (
+    "torch.distributed has been ending its process group for %g s. NCCL ends none that a CUDA graph still uses: delete "
+    "the graphs before the group is destroyed"
+)
+_ALL = "2.11, 2.13, 2.15"
+NAMES: dict[str, str] = {
+    # Process groups.
+    "torch.distributed.distributed_c10d._DistributedBackendOptions": _ALL,
+    "torch.distributed.distributed_c10d._get_default_store": _ALL,
+    "torch.distributed.distributed_c10d._new_process_group_helper": _ALL,
+    "torch.distributed.distributed_c10d._set_pg_timeout": _ALL,
+    "torch.distributed.distributed_c10d._world.group_count": _ALL,
+    "torch.distributed.distributed_c10d._world.pg_group_ranks": _ALL,
+    "torch.distributed.distributed_c10d._world.pg_map": _ALL,
+    "torch.distributed.rendezvous._create_c10d_store": _ALL,
+    "torch.distributed.Backend._plugins": _ALL,
+    "torch.distributed.ProcessGroup._allgather_base": _ALL,
+    "torch.distributed.ProcessGroup._device_types": _ALL,
+    "torch.distributed.ProcessGroup._get_backend": _ALL,
+    "torch.distributed.ProcessGroup._get_backend_name": _ALL,
+    "torch.distributed.ProcessGroup._reduce_scatter_base": _ALL,
+    "torch.distributed.ProcessGroup._register_backend": _ALL,
+    "torch.distributed.ProcessGroup._set_default_backend": _ALL,
+    "torch.distributed.ProcessGroup._set_group_name": _ALL,
+    "torch.distributed.ProcessGroup.bound_device_id": _ALL,
+    "torch.distributed.ProcessGroupGloo._Options._devices": _ALL,
+    "torch.distributed.ProcessGroupGloo._Options._timeout": _ALL,
+    "torch.distributed.ProcessGroupGloo._set_default_timeout": _ALL,
+    "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group": _ALL,
+    "torch._C._distributed_c10d._register_process_group": _ALL,
+    "torch._C._distributed_c10d._unregister_process_group": _ALL,
+    "torch.distributed._functional_collectives.wait_tensor": _ALL,
+    "torch.testing._internal.distributed.fake_pg": _ALL,
+    # Tensors, ops and devices.
+    "torch.Tensor._base": _ALL,
+    "torch.Tensor._is_view": _ALL,
+    "torch.Tensor._is_zerotensor": _ALL,
+    "torch._C._AutoDispatchBelowAutograd": _ALL,
+    "torch._C._len_torch_dispatch_stack": _ALL,
+    "torch._check": _ALL,
+    "torch.ops.aten._fused_rms_norm.default": _ALL,
+    "torch.ops.aten._to_copy.default._schema": _ALL,
+    "torch.utils._python_dispatch._disable_current_modes": _ALL,
+    "torch.utils._pytree.tree_leaves": _ALL,
+    "torch._subclasses.fake_tensor.FakeTensorMode": _ALL,
+    "torch.cuda._sleep": _ALL,
+    # Compiling.
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP": _ALL,
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": _ALL,
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": _ALL,
+    "torch._dynamo.backends.debugging.aot_eager": _ALL,
+    "torch._dynamo.backends.debugging.boxed_nop": _ALL,
+    "torch._inductor.compile_fx": _ALL,
+    "torch._inductor.custom_graph_pass.CustomGraphPass": _ALL,
+    # autograd.
+    "torch.autograd.graph._engine_run_backward": _ALL,
+    "torch._C._autograd._get_sequence_nr": _ALL,
+    "torch._C._current_autograd_node": _ALL,
+    "torch._C._current_graph_task_id": _ALL,
+    "torch._C._get_obj_in_tls": _ALL,
+    "torch._C._is_key_in_tls": _ALL,
+    "torch._C._stash_obj_in_tls": _ALL,
+    "torch.autograd.graph.Node._sequence_nr": _ALL,
+    # AOTAutograd and torch.func.
+    "torch._functorch.autograd_function.custom_function_call_vmap_helper": _ALL,
+    "torch._functorch.config.activation_memory_budget": _ALL,
+    "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter": _ALL,
+    "torch._functorch.utils.enable_single_level_autograd_function": _ALL,
+    "torch._subclasses.functional_tensor.FunctionalTensor": _ALL,
+    "torch._subclasses.functional_tensor.FunctionalTensorMode": _ALL,
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode": _ALL,
+    "torch.fx.experimental.proxy_tensor.get_proxy_slot": _ALL,
+    "torch.autograd.forward_ad._current_level": _ALL,
+    "torch.autograd.forward_ad._set_fwd_grad_enabled": _ALL,
+    "torch.autograd.function._SingleLevelFunction": _ALL,
+    "torch._C._are_functorch_transforms_active": _ALL,
+    "torch._C._functorch.is_functorch_wrapped_tensor": _ALL,
+}
+"""The names in use, by the versions of torch that they were seen in."""
+OF_CUDA: dict[str, str] = {
+    "torch._C._cuda_getCurrentRawStream": _ALL,
+    "torch._C._cuda_getDevice": _ALL,
+    "torch.distributed.ProcessGroupNCCL.Options._timeout": _ALL,
+}
+"""As `NAMES`: those that builds for the CPU may lack."""
+MARKS: dict[str, str] = {
+    "_dynamo_marked_constant": _ALL,
+    "_dynamo_static_input_type": _ALL,
+    "_torchdynamo_disable": _ALL,
+    "_torchdynamo_disable_msg": _ALL,
+    "_torchdynamo_disable_recursive": _ALL,
+}
+"""As `NAMES`: attributes that torch._dynamo reads."""
+
+# Process groups.
+
+_SET_ASIDE: list[torch.device] = []
+"""The bound device, while a group of members is made without it."""
+_RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # whose name in the package is a function's
+
+
+def default_store() -> BoundedStore:
+    """Returns the store through which the default group was made, within that group's own prefix."""
+    return BoundedStore(c10d._get_default_store())
+
+
+def is_fake(group: Any = None) -> bool:
+    """Returns True if a process group, by default the default one, is of torch's `fake` backend.
+
+    Its peers are imagined.
+
+    Nothing that a rank waits for can come there, unless somebody plays them in a store of his own.
+    """
+    return dist.is_initialized() and dist.get_backend(group) == "fake"
+
+
+def bound_device() -> torch.device | None:
+    """Returns the device that the default group was bound to at init, whose communicator was then made at once."""
+    return _SET_ASIDE[-1] if _SET_ASIDE else getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def reset_group_count() -> None:
+    """Numbers the next default group 0, as on all ranks; called where there is none.
+
+    The number is part of its keys in the store, and an init that failed within torch has raised it on that rank only.
+    """
+    c10d._world.group_count = 0
+
+
+def set_timeout(group: Any, timeout_s: float) -> None:
+    """Sets the deadline of a process group's operations, which gloo's connecting had, too, when it was made.
+
+    That of a send or receive whose wait is given none stays as it was.
+    """
+    for device in device_types_of(group):
+        set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
+
+
+def set_backend_timeout(backend: Any, timeout: timedelta) -> None:
+    backend._set_default_timeout(timeout)
+
+
+def device_types_of(group: Any) -> Sequence[torch.device]:
+    """Returns the devices for which a process group has a backend."""
+    return group._device_types
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Returns a process group's backend for a device; None if it has none."""
+    if device not in device_types_of(group):
+        return None
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
+def all_gather_base(group: Any, out: Tensor, x: Tensor, *options: Any) -> Any:
+    """Starts an all-gather of equal tensors in a process group, and returns its work."""
+    return group._allgather_base(out, x, *options)
+
+
+def reduce_scatter_base(group: Any, out: Tensor, x: Tensor, options: Any) -> Any:
+    """Starts a reduce-scatter of equal parts in a process group, and returns its work."""
+    return group._reduce_scatter_base(out, x, options)
+
+
+def has_plugin(backend: str) -> bool:
+    """Returns True if a backend of torch.distributed's is registered by this name."""
+    return backend.upper() in dist.Backend._plugins
+
+
+def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
+    """Replaces the function that torch 2.15 calls `torch.distributed.set_timeout` by `wrap` of it."""
+    c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
+
+
+def wrap_backend_name(wrap: Callable[[Any], Any]) -> None:
+    """Replaces `ProcessGroup._get_backend_name` by `wrap` of it."""
+    dist.ProcessGroup._get_backend_name = wrap(dist.ProcessGroup._get_backend_name)  # type: ignore[method-assign]
+
+
+def backend_options() -> Any:
+    """Returns empty options, as torch passes them to the function that makes a registered backend."""
+    return c10d._DistributedBackendOptions()
+
+
+def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+    """Returns a gloo backend that listens on a device of gloo's."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [device]
+    gloo = dist.ProcessGroupGloo(store.raw, rank, size, options)
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
+    """Returns a process group over a gloo backend, which torch.distributed doesn't know."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def register_named(group: Any, name: Any) -> None:
+    """Names a process group, and lets torch's functional collectives find it by its name."""
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def unregister_named(group: Any) -> None:
+    """Undoes `register_named`. Raises RuntimeError for a group without a name."""
+    torch._C._distributed_c10d._unregister_process_group(group.group_name)
+
+
+def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
+    """Sets the timeout in a ProcessGroupNCCL.Options."""
+    options._timeout = timeout
+
+
+def store_of(group: Any) -> Any:
+    """Returns the store through which a registered process group was made."""
+    return c10d._world.pg_map[group][1]
+
+
+def register_fake_backend() -> None:
+    """Lets torch.distributed find its backend `fake`."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def functional_collectives() -> Any:
+    """Returns torch's collectives for compiled code."""
+    import torch.distributed._functional_collectives as functional
+
+    return functional
+
+
+def new_group_of_members(
+    name: str,
+    ranks: Sequence[int],
+    backend: str,
+    timeout_s: float,
+    options: Any = None,
+    store: BoundedStore | None = None,
+) -> Any:
+    """Returns a process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
+
+    Registered with torch.distributed as new_group's are: by name, destroyed by destroy_process_group. `options` are
+    the backend's (`ProcessGroupNCCL.Options`); `store`: another connection than the default group's. Returns when
+    gloo's members have met; NCCL's meet at the first call.
+    """
+    rank = dist.get_rank()
+    with _without_split():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(rank),
+            list(ranks),
+            dist.Backend(backend),
+            (store or default_store()).raw,
+            name,  # type: ignore[arg-type]
+            backend_options=options,
+            timeout=timedelta(seconds=timeout_s),
+            group_desc=name,
+        )
+    c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
+    return group
+
+
+def gloo_connects_lazily() -> bool:
+    """Returns True if a new gloo group connects two ranks at their first message, as torch's variable asks for."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "y", "yes", "t", "true")
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Keeps torch from splitting the default communicator of a bound device, a call that all its ranks must join."""
+    default, device = dist.group.WORLD, bound_device()
+    if device is None or default is None:
+        yield
+        return
+    _SET_ASIDE.append(device)
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+        _SET_ASIDE.pop()
+
+
+def is_registered(group: Any) -> bool:
+    """Returns True if torch.distributed still has this process group: destroy_process_group() ends them all at once."""
+    return group in c10d._world.pg_map
+
+
+def name_ranks(group: Any) -> None:
+    """Tells the default group's NCCL its ranks, before the group is split.
+
+    torch leaves them out, and takes them from the number of NCCL groups that the process has had: in a second world it
+    reads past the end of an empty list, and the process dies (pytorch #192109; seen with 2.11).
+    """
+    options = group._get_backend(torch.device("cuda")).options
+    if not options.global_ranks_in_group:
+        options.global_ranks_in_group = list(range(group.size()))
+
+
+def mark_written(x: Tensor) -> None:
+    """Tells autograd, as torch's own in-place ops do, that `x` was written to."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+def end_process_groups(group: Any = None) -> None:
+    """Ends a process group, or all of them, as `dist.destroy_process_group`.
+
+    NCCL waits there for ever while a CUDA graph uses the group; the log says so after some seconds.
+    """
+    reminder = threading.Timer(REMIND_S, logger.warning, [_WAITING_FOR_GRAPHS, REMIND_S])
+    reminder.daemon = True
+    if torch.cuda.is_initialized():
+        reminder.start()
+    try:
+        dist.destroy_process_group(group)
+    finally:
+        reminder.cancel()
+
+
+def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
+    """Has torch's `env://` and `tcp://` take the store that `find` gives for their address; None undoes that.
+
+    `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew. A
+    torch without it can't be helped: its own `env://` is turned away then, ours (`rendezvous.meet`) isn't.
+    """
+    make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
+    if make is None:
+        return
+    make = getattr(make, "replaced", make)
+
+    if find is None:
+        _RENDEZVOUS._create_c10d_store = make
+        return
+
+    def create(hostname: str, port: int, *args: Any, **options: Any) -> dist.Store:
+        found = find(hostname, port)
+        made: dist.Store = make(hostname, port, *args, **options) if found is None else found
+        return made
+
+    create.replaced = make  # type: ignore[attr-defined]
+    _RENDEZVOUS._create_c10d_store = create
+
+
+# Tensors, ops and devices.
+
+is_zero_tensor: Callable[[Tensor], bool] = torch.Tensor._is_zerotensor
+"""Returns True for torch's efficient zero tensor, which has no memory."""
+disable_current_modes: Any = _python_dispatch._disable_current_modes
+"""A context in which no mode sees the ops."""
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+"""A context in which ops run below autograd."""
+check_symbolic: Callable[..., None] = torch._check
+"""Raises unless a condition holds, in compiled code too."""
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns the number of modes that see each op of this thread."""
+
+
+FUSED_RMS_NORM: Any = torch.ops.aten._fused_rms_norm.default
+TO_COPY: Any = torch.ops.aten._to_copy.default
+
+
+def base_of(x: Tensor) -> Tensor | None:
+    """Returns the tensor whose view `x` is."""
+    return x._base
+
+
+def is_view(x: Tensor) -> bool:
+    """Returns True if `x` is a view of another tensor."""
+    return x._is_view()
+
+
+def schema_of(op: Any) -> Any:
+    """Returns the schema of an op's overload; None for other callables."""
+    return getattr(op, "_schema", None)
+
+
+def current_raw_stream() -> Callable[[int], int]:
+    """Returns a function from a device's index to its current stream, as CUDA's handle."""
+    return torch._C._cuda_getCurrentRawStream
+
+
+def current_cuda_device() -> int:
+    """Returns the index of this thread's device."""
+    return torch._C._cuda_getDevice()
+
+
+def keep_cuda_busy(cycles: int) -> None:
+    """Puts a kernel on the current stream that lasts for so many cycles."""
+    torch.cuda._sleep(cycles)
+
+
+def pybind_abi() -> dict[str, str]:
+    """Returns what torch's pybind11 was compiled with, by macro."""
+    found = {name: getattr(torch._C, f"_PYBIND11_{name}", None) for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
+    return {f"PYBIND11_{name}": value for name, value in found.items() if value is not None}
+
+
+# Compiling. torch._dynamo takes a second to import: its marks are set without it.
+
+try:
+    from torch._C._dynamo import eval_frame as _frames
+
+    _SKIP: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+except (ImportError, AttributeError):  # a torch that keeps them elsewhere
+    _SKIP = None
+
+
+def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
+    """Returns the function, as torch.compiler.disable would mark it."""
+    if _SKIP is None:
+        return torch.compiler.disable(function, reason=reason)
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason
+    marked._torchdynamo_disable_recursive = True
+    leave_to_interpreter(function)
+    return function
+
+
+def leave_to_interpreter(function: Callable[..., Any]) -> None:
+    """Keeps dynamo's frame hook away from the function and from what it calls.
+
+    For kernels, which run beneath torch's dispatcher: dynamo sees the op, not them, but meets their frames where the op
+    is called from a frame that it has given up.
+    """
+    if _SKIP is not None:
+        _frames.set_code_exec_strategy(function.__code__, _SKIP)
+
+
+def mark_constant(function: Any) -> None:
+    """Lets dynamo compute the function's result, of constants only, as torch.compiler.assume_constant_result does."""
+    function._dynamo_marked_constant = True
+
+
+def mark_static_address(tensor: Any) -> None:
+    """Marks a tensor as torch._dynamo.mark_static_address does.
+
+    A compiled graph that writes an input whose address may change is not put into a CUDA graph
+    (mode="reduce-overhead").
+    """
+    tensor._dynamo_static_input_type = "unguarded"
+
+
+def dynamo() -> Any:
+    from torch import _dynamo
+
+    return _dynamo
+
+
+def load_inductor() -> None:
+    """Imports torch's compiler, which takes seconds."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+
+def register_graph_pass(kind: type) -> None:
+    """Lets inductor's config take objects of a class for passes over its graphs."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    CustomGraphPass.register(kind)
+
+
+def aot_eager(module: Any, inputs: Sequence[Any], run_pass: Callable[[Any], None]) -> Callable[..., Any]:
+    """Compiles by AOTAutograd, runs the pass over its graphs, and lets torch run them node by node."""
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def compiled(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        run_pass(module.graph)
+        module.recompile()
+        return boxed_nop(module, list(inputs))
+
+    return aot_eager(module, list(inputs), fw_compiler=compiled)
+
+
+# autograd. A node's number, and what it hands from the thread that calls backward to those that work for it.
+
+_KEY = "parallel_state"
+_ENGINE: Any = torch.autograd.graph._engine_run_backward
+
+
+def upcoming_node() -> int:
+    """Returns the number that autograd's next node of this thread will have."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_in_backward() -> int | None:
+    """Returns the number of the node whose backward runs in this thread; None outside of a backward pass."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def is_in_nested_backward() -> bool:
+    """Returns True in a thread of autograd's where a backward was called within another one."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _ENGINE.__code__:
+            return True
+    return False
+
+
+def stash_for_autograd(value: Any) -> None:
+    """Keeps `value` for this thread and for the threads in which autograd works for it."""
+    torch._C._stash_obj_in_tls(_KEY, value)
+
+
+def stashed_for_autograd() -> Any:
+    """Returns what the thread that called backward has stashed; None if nothing."""
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+
+
+# AOTAutograd. It makes each traced graph functional: a written tensor becomes a new result of the op.
+
+_SAVES_TUPLES = TorchVersion(torch.__version__) < "2.15"
+
+
+def order_in_graph(
+    mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Makes an op functional. The op writes the graph's own token, which starts as the token that the call passes.
+
+    If ops wrote the caller's token, it would be an input that the graph changes. An exported program may not change a
+    constant. A partitioner without in-graph mutation takes the token after the backward for an output of the forward.
+
+    The op's results are marked to be saved for the backward, as repeated collectives have no order with those of the
+    backward. So an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops of the forward, in
+    their order. A checkpoint without a policy, or with one that recomputes, repeats the ops of its region, as in eager
+    code.
+    """
+    given, token = list(args), None
+    for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
+        if argument.name == "token":
+            given[at] = token = _token_in_graph(mode, given[at])
+    if token is None or not fx_traceback.has_preserved_node_meta():
+        return mode.__torch_dispatch__(op, types, tuple(given), kwargs or {})
+    meta = fx_traceback.current_meta
+    former = meta.get("recompute")
+    meta["recompute"] = _recompute_policy()
+    try:
+        return mode.__torch_dispatch__(op, types, tuple(given), kwargs or {})
+    finally:
+        meta.pop("recompute")
+        if former is not None:
+            meta["recompute"] = former
+        _leave_to_partitioner(token)
+
+
+def _leave_to_partitioner(token: FunctionalTensor) -> None:
+    """Unmarks a token: a backward that has the token of each op would repeat those ops that have no other input."""
+    proxies = get_proxy_mode()
+    if proxies is not None:
+        slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta.pop("recompute", None)
+
+
+def _recompute_policy() -> CheckpointPolicy:
+    """Returns how a partitioner treats an op's node.
+
+    Before 2.15 torch saves a node with several results as a tuple, and fails, if all nodes that an activation budget
+    may repeat must be saved. There the budget repeats ops.
+    """
+    from torch._functorch import config as functorch_config  # AOTAutograd has imported it
+
+    may_repeat = 0 < functorch_config.activation_memory_budget < 1
+    return CheckpointPolicy.PREFER_SAVE if _SAVES_TUPLES and may_repeat else CheckpointPolicy.MUST_SAVE
+
+
+def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
+    """Returns the token of the graph that is being traced: one for each device, and for each tracer of `mode`."""
+    proxies = get_proxy_mode()
+    key = (token.device, None if proxies is None else proxies.tracer)
+    tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
+    if key not in tokens:
+        with mode:
+            plain = token.from_functional() if isinstance(token, FunctionalTensor) else token
+            tokens[key] = FunctionalTensor.to_functional(plain)
+    return tokens[key]
+
+
+# torch.func. The levels of its transforms, in which an op's kernel runs; imported by torch itself where one is entered.
+
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+"""torch.autograd.Function without its `apply`. That one refuses transforms, since torch 2.14 in C++."""
+
+
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Returns True inside of torch.func.grad, vmap and the like."""
+is_wrapped_tensor: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Returns True for a tensor that is one of a transform's levels."""
+
+
+def in_forward_mode() -> bool:
+    """Returns True inside of forward mode (jvp, jacfwd)."""
+    return forward_ad._current_level >= 0
+
+
+def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Calls `apply` of a SingleLevelFunction in an Autograd kernel, which a transform runs for one of its levels.
+
+    torch refuses functions that don't say how they are mapped, since it doesn't know that a kernel calls them, below
+    which the dispatcher goes on with the other levels.
+    """
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return apply(*args)
+
+
+def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Calls `function` with both kinds of gradients on: in a level of torch.func's, those of the levels outside it."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return function(*args)
+
+
+def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
+    """Runs a kernel of `torch.vmap`, as torch.library.register_vmap does: `rule` of the batch dims and whole tensors.
+
+    That one imports torch._functorch at registration.
+    """
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, lambda _, dims, *whole: rule(dims, *whole), op, *args)

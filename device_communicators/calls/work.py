@@ -1,0 +1,56 @@
+"""A transfer in progress, and what is done with its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from device_communicators.base.torch_internals import all_gather_base
+
+
+class Work(Protocol):
+    """A transfer in progress, as c10d's `Work`."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _Done:
+    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class ContinuedWork:
+    """A work, and what this rank does once with its result."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def gather_bytes(cpu_group: Any, size: int, mine: bytes, wait: Callable[[Work], None]) -> list[bytes]:
+    """Returns the bytes of all `size` ranks of a gloo group, as many on each. Every rank of the group calls it."""
+    content, step = bytearray(len(mine) * size), len(mine)
+    out, x = (torch.frombuffer(each, dtype=torch.uint8) for each in (content, bytearray(mine)))
+    wait(all_gather_base(cpu_group, out, x))
+    return [bytes(content[at : at + step]) for at in range(0, len(content), step)]

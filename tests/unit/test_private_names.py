@@ -1,0 +1,112 @@
+"""torch's private names: the installed torch has those of the table, and one file alone uses any."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from device_communicators.base.torch_internals import MARKS, NAMES, OF_CUDA
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = "device_communicators/base/torch_internals.py"
+ELSEWHERE = {
+    "device_communicators/peer/memory.py": {"_SymmetricMemory", "_symmetric_memory", "_share_cuda_", "_new_shared_cuda"}
+}
+"""Names that live and go with one file."""
+OURS = {"torch.ops._C"}
+"""Of vLLM's ops."""
+
+
+def find(name: str) -> Any:
+    """Returns what has the dotted name. Raises AttributeError if there is nothing."""
+    parts = name.split(".")
+    for at in range(len(parts), 0, -1):
+        try:
+            module = import_module(".".join(parts[:at]))
+        except ModuleNotFoundError:
+            continue
+        return reduce(getattr, parts[at:], module)
+    raise AttributeError(name)
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            find(name)
+        except AttributeError:
+            found.append(name)
+    return found
+
+
+def test_the_installed_torch_has_the_names() -> None:
+    assert not missing(NAMES)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch is for the CPU")
+def test_a_torch_for_gpus_has_those_of_gpus() -> None:
+    assert not missing(OF_CUDA)
+
+
+def test_dynamo_reads_the_marks() -> None:
+    sources = [path.read_text() for path in (Path(torch.__file__).parent / "_dynamo").rglob("*.py")]
+    assert not [mark for mark in MARKS if not any(mark in source for source in sources)]
+
+
+def test_a_name_that_torch_lacks_is_missed() -> None:
+    assert missing(["torch._C._never_there", "torch._check"]) == ["torch._C._never_there"]
+
+
+def test_the_table_has_all_names_of_its_file() -> None:
+    listed = {part for name in (*NAMES, *OF_CUDA, *MARKS) for part in name.split(".")}
+    used = {part for _, name in private_names(HOME, strict=True) for part in name.split(".") if part.startswith("_")}
+    assert used <= listed | {"_C", "_getframe"}, used - listed
+
+
+def test_no_other_file_uses_a_private_name_of_torch() -> None:
+    of_objects = {name.rpartition(".")[2] for name in NAMES if isinstance(find(name.rpartition(".")[0]), type)}
+    of_objects = {name for name in (*of_objects, *MARKS) if name.startswith("_")}
+    found = []
+    for package in ("device_communicators", "parallel_state"):
+        for path in (ROOT / package).rglob("*.py"):
+            file = str(path.relative_to(ROOT))
+            for line, name in private_names(file, strict=True) if file != HOME else ():
+                is_torchs = name.startswith("torch.") or name in of_objects
+                if is_torchs and name not in OURS and name.rpartition(".")[2] not in ELSEWHERE.get(file, ()):
+                    found.append(f"{file}:{line}: {name}")
+    assert not found, f"these belong into {HOME}: {found}"
+
+
+def private_names(path: str, *, strict: bool = False) -> Iterator[tuple[int, str]]:
+    """Yields line and dotted name of each name with an underscore that a file takes from torch.
+
+    `strict`: attributes of any other object, too.
+    """
+    tree = ast.parse((ROOT / path).read_text())
+    roots: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        else:
+            continue
+        for local, name in names.items():
+            if name.partition(".")[0] == "torch":
+                roots[local] = "torch" if local == "torch" else name
+                if any(part.startswith("_") for part in name.split(".")):
+                    yield node.lineno, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in roots:
+                yield node.lineno, f"{roots[root]}.{rest}"
+            elif strict and root != "self":
+                yield node.lineno, node.attr
