@@ -49,9 +49,9 @@ demo: $(STAMP)
 	$(if $(BORROW),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEEDED_BY_DEMO))
 	$(BIN)/python benchmarks/inference/demo.py $(ARGS)
 
-# Between two edits: unit tests that take no seconds, and some of those with ranks.
+# Between two edits: unit tests that take no seconds, and some of those with ranks. ROOM=layout: that room's unit tests.
 check: $(STAMP)
-	$(BIN)/python -m tests.lanes lint check $(ARGS)
+	$(BIN)/python -m tests.lanes $(if $(ROOM),room $(ROOM),lint check) $(ARGS)
 
 test: references
 	$(BIN)/python -m tests.lanes lint $(ARGS)

@@ -2,6 +2,7 @@
 
     python -m tests.lanes [options of pytest]          # all lanes
     python -m tests.lanes check [options of pytest]    # for the inner loop: what isn't slow, and some with ranks
+    python -m tests.lanes room layout [options]        # what isn't slow of the unit tests of one room
     python -m tests.lanes lint [check] [options]       # `make lint` beside them, as a lane of its own
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
@@ -95,19 +96,41 @@ of which may starve: they have deadlines, too. "compiles" has the most to do, an
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
-    "tests/unit", "test_codec", "test_codec_hostile", "test_docs", "test_engine_layouts", "test_import_direction",
-    "test_layout", "test_plan", "test_plan_picture", "test_simulated", "test_wire",
+    "tests/unit", "test_codec", "test_codec_hostile", "test_docs", "test_engine_layouts", "test_plan",
+    "test_plan_picture", "test_wire",
 )  # fmt: skip
-"""Most of the seconds of unit tests that don't wait: a lane of their own keeps the second core busy."""
+"""Most of the seconds of unit tests that don't wait: `make test` has them, and a room's own check."""
+UNITS = ("tests/unit",)
 CHECK = (
-    Lane("units", ("tests/unit",), but=COMPUTING),
-    Lane("computing", COMPUTING),
+    Lane("units", UNITS, but=COMPUTING),
     Lane(
         "some",
-        _files("tests/contract", "test_all_reduce", "test_send_recv", "test_tensor_dicts", "test_state")
-        + _files("tests/failure", "test_mismatches"),
+        (
+            *_files("tests/contract", "test_state", "test_send_recv"),
+            "tests/contract/test_all_reduce.py::test_all_reduce",
+            "tests/failure/test_mismatches.py::test_rows_06_to_10_calls_that_differ",
+        ),
     ),
 )
+_IMPORTED = re.compile(r"^from (?:parallel_state|device_communicators)\.(\w+)", re.MULTILINE)
+
+
+def room_of(test: Path) -> str:
+    """Returns the room that a file of tests imports most from, the ground apart; empty if none."""
+    rooms = Counter(_IMPORTED.findall(test.read_text(encoding="utf-8")))
+    del rooms["base"]
+    return rooms.most_common(1)[0][0] if rooms else ""
+
+
+def lanes_of_room(room: str) -> list[Lane]:
+    """Returns two lanes of the unit tests of a room. Raises SystemExit, with the rooms, if it has none."""
+    files = sorted(path for folder in UNITS for path in (ROOT / folder).glob("test_*.py"))
+    found = [str(path.relative_to(ROOT)) for path in files if room_of(path) == room]
+    if not found:
+        known = sorted({room_of(path) for path in files} - {""})
+        raise SystemExit(f"no unit test is of the room {room!r}; rooms with tests: {', '.join(known)}")
+    found.sort(key=lambda name: -(ROOT / name).stat().st_size)
+    return [Lane(f"{room}-{part}", tuple(found[part::2])) for part in range(2) if found[part::2]]
 
 
 def _be_nice(niceness: int) -> None:
@@ -301,6 +324,8 @@ def _stop(number: int, frame: object) -> None:
 
 def _chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
     lint, words = ([LINT], words[1:]) if words[:1] == ["lint"] else ([], words)
+    if words[:1] == ["room"] and len(words) > 1:
+        return ["-m", "not slow", *words[2:]], [*lint, *lanes_of_room(words[1])]
     checks = words[:1] == ["check"]
     return ["-m", "not slow", *words[1:]] if checks else words, [*lint, *(CHECK if checks else LANES)]
 

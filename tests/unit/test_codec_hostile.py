@@ -473,6 +473,7 @@ def test_large_values_are_not_taken_for_colliding_ones(value: Any, way: str, mon
     assert decode(codec.encode(value).metadata) == value
 
 
+@pytest.mark.slow
 @given(value=st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner),

@@ -255,6 +255,7 @@ def test_a_source_that_does_not_compile_is_reported_by_its_first_error(tmp_path:
         peer_kernels.compile_kernels("sm_90", sources=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["cuda", "cuda.core", "cuda.bindings"])
 def test_what_is_missing_is_named(missing: str) -> None:
     code = (

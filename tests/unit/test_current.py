@@ -358,6 +358,7 @@ def product(x: Tensor) -> Tensor:
     return ps.get_tp_group().all_reduce(x) * x * ps.get_tp_group().world_size
 
 
+@pytest.mark.slow
 def test_compiled_code_follows() -> None:
     """One graph for each groups, guarded by them, in every task and thread; nothing compiles twice."""
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 
+import pytest
 import torch
 
 from device_communicators.cuda import foreign_memory
@@ -48,6 +49,7 @@ def test_the_owner_lives_as_long_as_the_last_view() -> None:
     assert not foreign_memory._ALIVE
 
 
+@pytest.mark.slow
 def test_tensors_may_outlive_the_interpreter() -> None:
     """One in a module, one that only torch knows: neither crashes at exit."""
     program = """

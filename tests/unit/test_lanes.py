@@ -130,3 +130,13 @@ def test_the_words_of_the_command_line_choose_lanes() -> None:
     assert lanes._chosen(["lint", "check", "-x"]) == (["-m", "not slow", "-x"], [lanes.LINT, *lanes.CHECK])
     assert lanes._chosen(["lint", "-x"]) == (["-x"], [lanes.LINT, *LANES])
     assert lanes._chosen([]) == ([], [*LANES])
+
+
+def test_a_room_has_the_unit_tests_that_import_it_most() -> None:
+    options, chosen = lanes._chosen(["room", "layout", "-x"])
+    assert options == ["-m", "not slow", "-x"] and len(chosen) == 2
+    files = {path for lane in chosen for path in lane.paths}
+    assert all(lanes.room_of(ROOT / path) == "layout" for path in files)
+    assert {Path(path).name for path in files} >= {"test_layout.py", "test_axes.py"}
+    with pytest.raises(SystemExit, match="no unit test is of the room 'attic'; rooms with tests: .*layout"):
+        lanes.lanes_of_room("attic")

@@ -67,6 +67,7 @@ def test_who_ends_before_it_connects_is_asked_after() -> None:
         links.close()
 
 
+@pytest.mark.slow
 def test_who_is_late_to_connect_is_no_death() -> None:
     ports, watchers = [LinkPort("127.0.0.1") for _ in range(2)], [Watcher(), Watcher()]
     places = {rank: port.place for rank, port in enumerate(ports)}

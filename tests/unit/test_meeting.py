@@ -19,6 +19,7 @@ from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import _Meeting
 
 
+@pytest.mark.slow
 def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
     """Rank 2 never comes; rank 1, which started first, gives up and ends before rank 0's time is over."""
     store = dist.HashStore()

@@ -66,6 +66,7 @@ def _until(condition: Callable[[], bool], limit_s: float = 20.0) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_more_work_on_a_device_that_is_stuck_does_not_move_its_deadline(watch: Watch, device: Device) -> None:
     def goes_on() -> bool:
         _call(watch)
@@ -77,6 +78,7 @@ def test_more_work_on_a_device_that_is_stuck_does_not_move_its_deadline(watch: W
     watch.close()
 
 
+@pytest.mark.slow
 def test_a_device_that_gets_on_has_no_deadline_however_far_behind_it_is(watch: Watch, device: Device) -> None:
     started = time.monotonic()
     while time.monotonic() < started + 2.5:
@@ -101,6 +103,7 @@ def test_the_end_waits_for_the_device_and_not_for_ever(watch: Watch, device: Dev
     watch.close()
 
 
+@pytest.mark.slow
 def test_the_last_of_several_calls_has_a_deadline_too(watch: Watch, device: Device) -> None:
     for _ in range(5):
         _call(watch)

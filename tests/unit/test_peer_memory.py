@@ -129,6 +129,7 @@ kept[1].close()
 """
 
 
+@pytest.mark.slow
 def test_memory_that_is_left_outlives_the_interpreter() -> None:
     """Its end must not wait for a device that may never get done, nor ask a CUDA context that is gone."""
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120)

@@ -27,6 +27,7 @@ except native.NativeUnavailableError as error:
     pytest.skip(f"no shared-memory library: {error}", allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
     """The median of five, of readers that nobody writes for and of writers that nobody reads for."""
     readers: list[float] = []

@@ -93,6 +93,7 @@ def test_a_neighbour_that_takes_the_store_along_is_noticed_as_it_ends(neighbour:
         watch.close()
 
 
+@pytest.mark.slow
 def test_a_remote_rank_that_takes_the_store_along_is_named(neighbour: subprocess.Popen[bytes]) -> None:
     watch = _watch(LostStore(), REMOTE, neighbour)
     try:
@@ -102,6 +103,7 @@ def test_a_remote_rank_that_takes_the_store_along_is_named(neighbour: subprocess
         watch.close()
 
 
+@pytest.mark.slow
 def test_the_news_of_a_remote_rank_may_take_longer_than_that_of_a_neighbour(
     neighbour: subprocess.Popen[bytes],
 ) -> None:
@@ -119,6 +121,7 @@ def test_the_news_of_a_remote_rank_may_take_longer_than_that_of_a_neighbour(
         watch.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_lost_while_hosts_are_proven_is_named(neighbour: subprocess.Popen[bytes]) -> None:
     store: Any = LostStore()
     watch = _watch(store, REMOTE, neighbour)

@@ -71,6 +71,7 @@ def test_a_store_of_torch_answers_and_works_on(libuv: bool) -> None:
     assert dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False).get("key") == b"value"
 
 
+@pytest.mark.slow
 def test_a_store_of_torch_may_answer_late() -> None:
     """Between this process and the store is one that passes bytes on after the time in which a service would answer."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -85,6 +86,7 @@ def test_a_store_of_torch_may_answer_late() -> None:
         ask_for_store(address, time.monotonic() + 20.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "told"),
     [(greets, "SSH listens there.*SSH-2.0-OpenSSH_9.2"), (refuses, "HTTP listens there"), (reads_lines, "400 Bad")],

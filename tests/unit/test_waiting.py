@@ -60,6 +60,7 @@ def test_what_a_dead_rank_had_sent_completes_the_call(kind: type[Watched]) -> No
     kind(Collective(0.13), _context(watcher), "all_reduce").wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Watched, WatchedByThread])
 def test_a_death_ends_a_wait_once_its_last_chance_is_over(kind: type[Watched]) -> None:
     watcher = Watcher()
@@ -121,6 +122,7 @@ def test_a_death_in_another_domain_ends_no_wait() -> None:
     assert time.monotonic() - started >= 0.4
 
 
+@pytest.mark.slow
 def test_a_wait_ends_at_the_deadline() -> None:
     """In a slice of 50 ms at most after it, the median of three."""
     waits = [
