@@ -91,7 +91,7 @@ from parallel_state.groups.parallel_groups import (
     current_groups,
 )
 from parallel_state.groups.same_node import in_the_same_node_as
-from parallel_state.launch.launcher import LaunchConfig, launch
+from parallel_state.launch import LaunchConfig
 from parallel_state.layout.axes import AXES, PRESETS, Axis
 from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
@@ -158,7 +158,9 @@ from parallel_state.utilities import (
     unwrap_dist,
 )
 
-if not TYPE_CHECKING:  # a type checker shall know no names but these
+if TYPE_CHECKING:  # at run time `launch` is the package of that name, which can be called
+    from parallel_state.launch import launch
+else:  # a type checker shall know no names but these
     from parallel_state.getters import raise_missing as __getattr__  # noqa: F401
 
 __all__ = [

@@ -1,4 +1,29 @@
 """`launch`: starts ranks on this host, and returns what each of them returned.
 
+The package can be called: `parallel_state.launch(…)` calls its function `parallel_state.launch.launch`.
 May import `store`, `startup` and the package's root.
 """
+
+import importlib
+import inspect
+import sys
+from types import ModuleType
+
+from parallel_state.launch.launcher import LaunchConfig, launch
+
+__all__ = ["LaunchConfig", "launch"]
+
+
+class _CallablePackage(ModuleType):
+    """Lets one public name be both the package and its function. A function of that name would hide the package."""
+
+    __call__ = staticmethod(launch)
+    __signature__ = inspect.signature(launch)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles by name, as a function is: `Process(target=parallel_state.launch)` may need it."""
+        return importlib.import_module, (__name__,)
+
+
+__doc__ = launch.__doc__ or ""  # for help(parallel_state.launch)
+sys.modules[__name__].__class__ = _CallablePackage

@@ -216,8 +216,9 @@ def _check_exports(tree: ast.Module) -> None:
             if len(names) < len(node.value.elts):  # those of the axis table
                 imported = [name for name in imported if name not in ("*", "_getters")]
         elif isinstance(node, ast.If):
-            assert ast.unparse(node.test) == "not TYPE_CHECKING"
+            assert ast.unparse(node.test) == "TYPE_CHECKING"
             imported.remove("TYPE_CHECKING")
+            imported += [alias.name for each in node.body if isinstance(each, ast.ImportFrom) for alias in each.names]
         else:
             assert isinstance(node, ast.Expr), "an __init__ holds a docstring, imports and __all__"
     assert sorted(imported) == sorted(exported)
