@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from device_communicators import forks
 
 _END_S = 1.0
 _SLICE_S = 0.05
@@ -20,12 +21,12 @@ class _Helpers:
     def __init__(self) -> None:
         self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
         self._ends = 0
-        os.register_at_fork(after_in_child=self._idle.clear)
 
     def run(self, job: Callable[[], object]) -> None:
         try:
             _, jobs = self._idle.pop()
         except IndexError:
+            forks.call_in_children(self._idle.clear)
             jobs = queue.SimpleQueue()
             threading.Thread(target=self._serve, args=(jobs,), daemon=True, name="parallel_state-helper").start()
         jobs.put(job)

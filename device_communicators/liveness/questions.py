@@ -22,6 +22,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from device_communicators import forks
+
 logger = logging.getLogger("parallel_state")
 
 IS_THERE = sys.platform.startswith("linux")
@@ -54,6 +56,7 @@ class AnswerThread:
             logger.debug("process %d can't listen to questions: %s", os.getpid(), error)
             self.drop()
             return
+        forks.call_in_children(_forked)
         _OPEN.add(self)
         self._thread.start()
 
@@ -100,9 +103,6 @@ def _forked() -> None:
     for each in list(_OPEN):
         each.drop()
     _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def ask(pids: Mapping[int, int], question: str, limit_s: float) -> dict[int, Any]:
