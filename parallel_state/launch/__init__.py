@@ -4,10 +4,11 @@ The package can be called: `parallel_state.launch(…)` calls its function `para
 May import `store`, `startup` and the package's root.
 """
 
+import functools
 import importlib
-import inspect
 import sys
 from types import ModuleType
+from typing import Any
 
 from parallel_state.launch.launcher import LaunchConfig, launch
 
@@ -18,12 +19,12 @@ class _CallablePackage(ModuleType):
     """Lets one public name be both the package and its function. A function of that name would hide the package."""
 
     __call__ = staticmethod(launch)
-    __signature__ = inspect.signature(launch)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles by name, as a function is: `Process(target=parallel_state.launch)` may need it."""
         return importlib.import_module, (__name__,)
 
 
-__doc__ = launch.__doc__ or ""  # for help(parallel_state.launch)
-sys.modules[__name__].__class__ = _CallablePackage
+_package: Any = sys.modules[__name__]
+_package.__class__ = _CallablePackage
+functools.update_wrapper(_package, launch, assigned=["__doc__"])  # help, inspect.signature and torch.compile read these
