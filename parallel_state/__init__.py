@@ -19,6 +19,7 @@ from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,
+    ForkedError,
     GroupDestroyedError,
     GroupFailedError,
     GroupNotInitializedError,
@@ -38,6 +39,7 @@ from device_communicators.errors import (
     UnsupportedError,
     UsageError,
 )
+from device_communicators.public_names import name_classes as _name_classes
 from device_communicators.routing.failures import error_of
 from device_communicators.routing.registry import on_failure, on_operation, write_record
 from device_communicators.routing.started import TensorHandle
@@ -167,7 +169,8 @@ __all__ = [
     "metrics", "on_failure", "on_operation", "reinitialize", "write_record", "AXES", "AllReduceFusionPass",
     "AlreadyInitializedError", "Axis", "trace",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "ConfigMismatchError",
-    "FusionReport", "GraphCaptureContext", "Grid", "GroupCoordinator", "GroupDestroyedError", "GroupFailedError",
+    "ForkedError", "FusionReport", "GraphCaptureContext", "Grid", "GroupCoordinator", "GroupDestroyedError",
+    "GroupFailedError",
     "GroupNotInitializedError", "GroupOptions", "HostUnreachableError", "InvalidArgumentError", "LaunchConfig",
     "LaunchError", "Layout", "LayoutError", "MessageDecodeError", "MessageEncodeError", "PRESETS", "ParallelGroups",
     "ParallelStateError", "ProcessEnvironment", "PeerDiedError", "ReceiveHandle", "RemoteError", "RenamedError",
@@ -202,3 +205,5 @@ __all__ = [
     "tensor_model_parallel_reduce_scatter", "try_get_current_groups", "try_get_dp_group", "try_get_group",
     "try_get_pp_group", "try_get_tp_group", "try_get_world_group", "unwrap_dist", *_getters,
 ]  # fmt: skip
+
+_name_classes(globals())

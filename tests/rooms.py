@@ -11,7 +11,7 @@ UPPER = "parallel_state"
 
 GROUND = (
     "errors", "settings", "cores", "floating_point", "exits", "forks", "host", "host_calls", "limits", "member",
-    "build_cache", "helper_threads", "bounded_store",
+    "build_cache", "helper_threads", "bounded_store", "public_names",
 )  # fmt: skip
 """Files at the root of `device_communicators` that every room of both packages may import."""
 

@@ -208,13 +208,14 @@ def _check_exports(tree: ast.Module) -> None:
     exported: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
-            imported += [alias.asname or alias.name for alias in node.names]
+            names = [alias.asname or alias.name for alias in node.names]
+            imported += [name for name in names if not name.startswith("_")]
         elif isinstance(node, ast.Assign):
             assert isinstance(node.value, ast.List)
             names = [each for each in node.value.elts if not isinstance(each, ast.Starred)]
             exported = [ast.literal_eval(name) for name in names]
             if len(names) < len(node.value.elts):  # those of the axis table
-                imported = [name for name in imported if name not in ("*", "_getters")]
+                imported.remove("*")
         elif isinstance(node, ast.If):
             assert ast.unparse(node.test) == "TYPE_CHECKING"
             imported.remove("TYPE_CHECKING")
