@@ -7,7 +7,6 @@ with the group over several.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +41,7 @@ from device_communicators.errors import (
     plain,
     restore,
 )
-from device_communicators.helper_threads import Call
+from device_communicators.helper_threads import Call, HelperThread
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.member import LOST
@@ -153,7 +152,7 @@ class Group:
         if self._context.deaths():
             self.note_failure()
             if self._gloo is not None:
-                threading.Thread(target=self._end_waits_in_gloo, daemon=True, name="parallel_state-gloo").start()
+                HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
         """Ends waits for ranks that live: gloo's don't look who has died. What the dead sent before may still come."""

@@ -29,6 +29,7 @@ from device_communicators.cpu.message_queue import Message, Place, Receiver, Sen
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
 from device_communicators.errors import CommunicationError
+from device_communicators.helper_threads import HelperThread
 from device_communicators.limits import describe_address_space
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.user_call import DTYPE_NUMBERS
@@ -338,9 +339,7 @@ class TensorReceiver:
 
     def take_in_by_thread(self) -> None:
         if self._pending and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(
-                target=self.take_in, args=(self._pending[-1],), daemon=True, name="parallel_state-receive"
-            )
+            self._thread = HelperThread("receive", self.take_in, self._pending[-1])
             self._thread.start()
 
 

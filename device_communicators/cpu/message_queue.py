@@ -27,6 +27,7 @@ from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.cpu.plain_tree import Pinned
 from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
+from device_communicators.helper_threads import HelperThread
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 from device_communicators.routing.user_call import handler_error
@@ -341,7 +342,7 @@ class Sender(_End):
                 self._end_turn()
                 return
         # Without the lock, as this is a wait in which a handler may send.
-        thread = threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send")
+        thread = HelperThread("send", self._write_all, begun)
         thread.start()
         with self.lock:
             if self._writer == writer:  # else it has ended already

@@ -30,6 +30,7 @@ from typing import Any
 
 from device_communicators import forks
 from device_communicators.bounded_store import BoundedStore
+from device_communicators.helper_threads import HelperThread
 from device_communicators.host import connect_to, resolve
 from device_communicators.liveness.health import Watcher
 
@@ -122,7 +123,7 @@ class Links:
         self._closing = threading.Event()
         self._complete = threading.Event()
         """All peers are connected."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-links")
+        self._thread = HelperThread("links", self._run)
         forks.call_in_children(_forked)
         _OPEN.add(self)
 

@@ -16,13 +16,13 @@ import selectors
 import socket
 import struct
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from device_communicators import forks
+from device_communicators.helper_threads import HelperThread
 
 logger = logging.getLogger("parallel_state")
 
@@ -45,7 +45,7 @@ class AnswerThread:
     def __init__(self, answer: Callable[[str], Any]) -> None:
         self._answer = answer
         self._listener: socket.socket | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-answers")
+        self._thread = HelperThread("answers", self._run)
         if not IS_THERE:
             return
         try:

@@ -35,6 +35,7 @@ from device_communicators.cuda.nccl_library import (
 from device_communicators.cuda.streams import enter
 from device_communicators.cuda.watch import GOODBYE_S
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ConfigMismatchError, PeerDiedError
+from device_communicators.helper_threads import HelperThread
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died
 from device_communicators.routing.waiting import WatchedByThread, all_gather_bytes
@@ -255,7 +256,7 @@ class Handle:
             else:
                 self.library.ncclCommAbort(comm)
 
-        thread = threading.Thread(target=run, daemon=True, name="parallel_state-nccl-end")
+        thread = HelperThread("nccl-end", run)
         thread.start()
         return thread
 

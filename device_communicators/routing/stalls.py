@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from device_communicators import settings
 from device_communicators.bounded_store import BoundedStore
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.helper_threads import HelperThread
 from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher
@@ -151,7 +152,7 @@ class Stalls:
         self._routes.add(route)
         self._moved_s = max(self._moved_s, route.context.size / _TELLERS_PER_S)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-stalls")
+            self._thread = HelperThread("stalls", self._run)
             self._thread.start()
             _PROCESS.add(self)
 

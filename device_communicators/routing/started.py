@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from device_communicators.errors import UsageError
+from device_communicators.helper_threads import HelperThread
 from device_communicators.host_calls import host_call
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Work
@@ -53,7 +54,7 @@ class Handle:
                 return True
             if not self._on_cpu:
                 return False
-            self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
+            self._waiter = HelperThread("wait", self._wait_quietly)
             self._waiter.start()
         return False
 

@@ -24,6 +24,7 @@ from device_communicators.errors import (
     InvalidArgumentError,
     MessageDecodeError,
 )
+from device_communicators.helper_threads import HelperThread
 from device_communicators.routing.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
@@ -326,7 +327,7 @@ class Messenger:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
             if self._releaser is None and handle.needs_a_thread:
-                self._releaser = threading.Thread(target=self._release_sent, daemon=True, name="parallel_state-sent")
+                self._releaser = HelperThread("sent", self._release_sent)
                 self._releaser.start()
         if oldest is not None:
             oldest.wait()

@@ -186,6 +186,14 @@ def test_no_assert() -> None:
         assert not found, f"{source.name}: lines {found}"
 
 
+def test_threads_are_started_by_one_class() -> None:
+    """It gives them names for Python and for the kernel."""
+    for source in SOURCES:
+        if source.name != "device_communicators/helper_threads.py":
+            called = [ast.unparse(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+            assert not {"threading.Thread", "Thread", "threading.Timer", "Timer"} & set(called), source.name
+
+
 def test_no_pickle_but_where_the_caller_asked_for_it() -> None:
     picklers = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
     # torch's object collectives and torch.load unpickle as well

@@ -1,5 +1,7 @@
 #include "pairs.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -470,6 +472,7 @@ void Pairs::look_for_losses() {
 }
 
 void Pairs::serve() {
+  pthread_setname_np(pthread_self(), "ps-transfers");  // at most 15 bytes
   library_->wait_gently(1);
   auto nap = std::chrono::duration_cast<std::chrono::microseconds>(kShortestNap);
   auto next_look = Clock::now() + kBetweenLooks;
