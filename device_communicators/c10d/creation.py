@@ -43,6 +43,7 @@ from device_communicators.errors import (
     plain,
 )
 from device_communicators.helper_threads import Call
+from device_communicators.routing.failures import counted_from_begin
 
 logger = logging.getLogger("parallel_state")
 
@@ -52,6 +53,7 @@ _MODULE = "parallel_state_c10d"
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
+@counted_from_begin()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
 

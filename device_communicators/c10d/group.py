@@ -37,6 +37,7 @@ from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ForkedError,
+    GroupFailedError,
     PeerDiedError,
     plain,
     restore,
@@ -222,12 +223,15 @@ class Group:
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
+        started = time.monotonic() - elapsed_s
         if isinstance(error, PeerDiedError):
-            error = all_died(self._context, operation, time.monotonic() - elapsed_s, error)
+            error = all_died(self._context, operation, started, error)
             if first is not None and not error.suspect_ranks:  # this rank's own failure ended the call
                 error = failed_earlier(self._context, first)
         elif collectives is not None and first is None:
             collectives.give_up(error)
+        if not isinstance(error, GroupFailedError):
+            error.set_elapsed(time.monotonic() - started)
         if first is None:
             self._first_failure = error
         if collectives is not None:

@@ -25,6 +25,7 @@ from device_communicators import limits, settings
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
+from device_communicators.routing.failures import counted_from_begin
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
 from parallel_state.groups import mesh
 from parallel_state.groups.current import try_get_current_groups, using
@@ -243,6 +244,7 @@ _FAILURE_DOMAINS = ("root", "replica")
 
 @host_call(OUTSIDE)
 @limits.naming_shortages("create_parallel_groups()")
+@counted_from_begin()
 def create_parallel_groups(
     world: GroupCoordinator,
     sizes: Mapping[str, int | None],
@@ -337,6 +339,7 @@ def create_parallel_groups(
 
 
 @host_call(OUTSIDE)
+@counted_from_begin()
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
     """Returns groups like `groups`, whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 

@@ -33,6 +33,7 @@ from device_communicators.routing.user_call import (
     UserCall,
     message_call,
     message_word,
+    timed,
     transfer,
     transfer_method,
     transfer_number,
@@ -354,6 +355,7 @@ class Messenger:
 
     # Collective.
 
+    @timed
     def broadcast(
         self,
         obj: Any,
@@ -392,6 +394,7 @@ class Messenger:
             raise error
         return obj
 
+    @timed
     def all_gather(self, obj: Any, method: str) -> list[Any]:
         """Returns every rank's object, in rank order. Tensors travel as CPU bytes and come back on their device."""
         checks.check_no_transform(self.route.context, method)
