@@ -131,6 +131,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @classmethod
     @host_call(OUTSIDE)
+    @counted_from_begin()
     def from_process_group(
         cls,
         process_group: Any,
