@@ -3,6 +3,7 @@
 Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it and never the other way round.
 """
 
+from device_communicators.base.public_names import name_classes as _name_classes
 from device_communicators.calls.work import Work
 from device_communicators.catalog import CATALOG, Row, build_route
 from device_communicators.routing.communicator import REDUCE_OPS, Communicator, GroupContext, Request
@@ -14,3 +15,5 @@ __all__ = [
     "CATALOG", "REDUCE_OPS", "Communicator", "GroupContext", "Handle", "Request", "Route", "Row", "Traffic", "Work",
     "build_route", "find_route", "register_route", "unique_name", "write_record",
 ]  # fmt: skip
+
+_name_classes(globals())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -48,9 +49,12 @@ class ApiNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         prefixes = self.arguments[0].split()
         lines: list[str] = []
+        root = ast.parse(inspect.getsource(parallel_state))
+        imports = [node for node in ast.walk(root) if isinstance(node, ast.ImportFrom)]
+        homes = {alias.name: node.module or "" for node in imports for alias in node.names}
         for name in public_names():
             public = getattr(parallel_state, name)
-            home = getattr(public, "__module__", "")  # a module has none
+            home = homes.get(name, "")  # `__module__` of a class is the root
             if name == "GroupCoordinator" or not any(home == each or home.startswith(f"{each}.") for each in prefixes):
                 continue
             kind = "autoclass" if inspect.isclass(public) else "autofunction"

@@ -306,7 +306,7 @@ def errors_tree() -> str:
         about = (kind.__doc__ or "").strip().splitlines()[0]
         yield f"{'  ' * depth}- {{py:obj}}`{kind.__name__} <parallel_state.{kind.__name__}>`: {about}"
         for each in kind.__subclasses__():
-            if each.__module__ == errors.__name__:
+            if each in vars(errors).values():
                 yield from walk(each, depth + 1)
 
     return "\n".join(walk(errors.ParallelStateError, 0)) + "\n"

@@ -19,6 +19,7 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,
+    ForkedError,
     GroupDestroyedError,
     GroupFailedError,
     GroupNotInitializedError,
@@ -38,6 +39,7 @@ from device_communicators.base.errors import (
     UnsupportedError,
     UsageError,
 )
+from device_communicators.base.public_names import name_classes as _name_classes
 from device_communicators.routing.failures import error_of
 from device_communicators.routing.registry import on_failure, on_operation, write_record
 from device_communicators.routing.started import TensorHandle
@@ -105,8 +107,7 @@ from parallel_state.groups.parallel_groups import (
 )
 from parallel_state.groups.same_node import in_the_same_node_as
 from parallel_state.groups.simulated import simulate, simulated_group
-from parallel_state.launch.config import LaunchConfig
-from parallel_state.launch.launcher import launch
+from parallel_state.launch import LaunchConfig
 from parallel_state.layout.axes import AXES, PRESETS, Axis
 from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
@@ -159,14 +160,17 @@ from parallel_state.state import (
     try_get_world_group,
 )
 
-if not TYPE_CHECKING:  # a type checker shall know no names but these
+if TYPE_CHECKING:  # at run time `launch` is the package of that name, which can be called
+    from parallel_state.launch import launch
+else:  # a type checker shall know no names but these
     from parallel_state.functions.getters import raise_missing as __getattr__  # noqa: F401
 
 __all__ = [
     "metrics", "on_failure", "on_operation", "reinitialize", "write_record", "AXES", "AllReduceFusionPass",
     "AlreadyInitializedError", "Axis", "trace",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "ConfigMismatchError",
-    "FusionReport", "GraphCaptureContext", "Grid", "GroupCoordinator", "GroupDestroyedError", "GroupFailedError",
+    "ForkedError", "FusionReport", "GraphCaptureContext", "Grid", "GroupCoordinator", "GroupDestroyedError",
+    "GroupFailedError",
     "GroupNotInitializedError", "GroupOptions", "HostUnreachableError", "InvalidArgumentError", "LaunchConfig",
     "LaunchError", "Layout", "LayoutError", "MessageDecodeError", "MessageEncodeError", "PRESETS", "ParallelGroups",
     "ParallelStateError", "ProcessEnvironment", "PeerDiedError", "ReceiveHandle", "RemoteError", "RenamedError",
@@ -201,3 +205,5 @@ __all__ = [
     "tensor_model_parallel_reduce_scatter", "try_get_current_groups", "try_get_dp_group", "try_get_group",
     "try_get_pp_group", "try_get_tp_group", "try_get_world_group", "unwrap_dist", *_getters,
 ]  # fmt: skip
+
+_name_classes(globals())

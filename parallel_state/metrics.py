@@ -9,12 +9,12 @@ Off by default, and then nothing is measured; calls and bytes are counted in any
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import UnsupportedError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.routing import observers
 from device_communicators.routing.registry import routes
 from device_communicators.routing.route import Route
@@ -198,10 +198,13 @@ class Endpoint:
             def log_message(self, format: str, *args: object) -> None:
                 """Writes no line for each request."""
 
-        self._server = ThreadingHTTPServer((address, port), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            def process_request(self, request: Any, client_address: Any) -> None:
+                HelperThread("metrics-get", self.process_request_thread, request, client_address).start()
+
+        self._server = Server((address, port), Handler)
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="parallel_state-metrics")
+        self._thread = HelperThread("metrics", self._server.serve_forever)
         self._thread.start()
 
     def close(self) -> None:

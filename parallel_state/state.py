@@ -35,6 +35,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
+from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import mesh
 from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove, watch
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
@@ -78,6 +79,7 @@ None while an init is under way, which has a stack of its own; a destroy meanwhi
 
 
 @host_call(OUTSIDE)
+@counted_from_begin()
 def init_distributed_environment(
     world_size: int = -1,
     rank: int = -1,
@@ -201,6 +203,7 @@ def init_distributed_environment(
 
 
 @host_call(OUTSIDE)
+@counted_from_begin()
 def init_world_group(
     ranks: Sequence[int],
     local_rank: int,
@@ -263,6 +266,7 @@ def destroy_distributed_environment() -> None:
 @host_call(OUTSIDE)
 @other_sizes_by_name
 @limits.naming_shortages("initialize_model_parallel()")
+@counted_from_begin()
 def initialize_model_parallel(
     tensor_model_parallel_size: int | None = None,
     pipeline_model_parallel_size: int | None = None,
@@ -439,6 +443,7 @@ def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | No
 
 
 @host_call(OUTSIDE)
+@counted_from_begin()
 def init_model_parallel_group(
     group_ranks: Sequence[Sequence[int]],
     local_rank: int,

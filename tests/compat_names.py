@@ -10,6 +10,7 @@ module's `NOTES`, one that isn't there in its `MISSING`, each with the reason. M
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -196,10 +197,9 @@ def _attributes(kind: type) -> set[str]:
     found: set[str] = set()
     for each in kind.__mro__[:-1]:
         found |= set(vars(each).get("__annotations__", ())) | set(vars(each).get("__slots__", ()))
-        try:
-            found |= _set_on_self(ast.parse(textwrap.dedent(inspect.getsource(each))))
-        except (OSError, TypeError):  # made at run time, or of C
-            continue
+        for method in filter(inspect.isfunction, vars(each).values()):  # a public class doesn't tell its file
+            with contextlib.suppress(OSError):  # made at run time
+                found |= _set_on_self(ast.parse(textwrap.dedent(inspect.getsource(method))))
     return found
 
 

@@ -93,7 +93,9 @@ class CommunicationError(ParallelStateError, RuntimeError):
     """An operation failed on the way. The group is poisoned: its later calls fail at once.
 
     Attributes (None or empty where they don't apply): `group`, `operation`, `sequence` (the group's
-    how-many-th operation), `rank` (this one, in the group), `suspect_ranks` (global ranks), `elapsed_s`, `timeout_s`.
+    how-many-th operation), `rank` (this one, in the group), `suspect_ranks` (global ranks), `elapsed_s` (from the call
+    until the error, including the time that the ranks took to find its cause), `timeout_s`. A GroupFailedError has
+    those of the first failure.
     """
 
     def __init__(
@@ -119,12 +121,22 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.elapsed_s = elapsed_s
         self.timeout_s = timeout_s
 
+    def set_elapsed(self, elapsed_s: float) -> None:
+        """Sets `elapsed_s`, also in the text, which was written before other ranks were asked for the cause."""
+        self.elapsed_s = max(elapsed_s, self.elapsed_s or 0.0)
+        if self.args:
+            self.args = (_ELAPSED.sub(f" after {self.elapsed_s:.3f} s", str(self.args[0]), count=1), *self.args[1:])
+
     def __str__(self) -> str:
         """Returns the message, with those facts that weren't known where it was written."""
         text = super().__str__()
         known = ((f"number {self.sequence}", self.sequence), (f"timeout {self.timeout_s or 0:g} s", self.timeout_s))
         added = [words for words, fact in known if fact is not None and words not in text]
         return f"{text} ({', '.join(added)})" if added else text
+
+
+_ELAPSED = re.compile(r" after \d+\.\d{3} s\b")
+"""The call's own time is the first in each text."""
 
 
 class PeerDiedError(CommunicationError):

@@ -7,6 +7,7 @@ another rank, or end what is its parent's, raises `ForkedError` at once. The com
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -33,6 +34,15 @@ def watch(leave: Callable[[], bool]) -> None:
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)
+
+
+@functools.cache
+def call_in_children(function: Callable[[], object]) -> None:
+    """Calls `function` in each child that is forked from now on. Repeated calls with the same function do nothing.
+
+    Called at first use: an import registers no hook.
+    """
+    os.register_at_fork(after_in_child=function)
 
 
 def check(call: str) -> None:

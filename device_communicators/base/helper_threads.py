@@ -1,17 +1,52 @@
-"""Runs calls that their callers may abandon. Threads are reused: starting one takes longer than many calls."""
+"""The library's threads: their names, and a pool that runs calls that their callers may abandon.
+
+The pool reuses its threads: starting one takes longer than many calls.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
+import functools
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from device_communicators.base import exits, forks
+
 _END_S = 1.0
 _SLICE_S = 0.05
+
+
+_PR_SET_NAME = 15
+
+
+@functools.cache
+def _prctl() -> Any:
+    return ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: -1
+
+
+def name_this_thread(name: str) -> None:
+    """Sets the name that `top -H`, `ps -L` and `perf` show for the calling thread; the kernel keeps 15 bytes."""
+    _prctl()(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+class HelperThread(threading.Thread):
+    """A daemon thread of the library that runs `target(*args)`.
+
+    Python shows it as `parallel_state-{name}`, the kernel as the first 15 bytes of `ps-{name}`.
+    """
+
+    def __init__(self, name: str, target: Callable[..., object], *args: Any) -> None:
+        super().__init__(target=target, args=args, daemon=True, name=f"{exits.THREADS}{name}")
+        self._kernel_name = f"ps-{name}"
+
+    def run(self) -> None:
+        name_this_thread(self._kernel_name)
+        super().run()
 
 
 class _Helpers:
@@ -20,14 +55,14 @@ class _Helpers:
     def __init__(self) -> None:
         self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
         self._ends = 0
-        os.register_at_fork(after_in_child=self._idle.clear)
 
     def run(self, job: Callable[[], object]) -> None:
         try:
             _, jobs = self._idle.pop()
         except IndexError:
+            forks.call_in_children(self._idle.clear)
             jobs = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(jobs,), daemon=True, name="parallel_state-helper").start()
+            HelperThread("helper", self._serve, jobs).start()
         jobs.put(job)
 
     def _serve(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.helper_threads import HelperThread
 
 logger = logging.getLogger("parallel_state")
 
@@ -355,14 +356,18 @@ def end_process_groups(group: Any = None) -> None:
 
     NCCL waits there for ever while a CUDA graph uses the group; the log says so after some seconds.
     """
-    reminder = threading.Timer(REMIND_S, logger.warning, [_WAITING_FOR_GRAPHS, REMIND_S])
-    reminder.daemon = True
+    ended = threading.Event()
+
+    def remind() -> None:
+        if not ended.wait(REMIND_S):
+            logger.warning(_WAITING_FOR_GRAPHS, REMIND_S)
+
     if torch.cuda.is_initialized():
-        reminder.start()
+        HelperThread("reminder", remind).start()
     try:
         dist.destroy_process_group(group)
     finally:
-        reminder.cancel()
+        ended.set()
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:

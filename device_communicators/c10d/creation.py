@@ -44,6 +44,7 @@ from device_communicators.cpu import native, native_build
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_build import BuildError, Recipe
 from device_communicators.cpu.native_group import Members
+from device_communicators.routing.failures import counted_from_begin
 
 logger = logging.getLogger("parallel_state")
 
@@ -53,6 +54,7 @@ _MODULE = "parallel_state_c10d"
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
+@counted_from_begin()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
 

@@ -7,7 +7,6 @@ with the group over several.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,11 +24,12 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ForkedError,
+    GroupFailedError,
     PeerDiedError,
     plain,
     restore,
 )
-from device_communicators.base.helper_threads import Call
+from device_communicators.base.helper_threads import Call, HelperThread
 from device_communicators.base.member import LOST
 from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout
 from device_communicators.c10d.world import World
@@ -154,7 +154,7 @@ class Group:
         if self._context.deaths():
             self.note_failure()
             if self._gloo is not None:
-                threading.Thread(target=self._end_waits_in_gloo, daemon=True, name="parallel_state-gloo").start()
+                HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
         """Ends waits for ranks that live: gloo's don't look who has died. What the dead sent before may still come."""
@@ -224,12 +224,15 @@ class Group:
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
+        started = time.monotonic() - elapsed_s
         if isinstance(error, PeerDiedError):
-            error = all_died(self._context, operation, time.monotonic() - elapsed_s, error)
+            error = all_died(self._context, operation, started, error)
             if first is not None and not error.suspect_ranks:  # this rank's own failure ended the call
                 error = failed_earlier(self._context, first)
         elif collectives is not None and first is None:
             collectives.give_up(error)
+        if not isinstance(error, GroupFailedError):
+            error.set_elapsed(time.monotonic() - started)
         if first is None:
             self._first_failure = error
         if collectives is not None:

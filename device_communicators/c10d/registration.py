@@ -1,6 +1,7 @@
 """Registers the backend with torch.distributed, without loading any of it.
 
-Also patches places where torch requires gloo by name or class although this backend supports the same.
+Also patches places where torch requires gloo by name or class although this backend supports the same. The first group
+of the backend does that; an import leaves torch as it is, except for the registered name.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ def register() -> None:
 
     if dist.is_available() and not has_plugin(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        _open_monitored_barrier()
-        _open_set_pg_timeout()
-        _open_backend_type()
+
+
+@functools.cache
+def _open_torch() -> None:
+    """Patches torch where it requires gloo. Twice is fine."""
+    _open_monitored_barrier()
+    _open_set_pg_timeout()
+    _open_backend_type()
 
 
 def _open_monitored_barrier() -> None:
@@ -129,6 +135,7 @@ def _show_as_gloo() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     from device_communicators.c10d.creation import create
 
+    _open_torch()
     if SHOWN_BACKEND.get() != NAME:
         _show_as_gloo()
     return create(options, backend_options)

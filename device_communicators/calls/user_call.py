@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -294,6 +295,7 @@ class _Thread(threading.local):
     called_as = ""
     transfer = ""
     has_sent = True
+    began_s = 0.0
 
 
 _THREAD = _Thread()
@@ -325,10 +327,43 @@ def called_as(method: str) -> Iterator[None]:
         _THREAD.called_as = before
 
 
+def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes errors of a method count from its begin, whatever steps it takes before one fails."""
+
+    @functools.wraps(call)
+    def under_time(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if _THREAD.began_s:
+            return call(*args, **kwargs)
+        _THREAD.began_s = time.monotonic()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _THREAD.began_s = 0.0
+
+    return under_time
+
+
+@contextmanager
+def began_at(began_s: float) -> Iterator[None]:
+    """Makes errors of a block count from `began_s`, on the monotonic clock; or earlier, within a `timed` method."""
+    before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
+    try:
+        yield
+    finally:
+        _THREAD.began_s = before
+
+
+def began_s() -> float:
+    """Returns when this thread's method began, on the monotonic clock; 0.0 where nobody has noted it."""
+    return _THREAD.began_s
+
+
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Names what a method sends or receives `method`, not by the steps that it takes."""
+    """Names what a method sends or receives `method`, not by the steps that it takes; `timed` as well."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
+        call = timed(call)
+
         @functools.wraps(call)
         def under_name(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             before, _THREAD.transfer = _THREAD.transfer, method

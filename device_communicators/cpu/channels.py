@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import CommunicationError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.limits import describe_address_space
 from device_communicators.calls.user_call import DTYPE_NUMBERS
 from device_communicators.calls.work import Work
@@ -338,9 +339,7 @@ class TensorReceiver:
 
     def take_in_by_thread(self) -> None:
         if self._pending and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(
-                target=self.take_in, args=(self._pending[-1],), daemon=True, name="parallel_state-receive"
-            )
+            self._thread = HelperThread("receive", self.take_in, self._pending[-1])
             self._thread.start()
 
 

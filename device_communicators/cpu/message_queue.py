@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.member import LOST
 from device_communicators.calls.user_call import handler_error
 from device_communicators.calls.work import DONE, Work
@@ -341,7 +342,7 @@ class Sender(_End):
                 self._end_turn()
                 return
         # Without the lock, as this is a wait in which a handler may send.
-        thread = threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send")
+        thread = HelperThread("send", self._write_all, begun)
         thread.start()
         with self.lock:
             if self._writer == writer:  # else it has ended already

@@ -91,6 +91,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_meter": (None, (c_uint64, POINTER(c_uint64))),
     "ps_stop_serving": (None, (c_char_p,)),
     "ps_call_as": (None, (c_int,)),
+    "ps_repeated_since_s": (c_double, ()),
     "ps_group_enter": (c_int, (c_uint64,)),
     "ps_group_exit": (None, (c_uint64,)),
     "ps_group_is_busy": (c_int, (c_uint64,)),

@@ -27,7 +27,7 @@ from device_communicators.base.errors import (
     HostUnreachableError,
     PeerDiedError,
 )
-from device_communicators.base.helper_threads import Call
+from device_communicators.base.helper_threads import Call, HelperThread
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES, ProcessEnds
 
@@ -232,7 +232,7 @@ class Watcher:
                 logger.warning("rank %d can't be watched (%s): its end is noticed at deadlines only", rank, error)
         if self._ends.ranks:
             self._wake = WakeEvent()
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
+            self._thread = HelperThread("health", self._watch)
             self._thread.start()
 
     def note_left(self, rank: int) -> None:

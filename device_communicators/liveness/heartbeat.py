@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")
@@ -81,8 +82,7 @@ class Heartbeats:
         self._news = threading.Event()
         """Set by the end, and by a death, which is told at once and not with the next beat."""
         self._threads = [
-            threading.Thread(target=run, daemon=True, name=f"parallel_state-{name}")
-            for name, run in (("heartbeat", self._exchange), ("heartbeat-limit", self._look))
+            HelperThread(name, run) for name, run in (("heartbeat", self._exchange), ("beat-limit", self._look))
         ]
 
     def start(self) -> None:

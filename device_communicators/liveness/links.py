@@ -16,7 +16,6 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import secrets
 import select
 import selectors
@@ -29,7 +28,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from device_communicators.base import forks
 from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import connect_to, resolve
 from device_communicators.liveness.health import Watcher
 
@@ -122,7 +123,8 @@ class Links:
         self._closing = threading.Event()
         self._complete = threading.Event()
         """All peers are connected."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-links")
+        self._thread = HelperThread("links", self._run)
+        forks.call_in_children(_forked)
         _OPEN.add(self)
 
     def start(self) -> None:
@@ -350,6 +352,3 @@ def _forked() -> None:
         with contextlib.suppress(OSError):
             links.drop()
     _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_forked)

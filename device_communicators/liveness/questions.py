@@ -16,11 +16,13 @@ import selectors
 import socket
 import struct
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from device_communicators.base import forks
+from device_communicators.base.helper_threads import HelperThread
 
 logger = logging.getLogger("parallel_state")
 
@@ -43,7 +45,7 @@ class AnswerThread:
     def __init__(self, answer: Callable[[str], Any]) -> None:
         self._answer = answer
         self._listener: socket.socket | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-answers")
+        self._thread = HelperThread("answers", self._run)
         if not IS_THERE:
             return
         try:
@@ -54,6 +56,7 @@ class AnswerThread:
             logger.debug("process %d can't listen to questions: %s", os.getpid(), error)
             self.drop()
             return
+        forks.call_in_children(_forked)
         _OPEN.add(self)
         self._thread.start()
 
@@ -100,9 +103,6 @@ def _forked() -> None:
     for each in list(_OPEN):
         each.drop()
     _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def ask(pids: Mapping[int, int], question: str, limit_s: float) -> dict[int, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
@@ -98,7 +99,7 @@ class Watch:
         self._news = threading.Event()
         self._closed = False
         self._started = time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-nccl")
+        self._thread = HelperThread("nccl", self._run)
         if context.watcher is not None:
             context.watcher.on_death.append(self._news.set)
         self._thread.start()

@@ -27,6 +27,7 @@ from device_communicators.base.errors import (
     ConfigMismatchError,
     PeerDiedError,
 )
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.cuda.nccl_library import (
     COLL_SYMMETRIC,
     IN_PROGRESS,
@@ -286,7 +287,7 @@ class Handle:
             else:
                 self.library.ncclCommAbort(comm)
 
-        thread = threading.Thread(target=run, daemon=True, name="parallel_state-nccl-end")
+        thread = HelperThread("nccl-end", run)
         thread.start()
         return thread
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.work import Work
 from device_communicators.cuda.nccl_library import BYTE, NcclLibrary
 from device_communicators.cuda.streams import CudaStreams
@@ -168,9 +169,7 @@ class Links:
             if link is None:
                 place = int(context.rank > peer)
                 link = self._links[peer] = Link(self._library, self._streams, place)
-                threading.Thread(
-                    target=self._make, args=(link, peer, transfer), daemon=True, name="parallel_state-nccl-link"
-                ).start()
+                HelperThread("nccl-link", self._make, link, peer, transfer).start()
             return link
 
     def _make(self, link: Link, peer: int, transfer: Transfer) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.reductions import FP8
 from device_communicators.cuda.streams import StreamOrder
 from device_communicators.peer.device import HostWords, PeerDevice
@@ -122,7 +123,7 @@ class PeerGroup:
         hold(self._words)
         if context.watcher is not None:
             context.watcher.on_death.append(self._abort_on_death)
-        threading.Thread(target=self._watch_words, daemon=True, name="parallel_state-peers").start()
+        HelperThread("peers", self._watch_words).start()
         self._kernels = kernels = device.kernels()
         sharers = len(self.admission.topology.sharers(context.rank)) or 1  # under MPS they are on it at once
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.user_call import begin_sending
 from device_communicators.process_group.checked_calls import Call, Frames, checked, fill, frame_bytes, room_for
@@ -51,9 +52,7 @@ class StartedCalls:
             started = StartedCall(exchange, call, payload if fits(payload, self.context.size) else None, finish)
             self._jobs.put(started)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_work_off, args=(self._jobs,), daemon=True, name="parallel_state-started"
-                )
+                self._thread = HelperThread("started", _work_off, self._jobs)
                 self._thread.start()
                 weakref.finalize(self, self._jobs.put, None)
         return started

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -96,6 +98,18 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
         started=started,
         suspect_ranks=[death.rank for death in deaths],
     )
+
+
+@contextmanager
+def counted_from_begin() -> Iterator[None]:
+    """Makes communication errors of a method that starts ranks or groups count from its begin."""
+    started = time.monotonic()
+    try:
+        yield
+    except CommunicationError as error:
+        if not isinstance(error, GroupFailedError):
+            error.set_elapsed(time.monotonic() - started)
+        raise
 
 
 def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFailedError:

@@ -28,6 +28,7 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
+    GroupFailedError,
     ParallelStateError,
     PeerDiedError,
     UnsupportedError,
@@ -39,6 +40,7 @@ from device_communicators.calls.recorder import PAIRS, RECORDS, Operation
 from device_communicators.calls.user_call import (
     METHODS,
     UserCall,
+    began_s,
     begin_locally,
     begin_sending,
     call_of_arguments,
@@ -241,7 +243,7 @@ class Route:
             begin_sending()
             try:
                 # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
-                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
+                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-1]
                 with waiting_for(self.context, record):
@@ -324,7 +326,7 @@ class Route:
             started = time.monotonic()
             begin_sending()
             try:
-                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
+                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-2]
                 work = getattr(communicator, operation)(tensor, *args)
@@ -366,9 +368,15 @@ class Route:
                     collectives.library.ps_call_as(0)
 
     def _begin(
-        self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None, call: UserCall | None
+        self,
+        operation: str,
+        tensor: Tensor | None,
+        reduce_op: str | None,
+        part_of: str | None,
+        call: UserCall | None,
+        started: float,
     ) -> tuple[Communicator, Operation]:
-        self.check_usable(operation)
+        self.check_usable(operation, started)
         if self._on_cuda and (tensor is None or tensor.is_cpu):
             self.check_recordable(operation)
         communicator = self._carrier(operation, tensor, reduce_op)
@@ -465,8 +473,11 @@ class Route:
         reasons = "; ".join(f"{c.name}: {c.refusal(request)}" for c in self.communicators)
         raise UnsupportedError(f"no communicator of {self.context} carries {request}: {reasons}")
 
-    def check_usable(self, operation: str = "a call") -> None:
-        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the PeerDiedError that nobody has met yet."""
+    def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
+        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the PeerDiedError that nobody has met yet.
+
+        `started`: when `operation` began, where that isn't now.
+        """
         if self.closed:
             if self.is_parents:
                 raise forks.error(str(self.context))
@@ -478,7 +489,8 @@ class Route:
         if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
             if self.context.watcher is not None:
                 self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # others may be ending with it
-            self._poison(died(self.context, operation, time.monotonic()))
+            began = self._began(time.monotonic() if started is None else started)
+            self._poison(died(self.context, operation, began))
             if self.first_failure is not None:
                 raise self.first_failure
 
@@ -487,6 +499,12 @@ class Route:
         if failure is error:
             raise error
         raise failure from error
+
+    def _began(self, started: float) -> float:
+        """Returns when this thread's call began: before `started` where it has waited past this route first."""
+        collectives = self.context.collectives
+        repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
+        return min(started, repeated_s or started, began_s() or started)
 
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
@@ -498,6 +516,7 @@ class Route:
         """
         if error is self.first_failure:
             return error
+        started = self._began(started)
         record = record or (self._recorded[-1] if self._recorded else None)
         sequence = self.sequence if record is None else record.sequence
         if isinstance(error, ParallelStateError) or not is_communication_error(error):
@@ -509,6 +528,8 @@ class Route:
                 publish(self.context, record)  # those who wait for this rank in another way ask the store
             if isinstance(error, CommunicationError):
                 self._add_calls(error, record)
+                if error is not self.first_failure and not isinstance(error, GroupFailedError):
+                    error.set_elapsed(time.monotonic() - started)
                 self._poison(error)
             return error
         text = str(error)
@@ -529,6 +550,7 @@ class Route:
             suspect_ranks=(self.context.ranks[error.peer],) if isinstance(error, TransferError) else (),
         )
         if not is_of_transport(error):  # nobody else is to blame
+            failure.set_elapsed(time.monotonic() - started)
             self._poison(failure)
             return failure
         if kind is not CollectiveTimeoutError:
@@ -536,6 +558,7 @@ class Route:
         if not failure.suspect_ranks:
             failure = self._explained(failure, record)
         self._add_calls(failure, record)
+        failure.set_elapsed(time.monotonic() - started)
         self._poison(failure)
         return failure
 

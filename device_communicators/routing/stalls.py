@@ -23,6 +23,7 @@ from typing import Any
 
 from device_communicators.base import settings
 from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
@@ -85,7 +86,7 @@ class Stalls:
         self._routes.add(route)
         self._moved_s = max(self._moved_s, route.context.size / _TELLERS_PER_S)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-stalls")
+            self._thread = HelperThread("stalls", self._run)
             self._thread.start()
             _PROCESS.add(self)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from device_communicators.base.errors import UsageError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host_calls import host_call
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.user_call import handler_error
@@ -62,7 +63,7 @@ class Handle:
                 return True
             if not self._on_cpu:
                 return False
-            self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
+            self._waiter = HelperThread("wait", self._wait_quietly)
             self._waiter.start()
         return False
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.routing.failures import counted_from_begin
 from parallel_state import state
 from parallel_state.layout.axes import other_sizes_by_name
 
@@ -37,6 +38,7 @@ def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int
 
 @host_call(OUTSIDE)
 @other_sizes_by_name
+@counted_from_begin()
 def reinitialize(
     ranks: Sequence[int],
     tensor_model_parallel_size: int | None = None,

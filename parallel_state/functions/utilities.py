@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,7 @@ class _PlainGroup(TensorCalls):
 
     def exchange(self, x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
         out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
+        started = time.monotonic()
         try:
             dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
         except RuntimeError as error:
@@ -183,6 +185,7 @@ class _PlainGroup(TensorCalls):
                 group=self.context.name,
                 operation="all_to_all",
                 rank=self.rank_in_group,
+                elapsed_s=time.monotonic() - started,
             ) from error
         return out
 

@@ -29,6 +29,7 @@ from device_communicators.base.torch_internals import default_store, is_fake
 from device_communicators.catalog import build_route
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.failures import counted_from_begin
 from device_communicators.routing.registry import register_route, unique_name
 from device_communicators.routing.route import Traffic
 from parallel_state.collectives import checks
@@ -130,6 +131,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @classmethod
     @host_call(OUTSIDE)
+    @counted_from_begin()
     def from_process_group(
         cls,
         process_group: Any,
@@ -315,6 +317,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     # The group itself.
 
     @host_call(OUTSIDE)
+    @counted_from_begin()
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """Creates a group of these ranks *of this group*; returns None on ranks that aren't in it.
 

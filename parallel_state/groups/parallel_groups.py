@@ -25,6 +25,7 @@ from device_communicators.base import limits, settings
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
+from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import given_mesh
 from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove
 from parallel_state.groups.current import CURRENT, POOLED, using
@@ -257,6 +258,7 @@ _FAILURE_DOMAINS = ("root", "replica")
 
 @host_call(OUTSIDE)
 @limits.naming_shortages("create_parallel_groups()")
+@counted_from_begin()
 def create_parallel_groups(
     world: GroupCoordinator,
     sizes: Mapping[str, int | None],
@@ -351,6 +353,7 @@ def create_parallel_groups(
 
 
 @host_call(OUTSIDE)
+@counted_from_begin()
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
     """Returns groups like `groups`, whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 

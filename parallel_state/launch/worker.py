@@ -20,7 +20,6 @@ import pickle
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ import torch
 
 from device_communicators.base import limits, settings
 from device_communicators.base.errors import InvalidArgumentError, LaunchError
+from device_communicators.base.helper_threads import HelperThread, name_this_thread
 from device_communicators.base.torch_internals import find_stores_by
 from parallel_state.launch.config import LaunchConfig
 from parallel_state.launch.inheritance import Inheritance
@@ -252,12 +252,12 @@ def _take_secret(secret: bytes) -> None:
 def _die_with_launcher(leash: int, name: str) -> None:
     """Lets the kernel kill this process when its parent or the launcher is gone, whoever holds the GIL."""
     multiprocessing.current_process().name = name
+    name_this_thread(name)
     if sys.platform != "linux":
-        threading.Thread(target=_end_with, args=(leash,), daemon=True, name="parallel_state-leash").start()
+        HelperThread("leash", _end_with, leash).start()
         return
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    libc.prctl(15, name[:15].encode(), 0, 0, 0)  # PR_SET_NAME, for ps and top
     # Opened anew, as the receiver of the signal belongs to the open file, which all workers inherit. The launcher
     # writes nothing as long as they shall live, so the only event that the kernel can signal is its end's close.
     own = os.open(f"/proc/self/fd/{leash}", os.O_RDONLY)

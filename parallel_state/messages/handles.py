@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from device_communicators.base.errors import CollectiveMismatchError, MessageDecodeError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host_calls import host_call
 from device_communicators.calls.user_call import handler_error
 from device_communicators.routing.route import Route
@@ -119,7 +120,7 @@ class ReceiveHandle:
     def is_completed(self) -> bool:
         """Returns True once all bytes are here (a thread takes them in from the first call on)."""
         if self._waiter is None and not self._arrived:
-            self._waiter = threading.Thread(target=self.take_in, daemon=True, name="parallel_state-receive")
+            self._waiter = HelperThread("receive", self.take_in)
             self._waiter.start()
         return self._arrived and all(part.is_completed() for part in self._parts)
 

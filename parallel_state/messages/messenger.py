@@ -24,12 +24,14 @@ from device_communicators.base.errors import (
     InvalidArgumentError,
     MessageDecodeError,
 )
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
 from device_communicators.calls.user_call import (
     BROADCAST_BY_SPEC,
     UserCall,
     message_call,
     message_word,
+    timed,
     transfer,
     transfer_method,
     transfer_number,
@@ -326,7 +328,7 @@ class Messenger:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
             if self._releaser is None and handle.needs_a_thread:
-                self._releaser = threading.Thread(target=self._release_sent, daemon=True, name="parallel_state-sent")
+                self._releaser = HelperThread("sent", self._release_sent)
                 self._releaser.start()
         if oldest is not None:
             oldest.wait()
@@ -353,6 +355,7 @@ class Messenger:
 
     # Collective.
 
+    @timed
     def broadcast(
         self,
         obj: Any,
@@ -391,6 +394,7 @@ class Messenger:
             raise error
         return obj
 
+    @timed
     def all_gather(self, obj: Any, method: str) -> list[Any]:
         """Returns every rank's object, in rank order. Tensors travel as CPU bytes and come back on their device."""
         checks.check_no_transform(self.route.context, method)

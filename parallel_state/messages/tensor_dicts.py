@@ -9,6 +9,7 @@ Dicts that travel with metadata are in `messenger`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -20,7 +21,7 @@ from torch import Tensor
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.torch_internals import dispatch_modes, in_transform
 from device_communicators.calls.memory import dtype_refusal
-from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
+from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, began_at, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.collectives.calls import GroupFacts
 from parallel_state.messages.all_gather_group import AllGatherGroup
@@ -232,8 +233,10 @@ def broadcast(
     views: bool,
 ) -> dict[str, Any]:
     past = _past_python(group, spec)
+    began = 0.0
     if group.rank_in_group == src:
         if past is not None and type(tensors) is dict:
+            began = time.monotonic()
             carrier, known = past
             if known.can_be_of(tensors):
                 word, form = message_word(BROADCAST_BY_SPEC, src), known.form.address
@@ -241,7 +244,7 @@ def broadcast(
                     return tensors
         given = _given(tensors, spec)
         if spec.carried and not group._is_single_rank():
-            _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
+            _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src, began)
         return given
     if views and past is not None and past[1].can_be_lent:
         return _with_views(past[1], spec, group._messenger.broadcast_views(spec.metadata, spec.digest, src))
@@ -250,11 +253,12 @@ def broadcast(
         pieces = [result[entry.key] for entry in spec.carried]
         outcome = LEFT
         if past is not None:
+            began = time.monotonic()
             carrier, known = past
             word = message_word(BROADCAST_BY_SPEC, src)
             outcome = carrier.receive_broadcast(group._key, word, known.head, pieces)
         if outcome != DONE:
-            _run("broadcast_list", _BROADCAST_LIST_, group, pieces, spec, src)
+            _run("broadcast_list", _BROADCAST_LIST_, group, pieces, spec, src, began)
     if out is not None and not torch.compiler.is_compiling():
         note_writes(out)
     return result
@@ -270,7 +274,9 @@ def send(
 ) -> None:
     if all_gather_group is None and type(tensors) is dict and _is_eager():
         past = _past_python(group, spec)
+        began = 0.0
         if past is not None:
+            began = time.monotonic()
             carrier, known = past
             if known.can_be_of(tensors):
                 form = known.form.address
@@ -279,7 +285,7 @@ def send(
         plain = spec.plain_pieces(tensors)
         if plain is not None:
             if plain:
-                group.route.messenger.send_list(plain, spec.digest, dst)
+                _call("send_list", group, plain, spec, dst, began)
             return
     given = _given(tensors, spec)
     pieces = _tensors_of(given, spec)
@@ -314,8 +320,12 @@ def recv(
                 sliced.append(entry)
     if spec.carried:
         pieces = [result[entry.key] for entry in spec.carried]
-        if past is None or past[0].receive(group._key, src, _RECEIVED, past[1].head, pieces) != DONE:
-            _run("recv_list", _RECV_LIST_, group, pieces, spec, src)
+        outcome, began = LEFT, 0.0
+        if past is not None:
+            began = time.monotonic()
+            outcome = past[0].receive(group._key, src, _RECEIVED, past[1].head, pieces)
+        if outcome != DONE:
+            _run("recv_list", _RECV_LIST_, group, pieces, spec, src, began)
     if all_gather_group is not None:
         for entry in sliced:
             whole = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
@@ -341,13 +351,29 @@ def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
 
 
 def _run(
-    method: str, op: Callable[..., None], group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int
+    method: str,
+    op: Callable[..., None],
+    group: GroupFacts,
+    pieces: list[Tensor],
+    spec: TensorDictSpec,
+    peer: int,
+    began: float = 0.0,
 ) -> None:
-    """Calls the op, or at once what it would call: the messenger's method."""
+    """Calls the op, or at once what it would call: the messenger's method. `began`: see `_call`."""
     if _is_plain(pieces):
-        getattr(group.route.messenger, method)(pieces, spec.digest, peer)
+        _call(method, group, pieces, spec, peer, began)
     else:
         op(pieces, group._token, spec.digest, peer, group._key)
+
+
+def _call(method: str, group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int, began: float) -> None:
+    """Calls the messenger's method. `began`: when an attempt past Python began that came to nothing; 0.0: none did."""
+    call = getattr(group.route.messenger, method)
+    if not began:
+        call(pieces, spec.digest, peer)
+        return
+    with began_at(began):
+        call(pieces, spec.digest, peer)
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:

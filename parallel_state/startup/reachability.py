@@ -13,7 +13,6 @@ import json
 import secrets
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
 from device_communicators.base.errors import CommunicationError, RendezvousError, format_ranks
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.liveness.health import Death, describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
@@ -123,7 +123,7 @@ class _Listener:
         except OSError as error:
             self.problem = str(error)
         else:
-            threading.Thread(target=self._serve, args=(self._socket,), daemon=True, name="parallel_state-reach").start()
+            HelperThread("reach", self._serve, self._socket).start()
 
     def __enter__(self) -> _Listener:
         return self

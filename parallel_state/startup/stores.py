@@ -272,7 +272,7 @@ def _tcp_store(
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
     """Returns `make()`, given up at the deadline: names resolve late, and TCPStore waits for a silent server."""
-    future = in_thread(make, "parallel_state-rendezvous")
+    future = in_thread(make, "rendezvous")
     # A native call with this deadline ends a moment later: it must not come back while the interpreter is going.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
         raise TimeoutError("what is there doesn't answer")

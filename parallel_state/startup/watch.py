@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from device_communicators.base import exits
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
 from device_communicators.liveness.links import LinkPlace, LinkPort, Links
 from device_communicators.liveness.process_ends import ProcessEnds
@@ -113,7 +114,7 @@ class StartWatch:
         self._ends_read = 0
         self._wake = WakeEvent()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-start")
+        self._thread = HelperThread("start", self._run)
         self._thread.start()
 
     def connect(self, places: Mapping[int, Address], port: LinkPort | None) -> None:
@@ -271,7 +272,7 @@ def run_watched(
     """
     ranks = list(ranks)
     abandoned = threading.Event()
-    future = in_thread(lambda: call(abandoned.is_set), "parallel_state-connect")
+    future = in_thread(lambda: call(abandoned.is_set), "connect")
     asked = time.monotonic()
     while not wait([future], _SLICE_S).done:
         now = time.monotonic()
@@ -287,7 +288,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a daemon thread, which nobody waits for at the end of the process."""
+    """Runs `call` in a HelperThread of this name, which nobody waits for at the end of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -297,5 +298,5 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
             future.set_exception(error)
 
     exits.prepare()
-    threading.Thread(target=run, daemon=True, name=name).start()
+    HelperThread(name, run).start()
     return future

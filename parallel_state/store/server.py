@@ -17,11 +17,11 @@ import logging
 import os
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 from device_communicators.base.errors import MessageDecodeError
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.liveness.health import WakeEvent
 from parallel_state.store import protocol
 
@@ -60,7 +60,7 @@ class ControlServer:
         self._wake = WakeEvent()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="parallel_state-store")
+        self._thread = HelperThread("store", self._serve)
         self._thread.start()
 
     def close(self) -> None:

@@ -30,15 +30,45 @@ class Outcome(NamedTuple):
     suspect_ranks: tuple[int, ...] = ()
 
 
+ELAPSED_WITHIN_S = 1.0
+
+
 def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Calls it; an exception becomes its class name and message, with everything that the error chains."""
+    """Calls it, one call of the library; an exception becomes its class name and message.
+
+    The time that a communication error tells of must be that which the call took, by this clock.
+    """
     started = time.monotonic()
     try:
         result = call(*args, **kwargs)
     except Exception as error:
-        suspects = getattr(error, "suspect_ranks", ())
-        return Outcome(type(error).__name__, str(error), time.monotonic() - started, tuple(suspects))
+        took_s = time.monotonic() - started
+        check_elapsed(error, took_s - ELAPSED_WITHIN_S, took_s + ELAPSED_WITHIN_S)
+        return _outcome_of(error, took_s)
     return Outcome("ok", repr(result), time.monotonic() - started)
+
+
+def attempt_all(calls: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """Does as `attempt` with several calls of the library: an error tells of the time of the one that failed."""
+    started = time.monotonic()
+    try:
+        result = calls(*args, **kwargs)
+    except Exception as error:
+        took_s = time.monotonic() - started
+        check_elapsed(error, 0.0, took_s + ELAPSED_WITHIN_S)
+        return _outcome_of(error, took_s)
+    return Outcome("ok", repr(result), time.monotonic() - started)
+
+
+def _outcome_of(error: Exception, took_s: float) -> Outcome:
+    return Outcome(type(error).__name__, str(error), took_s, tuple(getattr(error, "suspect_ranks", ())))
+
+
+def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
+    """Asserts the bounds of a communication error's `elapsed_s`; a GroupFailedError has that of an earlier call."""
+    if isinstance(error, ps.CommunicationError) and not isinstance(error, ps.GroupFailedError):
+        assert error.elapsed_s is not None, repr(error)
+        assert max(0.0, least_s) <= error.elapsed_s <= most_s, (least_s, error.elapsed_s, most_s, repr(error))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -68,6 +68,10 @@ class OverTorch:
         self.world_size = len(self.ranks)
         self.first_failure: dist.DistBackendError | None = None
         self.route = self
+
+    def make_sub_group(self, ranks: Iterable[int]) -> OverTorch:
+        """Every rank of this group is in it."""
+        return OverTorch(dist.new_group([self.ranks[rank] for rank in ranks]))
 
     def _run(self, call: Callable[[], T]) -> T:
         try:

@@ -27,6 +27,7 @@ from tests.failure.ranks import Ranks
 from tests.failure.test_killed import (
     LOOPS_S,
     POISONED_WITHIN_S,
+    check_elapsed_in,
     check_row_04,
     check_row_16,
     killed_in,
@@ -95,7 +96,17 @@ def test_row_46_as_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, opera
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
-@pytest.mark.parametrize("waits", ["recv", "recv of an object", "irecv", "broadcast of an object", "send, ring full"])
+def test_row_46_as_row_03_errors_count_from_the_begin_of_their_calls(ranks: Ranks, tmp_path: Path) -> None:
+    check_elapsed_in(ranks, HERE, OVER_TORCH, tmp_path)
+
+
+WAITS = (
+    "recv", "recv of an object", "irecv", "broadcast of an object", "send, ring full", "all_reduce", "all_reduce_async",
+    "barrier", "all_gather of an object",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("waits", WAITS)
 def test_row_46_as_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, waits: str) -> None:
     check_row_04(ranks, tmp_path, waits, OVER_TORCH)
 

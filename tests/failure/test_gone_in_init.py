@@ -19,7 +19,7 @@ from parallel_state import state
 from parallel_state.groups import world
 from parallel_state.startup import reachability
 from parallel_state.startup.rendezvous import _Meeting
-from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.attempts import Outcome, attempt, attempt_all, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import torch_world
 from tests.failure.ranks import Ranks
@@ -81,7 +81,7 @@ def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) 
     _die_at(stage, victims, folder)
     with environment(PARALLEL_STATE_START_TIMEOUT_S=str(START_S)):
         if stage == "exchange of the backend":
-            told = attempt(lambda: torch_world(port).__enter__())
+            told = attempt_all(lambda: torch_world(port).__enter__())
         else:
             method = "env://" if port is None else f"tcp://127.0.0.1:{port}"
             told = attempt(ps.init_distributed_environment, size, rank, method, timeout=START_S)

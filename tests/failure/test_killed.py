@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import parallel_state as ps
-from tests.contract.attempts import attempt
+from tests.contract.attempts import Outcome, attempt
 from tests.contract.test_rendezvous import held_port
 from tests.failure.calls import calls_on
 from tests.failure.ranks import KILLED, Ranks
@@ -33,6 +34,8 @@ from tests.failure.worlds import (
 
 POISONED_WITHIN_S = 0.010
 LOOPS_S = 0.05
+WAITED_S = 1.6
+"""Longer than `attempt` lets an error's `elapsed_s` be wrong."""
 
 
 def killed_in(
@@ -106,9 +109,40 @@ def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str,
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
+def wait_in_every_call(operations: tuple[str, ...], route: str, folder: str) -> dict[str, Outcome]:
+    """Waits for rank 1 in each operation at once, in groups and threads of their own, until that rank is killed."""
+    with world_over(route, timeout_s=LONG_TIMEOUT_S) as world:
+        groups = {name: world.make_sub_group(range(world.world_size)) for name in operations}
+        for group in groups.values():
+            assert group is not None
+            group.barrier()
+        if world.rank == 1:
+            time.sleep(WAITED_S)
+            kill_me()
+        calls = {name: calls_of_all(group)[name] for name, group in groups.items() if group is not None}
+        with ThreadPoolExecutor(len(calls)) as threads:
+            outcomes = {name: threads.submit(attempt, call) for name, call in calls.items()}
+        return {name: outcome.result() for name, outcome in outcomes.items()}
+
+
+def test_row_03_errors_count_from_the_begin_of_their_calls(ranks: Ranks, tmp_path: Path) -> None:
+    check_elapsed_in(ranks, OPERATIONS, "shared memory", tmp_path)
+
+
+def check_elapsed_in(ranks: Ranks, operations: tuple[str, ...], route: str, folder: Path) -> None:
+    """Asserts that ranks waited in each operation; `attempt` has compared each error's `elapsed_s`."""
+    results = ranks.survivors(wait_in_every_call, operations, route, str(folder), timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 2, 3]
+    for name in set(operations) - {"scatter"}:  # whose source is rank 0, which waits for nobody
+        outcomes = [found[name] for found in results.values()]
+        assert {outcome.kind for outcome in outcomes} <= {"ok", "PeerDiedError"}, (name, outcomes)
+        assert max(outcome.seconds for outcome in outcomes) > WAITED_S / 2, (name, outcomes)
+
+
 WAITS = (
     "recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadcast of an object", "send, ring full",
-    "recv of a dict with a spec", "broadcast of a dict with a spec",
+    "recv of a dict with a spec", "broadcast of a dict with a spec", "all_reduce", "all_reduce_async", "barrier",
+    "all_gather of an object",
 )  # fmt: skip
 DICT = {"x": torch.ones(4)}
 SPEC = ps.TensorDictSpec.of(DICT)
@@ -128,7 +162,7 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
             group.send(torch.ones(4), 0) if rank else group.recv((4,), torch.float32, 1)
         group.barrier()
         if rank == 3:
-            time.sleep(LOOPS_S)
+            time.sleep(WAITED_S)
             Path(folder, "3").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         told = None
@@ -143,10 +177,14 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
                 "recv of a dict with a spec": lambda: group.recv_tensor_dict(1, spec=SPEC),
                 "broadcast of a dict with a spec": lambda: group.broadcast_tensor_dict(None, 1, spec=SPEC),
                 "send, ring full": lambda: group.send(torch.ones(1 << 22), 1),
+                "all_reduce": lambda: group.all_reduce(torch.ones(4)),
+                "all_reduce_async": lambda: group.all_reduce_async(torch.ones(4)).wait(),
+                "barrier": group.barrier,
+                "all_gather of an object": lambda: group.all_gather_object(0),
             }[waits]
             told = until_it_fails(group, call)
         else:
-            time.sleep(1.5)
+            time.sleep(WAITED_S + 1.5)
         left = time.monotonic()
     return None if told is None else (told, time.monotonic() - left)
 

@@ -8,6 +8,7 @@ broadcast, may come through: then its next call fails, with both names.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -223,11 +224,13 @@ def _all_pairs(route: str, pairs: list[tuple[str, str]]) -> list[Outcome]:
         return [in_a_group(route, world, METHODS[other if world.rank == ODD else usual]) for usual, other in pairs]
 
 
-def in_a_group(route: str, world: ps.GroupCoordinator, call: Call) -> Outcome:
+def in_a_group(route: str, world: ps.GroupCoordinator, call: Call, pause_s: float = 0.0) -> Outcome:
+    """Makes a group, and the call `pause_s` later."""
     with environment(**settings_of(route)):
         group = world.make_sub_group(range(SIZE))
     assert group is not None
     try:
+        time.sleep(pause_s)
         return _told(group, call)
     finally:
         group.destroy()

@@ -105,12 +105,9 @@ def _others_come_later() -> Outcome:
     with world_over("gloo", timeout_s=TIMEOUT_S) as world:
 
         def call(group: ps.GroupCoordinator) -> object:
-            if group.rank == 0:
-                return TRANSFERS["recv"](group)
-            time.sleep(LONG_WAIT_S)
-            return METHODS["all_gather"](group)
+            return TRANSFERS["recv"](group) if group.rank == 0 else METHODS["all_gather"](group)
 
-        told = in_a_group("gloo", world, call)
+        told = in_a_group("gloo", world, call, LONG_WAIT_S if world.rank else 0.0)
         time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)  # others ask rank 0's store
         return told
 

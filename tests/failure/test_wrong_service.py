@@ -142,7 +142,7 @@ class Slow:
         time.sleep(2.5)  # the interpreter's modules are taken apart
 
 sys.slow = Slow()
-in_thread(lambda: dist.HashStore().wait(["key"], timedelta(seconds=1)), "parallel_state-late")
+in_thread(lambda: dist.HashStore().wait(["key"], timedelta(seconds=1)), "late")
 print("exits", flush=True)
 sys.exit(3)
 """

@@ -25,8 +25,6 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("backend_type_map", dict),
     ):
         monkeypatch.setattr(dist.Backend, name, value(getattr(dist.Backend, name)))
-    for module in (dist, dist.distributed_c10d):  # registering wraps it
-        monkeypatch.setattr(module, "monitored_barrier", dist.monitored_barrier)
     dist.Backend._plugins.pop("PARALLEL_STATE")
     dist.Backend.backend_list.remove("parallel_state")
     monkeypatch.delattr(dist.Backend, "PARALLEL_STATE")

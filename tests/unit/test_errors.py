@@ -19,6 +19,7 @@ import device_communicators
 import parallel_state
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
+    CommunicationError,
     GroupFailedError,
     LaunchError,
     ParallelStateError,
@@ -144,3 +145,17 @@ def test_error_of_ends_on_a_ring_of_causes() -> None:
     first, second = ValueError(), KeyError()
     first.__cause__, second.__cause__ = second, first
     assert parallel_state.error_of(first) is None
+
+
+def test_the_time_of_an_error_is_that_of_its_call_in_its_text_too() -> None:
+    """Asking other ranks for the cause takes time, and the text is written before. Only the call's own time changes."""
+    text = "barrier of group 'tp:0' failed after 0.012 s: global rank 2 gave up, because it failed after 3.000 s"
+    error = PeerDiedError(text, elapsed_s=0.012)
+    error.set_elapsed(1.6543)
+    assert error.elapsed_s == 1.6543
+    assert str(error) == text.replace("0.012", "1.654")
+    error.set_elapsed(1.0)  # a step of the call
+    assert error.elapsed_s == 1.6543
+    unknown = CommunicationError("ranks differ")
+    unknown.set_elapsed(0.5)
+    assert (unknown.elapsed_s, str(unknown)) == (0.5, "ranks differ")

@@ -51,6 +51,44 @@ print(json.dumps(
 ))
 """
 
+LOOK_AT_TORCH = """
+import atexit, json, os, signal, sys, types, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")  # some of torch's names warn as they are read
+calls = []
+def count(module, name):
+    original = getattr(module, name)
+    def counted(*args, **options):
+        calls.append(f"{name}{args}")
+        return original(*args, **options)
+    setattr(module, name, counted)
+count(os, "register_at_fork")
+count(atexit, "register")
+count(signal, "signal")
+def look():
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for name, value in vars(module).items():
+                found[f"{module_name}.{name}"] = value
+                if isinstance(value, type) and value.__module__ == module_name:
+                    found.update({f"{module_name}.{name}.{inner}": each for inner, each in vars(value).items()})
+    return found
+def backends():
+    return {name: len(value) for name, value in vars(dist.Backend).items() if isinstance(value, (dict, list))}
+before, backends_before = look(), backends()
+import device_communicators, parallel_state
+after, backends_after = look(), backends()
+parents = {name.rpartition(".")[0] for name in before}
+print(json.dumps({
+    "changed": [name for name in before if after.get(name) is not before[name]],
+    "new": sorted(name for name in set(after) - set(before) if name.rpartition(".")[0] in parents),
+    "calls": calls,
+    "backends": {name: count - backends_before[name] for name, count in backends_after.items()},
+    "plugin": "PARALLEL_STATE" in dist.Backend._plugins,
+}))
+"""
+
 BLOCK = """
 import sys
 class Block:
@@ -89,6 +127,23 @@ def test_import_leaves_alone(looks: dict[str, Any]) -> None:
 
 def test_import_does_not_initialise_torch_distributed(looks: dict[str, Any]) -> None:
     assert not looks["initialized"]
+
+
+def test_import_changes_nothing_of_torch_but_its_backends() -> None:
+    """Up to torch 2.13 the import registers the backend "parallel_state": torch finds it no other way.
+
+    The other names that torch gains are the namespaces of the registered ops.
+    """
+    found = json.loads(run(LOOK_AT_TORCH).splitlines()[-1])
+    assert found["changed"] == []
+    assert found["new"] == [
+        "torch.distributed.distributed_c10d.Backend.PARALLEL_STATE",
+        "torch.ops.parallel_state",
+        "torch.ops.parallel_state_python",
+    ]
+    assert found["plugin"]
+    assert set(found["backends"].values()) <= {0, 1}
+    assert found["calls"] == []
 
 
 NOT_BROUGHT = (

@@ -138,5 +138,5 @@ def test_a_room_has_the_unit_tests_that_import_it_most() -> None:
     files = {path for lane in chosen for path in lane.paths}
     assert all(lanes.room_of(ROOT / path) == "layout" for path in files)
     assert {Path(path).name for path in files} >= {"test_layout.py", "test_axes.py"}
-    with pytest.raises(SystemExit, match="no unit test is of the room 'attic'; rooms with tests: .*layout"):
+    with pytest.raises(SystemExit, match=r"no unit test is of the room 'attic'; rooms with tests: .*layout"):
         lanes.lanes_of_room("attic")

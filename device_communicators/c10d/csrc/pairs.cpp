@@ -1,5 +1,7 @@
 #include "pairs.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -334,7 +336,14 @@ void Pairs::note_failure(QueueStatus status, bool sends, int peer, const QueueRe
 }
 
 void Pairs::fail(const char* operation, PairFailure failure, const Held& first) {
-  if (first) failure.elapsed_s = seconds(Clock::now() - first->started);
+  if (first) {
+    failure.elapsed_s = seconds(Clock::now() - first->started);
+  } else {  // between two messages: the error is that of the peer's oldest transfer, and of all others that it ends
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto at = std::find_if(open_.begin(), open_.end(), [&](const Held& held) { return held->peer == failure.peer; });
+    if (at == open_.end()) at = open_.begin();
+    if (at != open_.end()) failure.elapsed_s = seconds(Clock::now() - (*at)->started);
+  }
   const std::exception_ptr error = raise_(operation, failure);
   if (failure.status != QueueStatus::kInterrupted) return fail_all(error);
   // What the handler of a signal has raised is for the call that it interrupted.
@@ -470,6 +479,7 @@ void Pairs::look_for_losses() {
 }
 
 void Pairs::serve() {
+  pthread_setname_np(pthread_self(), "ps-transfers");  // at most 15 bytes
   library_->wait_gently(1);
   auto nap = std::chrono::duration_cast<std::chrono::microseconds>(kShortestNap);
   auto next_look = Clock::now() + kBetweenLooks;

@@ -208,6 +208,7 @@ bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
 }
 
 void Lane::serve() {
+  pthread_setname_np(pthread_self(), "ps-lane");
   wait_gently_(1);
   std::unique_lock<std::mutex> lock(mutex_);
   int looks = 0;

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "forks.h"
 #include "messages.h"
@@ -34,21 +35,24 @@ const auto& find_op(const char* space) {
   return found;
 }
 
+thread_local double began_s = 0;  // from a call of `carried` that returned false to the twin
+
 // The op's Python twin.
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
   struct Twin : Op {};
-  const struct Forget {  // an overlap that this call has met is not the next one's
-    ~Forget() { note_overlap(nullptr); }
-  } forget;
+  const Repetition repetition{std::exchange(began_s, 0)};
   return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
 }
 
 // Whether a group carried an op that `call` calls on it. False, too, where nobody serves the group.
 template <typename Call>
 bool carried(string_view group, Call call) {
+  const double left_s = take_left_to_op(), called_s = left_s == 0 ? coarse_now_s() : left_s;
   const std::shared_ptr<Served> served = find_served(group);
-  return served != nullptr && call(*served) == Carried::kYes;
+  if (served != nullptr && call(*served) == Carried::kYes) return true;
+  began_s = called_s;
+  return false;
 }
 
 struct AllReduce {
@@ -360,6 +364,7 @@ struct OfList {
   using Signature = void(at::TensorList, Tensor&, string_view, std::int64_t, string_view);
 
   static bool carried(at::TensorList x, string_view form, std::int64_t peer, string_view group) {
+    const double called_s = coarse_now_s();
     const std::shared_ptr<Served> served = find_served(group);
     if (served == nullptr || peer < 0 || peer >= served->handle().size()) return false;
     std::vector<char> head;
@@ -373,7 +378,9 @@ struct OfList {
     }
     if (!write_list_head(form, sizes, &head)) return false;
     pieces[0] = {head.data(), head.size()};
-    return kCarry(*served, static_cast<int>(peer), pieces) == Outcome::kDone;
+    if (kCarry(*served, static_cast<int>(peer), pieces) == Outcome::kDone) return true;
+    began_s = called_s;
+    return false;
   }
 };
 

@@ -226,6 +226,8 @@ void ps_group_failure(std::uint64_t group, std::int64_t* out) {
 // What the next collectives of this thread are told as where they are of the same class; 0: as what they are.
 void ps_call_as(int method) { call_as(method); }
 
+double ps_repeated_since_s() { return repeated_since_s(); }
+
 // From the first of these to the second no other thread begins a call of the group. The first: kBusy where one is under
 // way.
 int ps_group_enter(std::uint64_t group) {

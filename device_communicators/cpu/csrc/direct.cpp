@@ -227,9 +227,7 @@ class Given {
 
   // What the op's twin makes of the call.
   void* in_python() const {
-    const struct Forget {  // an overlap that this call has met is not the next one's
-      ~Forget() { note_overlap(nullptr); }
-    } forget;
+    const Repetition repetition{began_s_};
     std::array<void*, kMost> objects{};
     std::copy(objects_, objects_ + count_, objects.begin());
     void* const resolved = resolved_at_ < 0 ? nullptr : calling.make_integer(resolved_);
@@ -248,12 +246,16 @@ class Given {
     return same(object);
   }
 
+  // As `in_python`, by the registered op, which the method calls next.
+  void leave_to_op() const { parallel_state::leave_to_op(began_s_); }
+
   void* object(int at) const { return objects_[at]; }
   void* none() const { return facts->none; }
 
  private:
   static constexpr std::ptrdiff_t kMost = 8;
 
+  const double began_s_ = coarse_now_s();
   void* const twin_;
   void* const* const objects_;
   const std::ptrdiff_t count_;
@@ -524,6 +526,7 @@ void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
     Tensor out;
     const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
     // The op, which the method calls then, tries again, and its twin finds out why not.
+    if (carried == Carried::kFailed) given.leave_to_op();
     return carried == Carried::kYes ? facts->wrap(out) : not_mine();
   });
 }

@@ -181,6 +181,8 @@ namespace {
 
 thread_local const Handle* overlapped = nullptr;  // only compared
 thread_local std::uint64_t called_as = 0;
+thread_local double began_s = 0;
+thread_local double left_to_op_s = 0;
 thread_local const Handle* held = nullptr;  // only compared
 
 }  // namespace
@@ -206,6 +208,21 @@ bool take_overlap(const Handle* handle) {
   overlapped = nullptr;
   return found;
 }
+
+Repetition::Repetition(double began) : outer_s_(began_s) {
+  if (began_s == 0) began_s = began;
+}
+
+Repetition::~Repetition() {
+  began_s = outer_s_;
+  note_overlap(nullptr);  // an overlap that this call has met is not the next one's
+}
+
+double repeated_since_s() { return began_s; }
+
+void leave_to_op(double began) { left_to_op_s = began; }
+
+double take_left_to_op() { return std::exchange(left_to_op_s, 0); }
 
 void call_as(int method) { called_as = static_cast<std::uint64_t>(method); }
 

@@ -309,6 +309,26 @@ class Transfer {
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
+// Exists while the Python twin of an op runs, which repeats the op's call from its begin. `began_s`: when the op was
+// called, on the monotonic clock; the twin's errors count from there. What the op noted for its twin ends with it.
+class Repetition {
+ public:
+  explicit Repetition(double began_s);
+  ~Repetition();
+  Repetition(const Repetition&) = delete;
+  Repetition& operator=(const Repetition&) = delete;
+
+ private:
+  const double outer_s_;  // of the twin that called this op, which began earlier
+};
+
+// When the op was called that this thread repeats in Python; 0 outside of such a call.
+double repeated_since_s();
+
+// Notes when a call began that failed and that this thread's next op repeats. It is taken once; 0: there is none.
+void leave_to_op(double began_s);
+double take_left_to_op();
+
 // See ps_call_as.
 void call_as(int method);
 Told as_called(Told told);

@@ -19,13 +19,13 @@ import argparse
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
 import msgspec
 
 from device_communicators.base.errors import LayoutError, ParallelStateError, SettingError
+from device_communicators.base.helper_threads import HelperThread
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup import environment
@@ -122,12 +122,11 @@ def _end_at_last(limit_s: float) -> None:
     """Ends this process where it hangs in something without a deadline of its own: others have named it by then."""
 
     def end() -> None:
+        time.sleep(limit_s)
         print(f"{PROGRAM}: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
         os._exit(EXIT_CODES[ERROR])
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
+    HelperThread("check-limit", end).start()
 
 
 def _ranks_for(sizes: dict[str, int], order: str | None) -> int:

@@ -13,12 +13,12 @@ import secrets
 import socket
 import statistics
 import struct
-import threading
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import connect_to
 from parallel_state.tools.check.facts import Facts, Link
 
@@ -50,7 +50,7 @@ class Listener:
             self.problem = error.strerror or str(error)
             return
         self.entry = [address, str(self._socket.getsockname()[1]), self._token.hex()]
-        threading.Thread(target=self._accept, args=(self._socket,), daemon=True, name="parallel_state-check").start()
+        HelperThread("check", self._accept, self._socket).start()
 
     def close(self) -> None:
         if self._socket is not None:
@@ -62,7 +62,7 @@ class Listener:
         with contextlib.suppress(OSError):
             while True:
                 peer, _ = listener.accept()
-                threading.Thread(target=self._answer, args=(peer,), daemon=True, name="parallel_state-check").start()
+                HelperThread("check-answer", self._answer, peer).start()
 
     def _answer(self, peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError, struct.error):

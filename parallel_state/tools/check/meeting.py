@@ -280,7 +280,7 @@ def _tcp_store(address: tuple[str, int], limit_s: float, listen_fd: int | None =
 
 
 def _within(limit_s: float, make: Callable[[], T]) -> T:
-    future = in_thread(make, "parallel_state-check-store")
+    future = in_thread(make, "check-store")
     if not wait([future], limit_s).done:
         raise TimeoutError("what is there doesn't answer")
     return future.result()

@@ -224,7 +224,7 @@ class Session:
         options = self.options
         until = time.monotonic() + left_s
         run = partial(traffic.run, options.sizes, options.order, left_s, options.quick, note)
-        future = in_thread(run, "parallel_state-check-traffic")
+        future = in_thread(run, "check-traffic")
         if not wait([future], max(0.1, until + 0.3 - time.monotonic())).done:
             return Traffic(problem=f"it wasn't done within {left_s:.0f} s", stage=stage)
         return future.result()

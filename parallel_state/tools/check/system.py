@@ -69,7 +69,7 @@ def collect(deadline: float) -> Facts:
         "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
         "compiled": compiled_part, "address": interfaces.whereabouts, "name": _own_name,
     }  # fmt: skip
-    running = {name: in_thread(read, f"parallel_state-check-{name}") for name, read in parts.items()}
+    running = {name: in_thread(read, f"check-{name}") for name, read in parts.items()}
     for name, future in running.items():
         value, problem = _result(future, max(0.05, deadline - time.monotonic()))
         if problem:
@@ -84,7 +84,7 @@ def collect(deadline: float) -> Facts:
             setattr(found, name, value)
     with_own_gpu(found)
     if found.place.master_addr:
-        names = in_thread(lambda: _resolve(found.place.master_addr), "parallel_state-check-master")
+        names = in_thread(lambda: _resolve(found.place.master_addr), "check-master")
         resolved, problem = _result(names, max(0.5, min(3.0, deadline - time.monotonic())))
         found.network.master_resolves_to = resolved or []
         if problem:
