@@ -127,12 +127,12 @@ SECOND = (
     Step("host", 60, "collectives.py",
          ["--device", "cuda", "--modes", "eager", "graph", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
          ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES], environment=SHARED, under_mps=True, shown=2500),
+    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
     Step("tune", 60, "", [*_TUNE, "--rounds", "10", "--proof-calls", "20000", "--sizes", "8192", "65536", "1048576"],
          environment=SHARED, under_mps=True),
     Step("mps", 70, tests=_of("peer_memory", f"{_BITS}[2]", f"{_GRAPH}[2]"), under_mps=True),
     Step("demo", 60, tests=_of("programs", "the_demo[--cuda-graph]")),
     Step("command", 40, "", ["-m", "parallel_state", "check", "--quick"], ["-m", "parallel_state", "check", "--quick"]),
-    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
 )  # fmt: skip
 """One pytest process for each step with tests: those that may hang, or need a daemon, are alone in theirs."""
 
@@ -226,15 +226,19 @@ class Proof:
 
     def _lost(self, tests: Sequence[str]) -> list[str]:
         """Returns the names that aren't those of tests: given one, pytest runs nothing at all."""
-        return [name for name in tests if name not in self._collected]
+        return [name for name in tests if self._collected and name not in self._collected]
 
     @cached_property
     def _collected(self) -> frozenset[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
         variables = {**self._variables, "FAILURE_TESTS": "long"}  # else a dry run leaves repeats out
-        done = subprocess.run(
-            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False
-        )
+        left_s = DRY_TIMES * 60 if self.dry else max(min(60.0, self._end - time.monotonic()), 1.0)
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=left_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return frozenset()
         return frozenset(line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line)
 
     def _verdict(self, step: Step, outcome: str, reason: str, said: str = "", **facts: Any) -> str:
@@ -433,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.what in ("prepare", "machine", "compile"):
         does = {"prepare": lambda: prepare(options.model), "machine": lambda: machine(options.dry)}
-        return does.get(options.what, lambda: compiled(options.arch, options.dry))()
+        return does.get(options.what, lambda: compiled(options.arch))()
     if options.out is None:
         parser.error("the folder of the evidence is missing")
     if not options.dry:

@@ -131,7 +131,9 @@ def _no_peers(context: GroupContext) -> str | None:
         return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
     memory = context.host_memory
     if memory is not None and memory.problem is not None:
-        return None  # the CPU's memory isn't needed; whether one host has all their GPUs is asked of the drivers
+        return (
+            None  # the CPU's memory isn't needed; `peer.thresholds` asks the drivers whether all GPUs are on one host
+        )
     return _no_shared_memory(context)
 
 

@@ -42,8 +42,8 @@ logger = logging.getLogger("parallel_state")
 
 REMIND_S = 10.0
 _WAITING_FOR_GRAPHS = (
-    "torch.distributed has been ending its process group for %g s. NCCL ends none that a CUDA graph still uses: delete "
-    "the graphs before the group is destroyed"
+    "destroy_process_group has taken %g s. If a CUDA graph still uses the group, NCCL waits for it: delete the graph "
+    "before the group is destroyed"
 )
 _ALL = "2.11, 2.13, 2.15"
 NAMES: dict[str, str] = {
@@ -338,7 +338,7 @@ def name_ranks(group: Any) -> None:
     """Tells the default group's NCCL its ranks, before the group is split.
 
     torch leaves them out, and takes them from the number of NCCL groups that the process has had: in a second world it
-    reads past the end of an empty list, and the process dies (pytorch #192109; seen with 2.11).
+    reads past the end of an empty list, and the process dies (pytorch #192109; seen with 2.11). Not run on a GPU.
     """
     options = group._get_backend(torch.device("cuda")).options
     if not options.global_ranks_in_group:
@@ -354,7 +354,7 @@ def mark_written(x: Tensor) -> None:
 def end_process_groups(group: Any = None) -> None:
     """Ends a process group, or all of them, as `dist.destroy_process_group`.
 
-    NCCL waits there for ever while a CUDA graph uses the group; the log says so after some seconds.
+    NCCL waits there without a limit while a CUDA graph uses the group. After some seconds the log says so.
     """
     ended = threading.Event()
 

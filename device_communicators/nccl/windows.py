@@ -64,7 +64,7 @@ class Ledger:
         self.blocks: dict[int, Block] = {}
         """The parts that are taken, by number."""
         self.digest = 0
-        """Of all changes so far: one that a rank missed, by an interrupt say, shows at the next."""
+        """Of all changes so far. If a rank missed one, digests differ at the next allocation."""
 
     def take(self, size_bytes: int) -> int | None:
         """Takes the first free part that is large enough, and returns its number. None if there is none."""
@@ -131,6 +131,8 @@ class Windows:
         self._ledger = Ledger()
         self._addresses: list[int] = []
         """Of each window, on this rank."""
+        self._refused: list[int] = []
+        """Memory that isn't in a window of all ranks, as one of them couldn't register its own."""
         self._returned: deque[int] = deque()
         """Blocks that this rank has let go of since it last looked."""
         self._free: set[int] = set()
@@ -209,6 +211,7 @@ class Windows:
 
     def _add_window(self, size_bytes: int, limit_bytes: int, register: Callable[[int, int], str | None]) -> bool:
         """Makes a window on all ranks, or on none."""
+        free_closed()
         window_bytes = self._ledger.next_window(size_bytes, limit_bytes)
         if window_bytes is None:
             self._warn(f"{settings.SYMMETRIC_BYTES.name}, {limit_bytes} bytes, or {MOST_BLOCKS} tensors are used up")
@@ -228,7 +231,8 @@ class Windows:
                 return False
             why = register(address.value or 0, window_bytes) or ""
         problem = self._agree(why)
-        if problem is not None:  # the memory stays: it may be registered here
+        if problem is not None:  # it may be registered here, until the communicator ends
+            self._refused.append(address.value or 0)
             self._give_up(problem)
             return False
         self._addresses.append(address.value or 0)
@@ -292,12 +296,14 @@ class Windows:
         return ""
 
     def close(self, deregistered: bool) -> None:
-        """Frees the memory, or at a later group's end what tensors still use. Twice is fine.
+        """Frees unused windows. Those with live tensors are freed when a later group closes or needs a window.
 
-        Unless `deregistered`, kernels that were aborted may still use it: it is left to the process.
+        Unless `deregistered`, kernels that were aborted may still use the memory: it is left to the process. Twice is
+        fine.
         """
         self.problem = self.problem or "the group was closed"
-        if deregistered and self._addresses:
+        is_open = vars(self).pop("_context", None) is not None  # process groups, which mustn't outlive the group
+        if is_open and deregistered:
             with _LOCK:
                 _CLOSED.append(self)
         free_closed()
@@ -307,13 +313,15 @@ class Windows:
         self._collect()
         used = {block.window for number, block in self._ledger.blocks.items() if number not in self._free}
         unused = [at for at, address in enumerate(self._addresses) if address and at not in used]
-        if unused and not self._streams.is_capturing():
+        if (unused or self._refused) and not self._streams.is_capturing():
             with self._streams.guard():
                 self._streams.synchronize()
                 for at in unused:
                     self._library.ncclMemFree(self._addresses[at])
                     self._addresses[at] = 0
-        return not any(self._addresses)
+                while self._refused:
+                    self._library.ncclMemFree(self._refused.pop())
+        return not any(self._addresses) and not self._refused
 
 
 _LOCK = threading.Lock()

@@ -645,12 +645,12 @@ class Route:
         """Closes the communicators and lets go of the process groups, which are the coordinator's. Twice is fine."""
         if not self.closed:
             self.closed = True
-            if self._was_captured:
-                gc.collect()  # NCCL waits for graphs, and an exception within a capture leaves one in a cycle
             with ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
                 stack.callback(self._let_go)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)
+                if self._was_captured:  # NCCL waits for graphs, and an exception within a capture leaves one in a cycle
+                    stack.callback(gc.collect)
                 stack.callback(setattr, self, "communicators", ())
                 self.serve_ops(False)
 

@@ -85,7 +85,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self._facts: _Facts | None = None
         self.straight: Callable[[Any], Any] = _not_here
-        """Returns its argument if torch would do nothing before the kernel of an op on that tensor, on any device."""
+        """Returns its argument, a tensor on any device, if an op's dispatch has no effect. A call may skip it then."""
         for name in self.__class__.__annotations__:
             setattr(self, name, _not_here)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,12 @@ class GpuRanks(WorkerPool):
     def _collect(self, timeout_s: float, grace_s: float) -> tuple[dict[int, Any], dict[int, str]]:
         limit_s = float(os.environ.get(LIMIT_S, "inf"))
         results, errors = super()._collect(min(timeout_s, limit_s), min(grace_s, limit_s))
-        late = [process for rank, process in enumerate(self._processes) if "no answer" in errors.get(rank, "")]
+        late = [
+            each for rank, each in enumerate(self._processes) if errors.get(rank, "").startswith("no answer within")
+        ]
         for process in late:  # it writes where it is
-            os.kill(process.pid, signal.SIGABRT)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGABRT)
         for process in late:
             process.join(timeout=5)
         return results, errors
@@ -142,7 +146,8 @@ def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
 
 
 def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank that writes its threads' stacks when a signal ends it."""
+    """A rank that writes its threads' stacks, and no core file, when a signal ends it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     serve(connection, variables)
 

@@ -349,10 +349,8 @@ def test_a_question_that_fails_leaves_the_others_answers(
     assert gpu_machine.machine(dry=True) == 0
 
 
-def test_a_dry_run_fails_where_the_kernels_cant_be_compiled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And says so where there is no NVRTC; on the GPU's machine that is a failure."""
+def test_a_dry_run_fails_where_the_kernels_cant_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is no NVRTC."""
     from device_communicators.peer import kernels
 
     def refuse(*_: Any) -> Any:
@@ -361,12 +359,10 @@ def test_a_dry_run_fails_where_the_kernels_cant_be_compiled(
     monkeypatch.setattr(kernels, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(kernels, "cubin", refuse)
     with pytest.raises(kernels.KernelError):
-        gpu_machine.compiled("sm_90", dry=True)
+        gpu_machine.compiled("sm_90")
     monkeypatch.setattr(kernels, "nvrtc_version", refuse)
-    assert gpu_machine.compiled("sm_90", dry=True) == 0
-    assert '{"kernels": "not compiled: no generic lambdas"}' in capsys.readouterr().out
     with pytest.raises(kernels.KernelError):
-        gpu_machine.compiled("sm_90", dry=False)
+        gpu_machine.compiled("sm_90")
 
 
 def test_a_carried_model_has_half_the_bytes(tmp_path: Path) -> None:

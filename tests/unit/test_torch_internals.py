@@ -30,7 +30,7 @@ def test_the_log_says_that_nccl_waits_for_graphs(
     torch_internals.end_process_groups()
     assert ended == [None]
     assert len(caplog.messages) == is_slow
-    assert not is_slow or "delete the graphs before the group is destroyed" in caplog.messages[0]
+    assert not is_slow or "delete the graph before the group is destroyed" in caplog.messages[0]
 
 
 class Options:

@@ -92,8 +92,8 @@ bool integer_of(void* object, std::int64_t* number) {
   return overflow == 0;
 }
 
-// Of dense tensors on one kind of device, with nothing that acts before the kernels do: lazy bits, wrappers, modes,
-// tracers.
+// Whether no dispatch key but those of autograd and autocast comes before the device's kernel: no lazy bit, wrapper,
+// mode or tracer.
 template <DispatchKey kDevice, DispatchKey kAutograd, DispatchKey kAutocast>
 bool is_plain_on(DispatchKeySet keys) {
   constexpr DispatchKeySet dense({kDevice}),
@@ -531,7 +531,7 @@ void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
   });
 }
 
-// x: returned if torch's dispatcher would do nothing before the kernel of an op on it, on whichever device.
+// x: returned if the dispatch of an op on it has no effect, on whichever device.
 void* ps_direct_straight(void*, void* const* objects, std::ptrdiff_t count) {
   return guarded([&]() -> void* {
     Given given{nullptr, objects, count};
