@@ -29,14 +29,14 @@ from device_communicators.base.errors import (
 from device_communicators.cuda.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
 from parallel_state.groups.parallel_groups import _Division
 from parallel_state.process_groups.pool import ProcessGroupPool
-from tests import nccl_stand_in
 from tests.contract.attempts import attempt
 from tests.contract.carriers import twin_of
-from tests.nccl_stand_in import StandInNccl
+from tests.internals import nccl_stand_in
+from tests.internals.nccl_stand_in import StandInNccl
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
-_ROW = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+_ROW = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
 _TOLD = "the stand-in says so"
 
 

@@ -23,8 +23,8 @@ from device_communicators.base import settings
 from device_communicators.base.errors import SettingError
 from device_communicators.cpu import native
 from tests.contract.attempts import attempt, environment, world
-from tests.contract.slot_pages import touched_slots
 from tests.extent import LONG
+from tests.internals.slot_pages import touched_slots
 from tests.workers import WorkerPool, WorkersFailedError
 
 Pools = Callable[[int], WorkerPool]

@@ -18,7 +18,6 @@ from device_communicators.cuda import nccl_library
 from device_communicators.nccl import windows
 from device_communicators.nccl.communicator import NcclCommunicator
 from device_communicators.routing.communicator import REDUCE_OPS
-from tests import nccl_stand_in
 from tests.contract.cases import (
     MOVABLE,
     REDUCIBLE,
@@ -43,6 +42,7 @@ from tests.gpu.ranks import (
     synchronize,
 )
 from tests.gpu.test_capture import graph_of
+from tests.internals import nccl_stand_in
 
 Gpus = Callable[[int], GpuRanks]
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)]
