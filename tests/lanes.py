@@ -77,24 +77,26 @@ PROGRAMS = _files(
 )  # fmt: skip
 """Contract tests of programs, rather than of ranks."""
 RANKS = _files(
-    "tests/internals", "test_areas", "test_control_store", "test_direct_calls", "test_fuzzed",
+    "tests/internals", "test_areas", "test_control_store", "test_direct_calls",
     "test_group_topology_ranks", "test_kernels", "test_message_queue", "test_nccl_windows_ranks", "test_peer_calls",
     "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_trace", "test_tune",
 )  # fmt: skip
 """Tests of internals that start ranks or take seconds: beside the contract tests."""
+FUZZING = _files("tests/internals", "test_fuzzed")
+"""Measures this process's memory, so that it runs where ranks do all the work."""
 DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
 )  # fmt: skip
 """Failure tests in which all ranks live and their calls differ: they wait for deadlines."""
 LANES = (
-    Lane("failures", ("tests/failure",), but=DISAGREEMENTS),
+    Lane("failures", ("tests/failure", *FUZZING), but=DISAGREEMENTS),
     Lane("disagreements", DISAGREEMENTS),
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane(
         "programs",
         ("tests/unit", "tests/internals", "tests/gpu", *PROGRAMS),
-        but=(*NATIVE, *RANKS, *COMPILERS),
+        but=(*NATIVE, *FUZZING, *RANKS, *COMPILERS),
         niceness=3,
     ),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=2),
@@ -114,7 +116,7 @@ CHECK = (
     Lane(
         "units",
         ("tests/unit", "tests/internals"),
-        but=(*COMPUTING, *RANKS, *_files("tests/internals", "test_bench_command", "test_benchmarks")),
+        but=(*COMPUTING, *FUZZING, *RANKS, *_files("tests/internals", "test_bench_command", "test_benchmarks")),
     ),
     Lane("computing", COMPUTING),
     Lane(
