@@ -65,7 +65,7 @@ long-lanes: $(STAMP)
 
 # A part of test-long: the C++ of the CPU path under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 sanitize: $(STAMP)
-	FAILURE_TESTS=long $(BIN)/python -m pytest tests/unit/test_cpu_sanitizers.py $(ARGS)
+	FAILURE_TESTS=long $(BIN)/python -m pytest tests/internals/test_cpu_sanitizers.py $(ARGS)
 
 # Real launchers on hosts that are network namespaces: fetches MPICH, Open MPI, Intel MPI, Ray and SLURM where it can.
 test-clusters: $(STAMP)

@@ -109,7 +109,7 @@ class EmulatedMachine:
     """The kernels on the CPU, ranks that run at once as threads. Times mean nothing."""
 
     def __init__(self) -> None:
-        from tests.cuda_on_cpu import CpuKernels
+        from tests.internals.cuda_on_cpu import CpuKernels
 
         self.device = torch.device("cpu")
         self.kernels: Launcher = CpuKernels()

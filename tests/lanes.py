@@ -64,30 +64,42 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 
 NATIVE = _files(
-    "tests/unit", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
+    "tests/internals", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
 )
 """Tests of C++ and CUDA, which wait for their compilers."""
 COMPILERS = _files(
-    "tests/contract", "test_c10d_programs", "test_collectives_ranks", "test_device_mesh", "test_examples",
+    "tests/contract", "test_c10d_programs", "test_device_mesh", "test_examples",
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
-)  # fmt: skip
+) + _files("tests/internals", "test_collectives_ranks")  # fmt: skip
 """Contract tests whose ranks need torch's compiler or FSDP: one fork server imports them."""
 PROGRAMS = _files(
-    "tests/contract", "test_bench_command", "test_benchmarks", "test_c10d_launchers", "test_docs_code",
-    "test_other_systems", "test_package", "test_torch_suite",
+    "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
 """Contract tests of programs, rather than of ranks."""
+RANKS = _files(
+    "tests/internals", "test_areas", "test_control_store", "test_direct_calls",
+    "test_group_topology_ranks", "test_kernels", "test_message_queue", "test_nccl_windows_ranks", "test_peer_calls",
+    "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_trace", "test_tune",
+)  # fmt: skip
+"""Tests of internals that start ranks or take seconds: beside the contract tests."""
+FUZZING = _files("tests/internals", "test_fuzzed")
+"""Measures this process's memory, so that it runs where ranks do all the work."""
 DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
 )  # fmt: skip
 """Failure tests in which all ranks live and their calls differ: they wait for deadlines."""
 LANES = (
-    Lane("failures", ("tests/failure",), but=DISAGREEMENTS),
+    Lane("failures", ("tests/failure", *FUZZING), but=DISAGREEMENTS),
     Lane("disagreements", DISAGREEMENTS),
-    Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),
-    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=NATIVE, niceness=3),
+    Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
+    Lane(
+        "programs",
+        ("tests/unit", "tests/internals", "tests/gpu", *PROGRAMS),
+        but=(*NATIVE, *FUZZING, *RANKS, *COMPILERS),
+        niceness=3,
+    ),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=2),
     Lane("native", NATIVE, niceness=3),
 )
@@ -96,13 +108,16 @@ of which may starve: they have deadlines, too. "compiles" has the most to do, an
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
-    "tests/unit", "test_codec", "test_codec_hostile", "test_docs", "test_engine_layouts", "test_plan",
-    "test_plan_picture", "test_wire",
+    "tests/unit", "test_docs", "test_engine_layouts",
+) + _files(
+    "tests/internals", "test_codec", "test_codec_hostile", "test_plan", "test_plan_picture", "test_wire",
 )  # fmt: skip
 """Most of the seconds of unit tests that don't wait: `make test` has them, and a room's own check."""
-UNITS = ("tests/unit",)
+UNITS = ("tests/unit", "tests/internals")
+WITH_RANKS = (*FUZZING, *RANKS, *_files("tests/internals", "test_bench_command", "test_benchmarks"))
+"""Of these folders what starts ranks, or takes seconds for each case."""
 CHECK = (
-    Lane("units", UNITS, but=COMPUTING),
+    Lane("units", UNITS, but=(*COMPUTING, *WITH_RANKS)),
     Lane(
         "some",
         (
@@ -124,7 +139,8 @@ def room_of(test: Path) -> str:
 
 def lanes_of_room(room: str) -> list[Lane]:
     """Returns two lanes of the unit tests of a room. Raises SystemExit, with the rooms, if it has none."""
-    files = sorted(path for folder in UNITS for path in (ROOT / folder).glob("test_*.py"))
+    left_out = {ROOT / path for path in WITH_RANKS}
+    files = sorted({path for folder in UNITS for path in (ROOT / folder).glob("test_*.py")} - left_out)
     found = [str(path.relative_to(ROOT)) for path in files if room_of(path) == room]
     if not found:
         known = sorted({room_of(path) for path in files} - {""})

@@ -105,7 +105,7 @@ def _rows_of_the_table() -> dict[int, list[str]]:
     """Returns the patterns of tests that docs/failures.md names in each row."""
     text = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8").partition("## The matrix")[2]
     lines = [line.split("|") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    return {int(cells[1]): re.findall(r"`((?:failure|contract|unit)/[^`]+)`", cells[-2]) for cells in lines}
+    return {int(cells[1]): re.findall(r"`((?:failure|contract|internals|unit)/[^`]+)`", cells[-2]) for cells in lines}
 
 
 def _word(table: dict[str, tuple[str, ...]], place: str, otherwise: str) -> str:
@@ -143,6 +143,7 @@ def _collect() -> list[str]:
         "-q",
         "tests/failure",
         "tests/contract",
+        "tests/internals",
         "tests/compile",
         *_LAYOUTS,
     ]

@@ -64,7 +64,7 @@ def fork_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
     also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
-    context.set_forkserver_preload([*PRELOADED, *also, "tests.preload"])
+    context.set_forkserver_preload([*PRELOADED, *also, "tests.internals.preload"])
     return context
 
 

@@ -1,6 +1,7 @@
 """`check` on hosts of this machine, with a fault in each job: each is named, with its remedy; a sound job has none.
 
-The rules by themselves, over facts that no machine here has (GPUs, InfiniBand, SMT), are in tests/unit/test_check.py.
+The rules by themselves, over facts that no machine here has (GPUs, InfiniBand, SMT), are in
+tests/internals/test_check.py.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.check_jobs import Ended, Shim, run_check
 from tests.clusters.install import missing
 from tests.extent import LONG
 from tests.hosts import INTERFACE, Host, Hosts, problem
+from tests.internals.check_jobs import Ended, Shim, run_check
 
 _PORTS = itertools.count(22_000)
 CLEAN_RUNS = 100 if LONG else 2

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from device_communicators.base.errors import SettingError
-from parallel_state.startup.environment import LOOPBACK, ProcessEnvironment, detect
+from parallel_state import ProcessEnvironment
+from parallel_state.startup.environment import LOOPBACK, detect
 from tests.clusters.cluster import JOB, PYTHON, Cluster, Ended, shell
 from tests.clusters.install import missing
 from tests.clusters.launchers import logs

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import parallel_state as ps
-from parallel_state.groups.simulated import simulated_group
+from parallel_state import simulated_group
 from tests import fp8
 from tests.compile.fuse_cases import (
     HIDDEN,

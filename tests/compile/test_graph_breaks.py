@@ -20,8 +20,8 @@ import torch._dynamo
 from torch import Tensor
 
 import parallel_state as ps
+from device_communicators import Handle
 from device_communicators.base.host_calls import host_call
-from device_communicators.routing.started import Handle
 from tests.contract.attempts import environment, world
 from tests.workers import WorkerPool
 

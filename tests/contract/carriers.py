@@ -30,7 +30,7 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators import CATALOG, GroupContext, Request, Row, build_route, register_route, unique_name
 from device_communicators.base.errors import UnsupportedError
-from parallel_state.groups.coordinator import GroupCoordinator
+from parallel_state import GroupCoordinator
 from tests.contract.cases import Form
 from tests.extent import LONG
 from tests.workers import WorkerPool

@@ -21,6 +21,7 @@ from tests.contract.cases import (
     multiplied,
     sliced,
 )
+from tests.internals.doors import op_arguments
 
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
 COPIED_BY_TORCH = tuple(dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2)
@@ -130,7 +131,7 @@ def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
 
 def _bare_op_body(member: Member) -> None:
     """The op itself takes both lists of splits or neither, and rows that all of them name."""
-    op, token, key = torch.ops.parallel_state.all_to_all, member.group._token, member.group._key
+    op, (token, key) = torch.ops.parallel_state.all_to_all, op_arguments(member.group)
     equal = [2] * member.size
     odd, even = torch.zeros(2 * member.size + 1), torch.zeros(2 * member.size)
     wrong = [(even, equal, None), (even, None, equal), (even, [], [])]

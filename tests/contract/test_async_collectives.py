@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators.routing.communicator import REDUCE_OPS
+from device_communicators import REDUCE_OPS
 from tests.contract.attempts import attempt, world
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import FLOATS, INTEGERS, Form, Unchanged, any_bytes, is_defined

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
-from tests.check_jobs import run_check
 from tests.hosts import Hosts, problem
+from tests.internals.check_jobs import run_check
 from tests.programs import FORK_SERVERS, Program
 
 _SOUND = """

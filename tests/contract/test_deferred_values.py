@@ -17,14 +17,12 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.calls.memory import DEFERRED_KEYS, as_bytes, holds_values
-from parallel_state.collectives import ops
-from parallel_state.collectives.calls import TensorCalls
-from parallel_state.messages.calls import MessageCalls
-from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state import TensorDictSpec
 from tests.contract import deferred
 from tests.contract.carriers import Carrier, Member
 from tests.contract.test_objects import own_group
 from tests.hosts import HostRanks, Hosts
+from tests.internals.doors import CALLS, OP_NAMES, call_op, written_by
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -200,10 +198,7 @@ def _broadcast_dict(member: Member, sent: dict[str, Any], out: Tensor, spec: Ten
 
 
 def _op(name: str, member: Member, *args: Any) -> None:
-    """Calls an op itself, with the token and the group where they belong."""
-    group = member.group
-    x, *others = args
-    getattr(torch.ops.parallel_state, name)(x, group._token, *others, group._key)
+    call_op(member.group, name, *args)
 
 
 WRITING = [
@@ -335,16 +330,14 @@ def test_messages_between_hosts(on_hosts: Callable[[Sequence[int]], HostRanks], 
 def test_no_call_is_left_out() -> None:
     tested = (*READING, *READING_MESSAGES, *WRITING, *WRITING_MESSAGES)
     called = {call.name for call in tested} | RECEIVING | NO_TENSORS
-    methods = {name for calls in (TensorCalls, MessageCalls) for name in vars(calls) if not name.startswith("_")}
-    assert methods - called == set()
+    assert CALLS - called == set()
 
 
 def test_every_op_that_writes_copies_back() -> None:
     """torch's own kernel for deferred tensors can't, for an op without a result."""
-    for name in ops.OP_NAMES:
+    for name in OP_NAMES:
         for space in ("parallel_state", "parallel_state_python"):
-            op = getattr(getattr(torch.ops, space), name).default
-            written = [each.name for each in op._schema.arguments if ops._is_written(each) and each.name != "token"]
+            written = written_by(name, space)
             for key in DEFERRED_KEYS:
                 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"{space}::{name}", key)
                 assert has_kernel == bool(written), (space, name, key)

@@ -79,7 +79,7 @@ SELECTED = {
     "every_op_has_a_case or (all_reduce_relu and opcheck_in_one_process)": ("tests/contract/test_ops_registration.py",),
     "new_axis or sizes_by_both_kinds or first_grid or (both_options and tile)": (
         "tests/unit/test_axes.py",
-        "tests/unit/test_plan.py",
+        "tests/internals/test_plan.py",
     ),
 }
 """Of the tests: one size of group, and what lists what there is; `-k gloo_sums` over tests/contract runs them all."""

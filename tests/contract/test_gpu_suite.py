@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from parallel_state.tools.bench.teams import python_path
-from tests import nccl_stand_in
 from tests.extent import LONG
+from tests.internals import nccl_stand_in
 from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).resolve().parents[2]

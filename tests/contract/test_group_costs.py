@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import parallel_state as ps
+from parallel_state import GroupOptions
 from parallel_state.groups.coordinator import Traits, create_group
-from parallel_state.process_groups.options import GroupOptions
 from tests.contract.attempts import Outcome, attempt, world
 from tests.workers import WorkerPool
 

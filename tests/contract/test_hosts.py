@@ -22,13 +22,18 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
-from device_communicators.base import limits
 from device_communicators.cpu import native
-from device_communicators.hierarchical import communicator, lanes
-from device_communicators.hierarchical import hosts as communicator_hosts
 from tests.contract.attempts import Outcome, attempt, world
 from tests.extent import LONG
 from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
+from tests.internals.host_faults import (
+    LEAST_CHUNK_ELEMENTS,
+    as_without_descriptors,
+    at_chunk,
+    connections_of,
+    is_meshed,
+    sent_bytes,
+)
 from tests.programs import FORK_SERVERS, Program
 
 try:
@@ -235,10 +240,10 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, o
 def _sent_by(count: int) -> dict[int, int]:
     """The bytes of an all_reduce that this rank sends, by rank."""
     group = ps.get_tp_group()
-    streams = group.route.communicators[0].hosts.leaders._streams
-    before = {rank: streams.facts(rank)[1] for rank in streams.sockets}
+    before = sent_bytes(group)
     group.all_reduce(torch.ones(count, dtype=torch.bfloat16))
-    return {rank: streams.facts(rank)[1] - sent for rank, sent in before.items()}
+    after = sent_bytes(group)
+    return {rank: after[rank] - sent for rank, sent in before.items()}
 
 
 def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -> None:
@@ -286,7 +291,7 @@ def _over_connections(count: int, placement: Sequence[int]) -> list[int]:
     handle = group.isend(x, (rank + 1) % size)
     assert torch.equal(group.recv(x.shape, x.dtype, (rank - 1) % size), inputs[rank - 1])
     handle.wait()
-    return [len(each) for each in group.route.communicators[0].hosts.leaders._streams.sockets.values()]
+    return [len(each) for each in connections_of(group).values()]
 
 
 @pytest.mark.parametrize("placement", [(0, 1), (0, 0, 1, 1)], ids=str)
@@ -304,8 +309,7 @@ def _connected_as_each_wants(wanted: Sequence[int]) -> dict[int, int]:
     assert group is not None
     x = torch.ones(1 << 20)
     assert torch.equal(group.all_reduce(x), x * len(wanted))
-    streams = group.route.communicators[0].hosts.leaders._streams
-    return {rank: len(connections) for rank, connections in streams.sockets.items()}
+    return {rank: len(connections) for rank, connections in connections_of(group).items()}
 
 
 def test_two_ranks_have_as_many_connections_as_both_want(hosts: Hosts) -> None:
@@ -320,8 +324,7 @@ def _other_ends(count: int) -> list[list[str]]:
     """Returns the addresses at which this rank's connections reach each other rank, after a large call."""
     group = ps.get_tp_group()
     assert torch.equal(group.all_reduce(torch.ones(count)), torch.full((count,), float(group.world_size)))
-    connections = group.route.communicators[0].hosts.leaders._streams.sockets.values()
-    return [[each.getpeername()[0] for each in to_one] for to_one in connections]
+    return [[each.getpeername()[0] for each in to_one] for to_one in connections_of(group).values()]
 
 
 def test_connections_go_to_all_interfaces_that_are_named() -> None:
@@ -386,21 +389,13 @@ def test_a_setting_of_one_rank_is_refused_on_all(hosts: Hosts) -> None:
 
 def _without_descriptors(victim: int) -> tuple[bool, list[float]]:
     """Rank `victim` has none left: whether this rank's group is meshed, and what comes by a send and a gather."""
-    shortage = limits.descriptor_shortage
-    if int(os.environ["RANK"]) == victim:
-        limits.descriptor_shortage = lambda needed: "none left"
-    communicator_hosts.MESHED_UNASKED = 2
-    try:
-        with world(_world_size()):
-            group = ps.get_tp_group()
-            communicator: Any = group.route.communicators[0]
-            sent = group.isend(torch.full((3,), float(group.rank)), group.next_rank_in_group)
-            received = group.recv((3,), torch.float32, group.prev_rank_in_group)
-            sent.wait()
-            gathered = group.all_to_all(torch.full((group.world_size,), float(group.rank)))
-            return communicator.hosts.is_meshed, [received.sum().item(), gathered.sum().item()]
-    finally:
-        limits.descriptor_shortage, communicator_hosts.MESHED_UNASKED = shortage, 32
+    with as_without_descriptors(int(os.environ["RANK"]) == victim), world(_world_size()):
+        group = ps.get_tp_group()
+        sent = group.isend(torch.full((3,), float(group.rank)), group.next_rank_in_group)
+        received = group.recv((3,), torch.float32, group.prev_rank_in_group)
+        sent.wait()
+        gathered = group.all_to_all(torch.full((group.world_size,), float(group.rank)))
+        return is_meshed(group), [received.sum().item(), gathered.sum().item()]
 
 
 @pytest.mark.parametrize("victim", [-1, 2])
@@ -575,16 +570,9 @@ def _dying_in(stage: str, victim: int) -> Outcome:
     with world(_world_size()):
         group = ps.get_tp_group()
         if group.rank == victim:
-            run, calls = getattr(lanes._Chunk, stage), itertools.count()
-
-            def run_or_die(*args: object) -> object:
-                if next(calls) == 2 * 8 + 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return run(*args)
-
-            setattr(lanes._Chunk, stage, run_or_die)
+            at_chunk(stage, 2 * 8 + 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
         for _ in range(50):
-            outcome = attempt(group.all_reduce, torch.ones(8 * communicator.LEAST_CHUNK_ELEMENTS))
+            outcome = attempt(group.all_reduce, torch.ones(8 * LEAST_CHUNK_ELEMENTS))
             if outcome.kind != "ok":
                 break
         return outcome

@@ -29,9 +29,7 @@ import torch.distributed as dist
 import parallel_state
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import ConfigMismatchError, InvalidArgumentError, LaunchError, RendezvousError
-from parallel_state import GroupOptions
-from parallel_state.launch.config import LaunchConfig
-from parallel_state.launch.launcher import launch
+from parallel_state import GroupOptions, LaunchConfig, launch
 from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError
-from parallel_state.groups.coordinator import GroupCoordinator
+from parallel_state import GroupCoordinator
 from tests.contract.test_objects import DEADLINE_S, Pools, own_group, same
 
 ROWS = 64 << 10  # of 4 bytes each: 256 KiB

@@ -26,17 +26,15 @@ from device_communicators.base.errors import (
     PeerDiedError,
     UnsupportedError,
 )
-from device_communicators.cuda.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
-from parallel_state.groups.parallel_groups import _Division
-from parallel_state.process_groups.pool import ProcessGroupPool
-from tests import nccl_stand_in
 from tests.contract.attempts import attempt
 from tests.contract.carriers import twin_of
-from tests.nccl_stand_in import StandInNccl
+from tests.internals import nccl_stand_in
+from tests.internals.divisions import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR, dividing
+from tests.internals.nccl_stand_in import StandInNccl
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
-_ROW = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+_ROW = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
 _TOLD = "the stand-in says so"
 
 
@@ -625,15 +623,11 @@ def _asked_to_divide_body(library: str) -> dict[str, tuple[int | None, int]]:
     try:
         world = ps.get_world_group()
         world.route = Asked(world.context, world.route.communicators, {})
-        ProcessGroupPool.divides = lambda self, options: True  # type: ignore[method-assign]
-        ps.initialize_model_parallel(2, 2, context_parallel_size=1)
+        with dividing():
+            ps.initialize_model_parallel(2, 2, context_parallel_size=1)
         return asked
     finally:
-        ProcessGroupPool.divides = _DIVIDES  # type: ignore[method-assign]
         ps.destroy_distributed_environment()
-
-
-_DIVIDES = ProcessGroupPool.divides
 
 
 def test_groups_that_are_made_at_start_are_divided_from_the_world(stand_in: str) -> None:
@@ -651,11 +645,6 @@ def test_groups_that_are_made_at_start_are_divided_from_the_world(stand_in: str)
 def _order_of_making_body() -> list[str]:
     """What all ranks make together, in order: process groups, and divisions of the world's communicator."""
     log: list[str] = []
-    acquire, is_lazy = ProcessGroupPool.acquire, _Division._is_lazy
-
-    def acquired(pool: Any, *args: Any, **options: Any) -> Any:
-        log.append("process group")
-        return acquire(pool, *args, **options)
 
     class Asked(Route):
         def divide(self, part: Route | None, color: int) -> None:
@@ -665,14 +654,10 @@ def _order_of_making_body() -> list[str]:
     try:
         world = ps.get_world_group()
         world.route = Asked(world.context, world.route.communicators, {})
-        ProcessGroupPool.divides = lambda self, options: True  # type: ignore[method-assign]
-        ProcessGroupPool.acquire = acquired  # type: ignore[method-assign]
-        _Division._is_lazy = lambda self, name: False  # type: ignore[method-assign]
-        ps.initialize_model_parallel(1, 3, eager=True)
+        with dividing(lambda: log.append("process group")):
+            ps.initialize_model_parallel(1, 3, eager=True)
         return log
     finally:
-        ProcessGroupPool.divides, ProcessGroupPool.acquire = _DIVIDES, acquire  # type: ignore[method-assign]
-        _Division._is_lazy = is_lazy  # type: ignore[method-assign]
         ps.destroy_distributed_environment()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
-import struct
 import sys
 import threading
 import time
@@ -21,16 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
+from device_communicators import GroupContext, Handle, Route
 from device_communicators.base import settings
-from device_communicators.calls.user_call import UserCall
-from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.route import Handle, Route
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group
-from parallel_state.messages import wire
-from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.codec.values import to_msgpack
-from parallel_state.messages.transports import QueueTransport
-from parallel_state.process_groups.options import GroupOptions
+from parallel_state import GroupCoordinator, GroupOptions
+from parallel_state.groups.coordinator import Traits, create_group
+from tests.internals import raw_messages
+from tests.internals.raw_messages import Outgoing, garbage, is_over_queue, metadata_bytes, send_raw
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -152,7 +146,7 @@ def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
             Traits(world.device, world.local_rank, GroupOptions("gloo", DEADLINE_S - 5), **kwargs),
         )
     assert group.cpu_group is not world.cpu_group
-    assert over == "queue" or not isinstance(group._messenger.transport, QueueTransport)
+    assert over == "queue" or not is_over_queue(group)
     try:
         yield group
     finally:
@@ -207,7 +201,7 @@ def test_broadcast_object_from_every_source(pools: Pools, world_size: int) -> No
 def broadcast_sizes() -> set[int]:
     """Broadcasts over the frame's boundary, byte by byte; returns how many transfers the messages took."""
     group = ps.get_world_group()
-    fits = wire._INLINE_BYTES - (len(codec.encode("x" * 4000).metadata) - 4000)
+    fits = raw_messages.most_inline_bytes() - (metadata_bytes("x" * 4000) - 4000)
     flags = [torch.tensor(i) for i in range(5)]  # one byte each, at the end of the body: some on either side
     transfers = set()
 
@@ -219,7 +213,7 @@ def broadcast_sizes() -> set[int]:
         for size in [*range(fits - 3, fits + 4), 1 << 20]:
             before = last_number()
             assert group.broadcast_object("x" * size if is_src else None, src) == "x" * size
-            in_one = isinstance(group._messenger.transport, QueueTransport)
+            in_one = is_over_queue(group)
             transfers.add((size > fits and not in_one, last_number() - before))
         for size in range(fits - 110, fits + 10, 4):
             value = ["y" * size, *flags]
@@ -538,7 +532,7 @@ def refuse_long_metadata() -> None:
         assert same(group.broadcast_object(bulk), bulk)
         refused_everywhere("x" * 10_000, ps.UsageError, "at most 10000 bytes")
         # One byte per tensor counts as well.
-        room = 10_000 - len(codec.encode(["x" * 9_000, *map(torch.tensor, range(20))]).metadata) + 9_000
+        room = 10_000 - metadata_bytes(["x" * 9_000, *map(torch.tensor, range(20))]) + 9_000
         fits, too_long = (["x" * size, *map(torch.tensor, range(20))] for size in (room - 20, room - 19))
         assert same(group.broadcast_object(fits), fits)
         refused_everywhere(too_long, ps.UsageError, "at most 10000 bytes")
@@ -677,41 +671,16 @@ def check_decode_error(error: BaseException, group: GroupCoordinator, src: int) 
     assert error.suspect_ranks == (group.ranks[src],)
 
 
-def garbage() -> dict[str, bytes]:
-    """Heads of messages that are none, by what is wrong with them."""
-    head = wire.encode(["value", torch.ones(3)], allow_pickle=False).head
-    changed = {"noise": random.Random(0).randbytes(wire.FRAME_BYTES), "zeros": bytes(wire.FRAME_BYTES)}
-    for what, offset, value in (
-        ("kind", 4, 9),
-        ("tensors", 8, 2),
-        ("body bytes", 23, 0x7F),
-        ("tensor bytes", 24, 13),
-        ("format version", 32, 0x80),
-        ("table", 37, 0xC1),
-    ):
-        changed[what] = head[:offset] + bytes([value]) + head[offset + 1 :]
-    return changed
-
-
-def send_raw(group: GroupCoordinator, outgoing: wire.Outgoing, way: str) -> None:
-    """A message of these very bytes."""
-    transport = group._messenger.transport
-    if way == "broadcast":
-        transport.broadcast(lambda: outgoing, UserCall("broadcast_object", root=group.rank_in_group))
-    for part in transport.isend(outgoing, 1) if way == "send" else []:
-        part.wait()
-
-
 def hostile_head(what: str, way: str, over: str) -> None:
     with own_group(over=over) as group:
         head = garbage()[what]
         if group.rank_in_group == 0:
             if way in ("send", "broadcast"):
-                send_raw(group, wire.Outgoing(head, []), way)
+                send_raw(group, Outgoing(head, []), way)
             else:  # and as many bytes after it as it tells of
                 tensors = [torch.zeros(13 if what == "tensor bytes" else 12, dtype=torch.uint8)]
                 with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ps.MessageDecodeError):
-                    patch.setattr(wire, "encode", lambda *_, **__: wire.Outgoing(head, tensors))
+                    raw_messages.send_encoded_as(patch, Outgoing(head, tensors))
                     group.all_gather_object(1)
             return
         if way == "send":
@@ -754,10 +723,7 @@ def false_reference(way: str, over: str) -> None:
     """A message that turns out malformed only when all of its tensors have arrived."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
-            outgoing = wire.encode(torch.ones(3), allow_pickle=False)
-            head = bytearray(outgoing.head)
-            head[-5] = 7  # it ends with the tensor's index, four bytes, and its cut flag
-            send_raw(group, wire.Outgoing(bytes(head), outgoing.tensors), way)
+            send_raw(group, raw_messages.false_reference(), way)
             return
         incoming = group.irecv_object(0) if way == "send" else None
         for _ in range(2 if way == "send" else 1):
@@ -777,9 +743,7 @@ def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: st
     """A head tells of a tensor, and nothing of it comes."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
-            table = to_msgpack([["float32", (numel,), "cpu"]])
-            body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
-            send_raw(group, wire.Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 * numel), body), []), "send")
+            send_raw(group, raw_messages.head_of_tensor(numel), "send")
             return
         with pytest.raises(error, match=words) as raised:
             group.recv_object(0)

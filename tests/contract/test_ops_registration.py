@@ -14,12 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import parallel_state as ps
-from device_communicators import Route, register_route
 from device_communicators.base.errors import GroupDestroyedError, GroupNotInitializedError
-from device_communicators.simulated import SimulatedCommunicator
-from parallel_state.collectives import ops
-from parallel_state.messages.messenger import Messenger
 from tests.extent import LONG
+from tests.internals.doors import OP_NAMES, answering_group, call_op, forget_tokens, token_of
 from tests.workers import WorkerPool
 
 Group = ps.GroupCoordinator
@@ -50,7 +47,7 @@ class Case(NamedTuple):
         first: Arguments = () if self.op in ("recv", "barrier") else (x,)
         if "_list" in self.op and x is not None:
             first = ([x, x.new_empty(2).fill_(1.0)],)
-        return (*first, group._token, *self.arguments, group.unique_name)
+        return (*first, token_of(group), *self.arguments, group.unique_name)
 
     def __str__(self) -> str:
         return f"{self.op}{list(self.arguments)}"
@@ -109,7 +106,7 @@ CASES = (
 
 ALLOCATES = {"empty", "borrow"}
 """Ops that no other rank takes part in; see test_symmetric_tensors and test_message_views."""
-NAMES = sorted(set(ops.OP_NAMES) - ALLOCATES)
+NAMES = sorted(set(OP_NAMES) - ALLOCATES)
 
 
 def _x(case: Case, rank: int = 0, requires_grad: bool = False) -> Tensor | None:
@@ -126,23 +123,7 @@ def test_every_op_has_a_case() -> None:
     assert {case.op for case in CASES} == set(NAMES)
     registered = {name.removeprefix("parallel_state::") for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("parallel_state::")}  # fmt: skip
-    assert registered == set(ops.OP_NAMES), "an op is registered past the table"
-
-
-class Answering(SimulatedCommunicator):
-    """As the simulated one, and each other rank sends whatever is received from it."""
-
-    def irecv_(self, out: Tensor, src: int, tag: int) -> Any:
-        out.fill_(src)
-        return self.isend(out, src, tag)
-
-
-def _answering_group() -> Group:
-    group = ps.simulated_group([0, 1], 0)
-    group.route = Route(group.context, [Answering(group.context)], {})
-    group._messenger = Messenger(group.route)
-    register_route(group.route)
-    return group
+    assert registered == set(OP_NAMES), "an op is registered past the table"
 
 
 def _local_peer(case: Case) -> Case:
@@ -155,7 +136,7 @@ RECORDED = [(case, False) for case in CASES] + [(case, True) for case in CASES i
 
 @pytest.mark.parametrize(("case", "requires_grad"), RECORDED, ids=str)
 def test_opcheck_in_one_process(case: Case, requires_grad: bool) -> None:
-    group = _answering_group()
+    group = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(group, _x(case, 0, requires_grad)))
     if requires_grad or case.op not in ("copy_region", "scatter_region"):  # which send in one direction only
         assert sum(traffic.calls for traffic in group.traffic().values()) > 1, "opcheck runs it, or its parts"
@@ -186,16 +167,16 @@ def _opcheck_body() -> list[str]:
 
 def _answer(group: Group, case: Case) -> None:
     """The other end of a send or recv that the peer checks, as often as opcheck runs it."""
-    alone = _answering_group()
+    alone = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(alone, _x(case)))
     lists = [torch.ones(4, 3), torch.ones(2)]
     answers: dict[str, Callable[[], object]] = {
         "send": lambda: group.recv([4, 3], torch.float32, 0),
         "recv": lambda: group.send(torch.ones(4, 3), 1),
-        "send_list": lambda: _op("recv_list_")(lists, group._token, FORM, 0, group._key),
-        "recv_list_": lambda: _op("send_list")(lists, group._token, FORM, 1, group._key),
-        "broadcast_list": lambda: _op("broadcast_list_")(lists, group._token, FORM, 0, group._key),
-        "broadcast_list_": lambda: _op("broadcast_list")(lists, group._token, FORM, 0, group._key),
+        "send_list": lambda: call_op(group, "recv_list_", lists, FORM, 0),
+        "recv_list_": lambda: call_op(group, "send_list", lists, FORM, 1),
+        "broadcast_list": lambda: call_op(group, "broadcast_list_", lists, FORM, 0),
+        "broadcast_list_": lambda: call_op(group, "broadcast_list", lists, FORM, 0),
     }
     for _ in range(alone.traffic()[case.op.removesuffix("_")].calls):
         answers[case.op]()
@@ -254,7 +235,7 @@ def test_a_destroyed_group_raises(case: Case) -> None:
 
 def test_unknown_and_destroyed_groups_raise_when_a_model_is_traced() -> None:
     group = ps.simulated_group([0, 1], 0)
-    x, token = torch.ones(2, device="meta"), group._token
+    x, token = torch.ones(2, device="meta"), token_of(group)
     with pytest.raises(GroupNotInitializedError):
         torch.ops.parallel_state.all_gather(x, token, 0, "nobody:0")
 
@@ -300,7 +281,7 @@ def test_fake_tensors(case: Case) -> None:
         mine = (mode.from_tensor(each) if isinstance(each, Tensor) else each for each in case.arguments)
         found = _op(case.op)(*case._replace(arguments=tuple(mine)).of(group, _x(case)))
     _check_shape(found, case, "cpu", FakeTensor)
-    assert type(group._token) is Tensor
+    assert type(token_of(group)) is Tensor
     assert not group.traffic()
 
 
@@ -323,7 +304,7 @@ def test_the_calls_of_a_group_take_fake_tensors() -> None:
 
 
 def test_a_group_made_in_a_fake_mode_is_real_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_TOKENS", {})  # as in a process that has no group yet
+    forget_tokens(monkeypatch)  # as in a process that has no group yet
     with FakeTensorMode():
         group = ps.simulated_group([0, 1], 0)
         assert isinstance(group.all_reduce(torch.ones(2)), FakeTensor)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from device_communicators.cpu import native, native_build
-from tests import compiled
+from tests.internals import compiled
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parallel_state as ps
+from parallel_state import GroupOptions
 from parallel_state.groups import world as startup
 from parallel_state.process_groups import pool as groups
-from parallel_state.process_groups.options import GroupOptions
 from tests.contract.attempts import Outcome, attempt, environment, whose, world
 from tests.contract.test_rendezvous import held_port
 from tests.workers import WorkerPool

@@ -13,14 +13,13 @@ import torch
 import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError, MessageEncodeError, RemoteError
 from device_communicators.calls.memory import QUANTIZED
-from parallel_state.groups.coordinator import GroupCoordinator
-from parallel_state.messages.calls import MessageCalls
-from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state import GroupCoordinator, TensorDictSpec
 from tests.contract import random_objects
 from tests.contract.random_objects import check_arrived, tensor, tensors, value
 from tests.contract.test_objects import own_group
 from tests.extent import LONG
 from tests.hosts import HostRanks
+from tests.internals.doors import CALLS_OF_MESSAGES
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -118,7 +117,7 @@ RECEIVING = {"recv_object", "irecv_object", "recv_tensor_dict", "irecv_tensor_di
 
 def test_no_message_call_is_left_out() -> None:
     calls = {name.partition(" ")[0] for name in (*OF_OBJECTS, *OF_DICTS)} | RECEIVING | {"all_sum"}
-    assert {name for name in vars(MessageCalls) if not name.startswith("_")} - calls == set()
+    assert CALLS_OF_MESSAGES - calls == set()
 
 
 def _objects(seed: int) -> Iterator[Any]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.routing.registry import find_route
-from parallel_state.tools import debug
+from device_communicators import find_route
+from parallel_state.__main__ import main
 from tests.contract.attempts import attempt, environment, world
 from tests.workers import WorkerPool
 
@@ -84,7 +84,7 @@ def test_records_tell_who_is_missing(
     kinds = {kind for kind, _ in outcomes}
     assert "CollectiveTimeoutError" in kinds
     assert kinds <= {"CollectiveTimeoutError", "CommunicationError", ""}, "gloo's others hear of the first that gave up"
-    assert debug.main([str(tmp_path)]) == 0
+    assert main(["debug", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     (part,) = (part for part in text.split("\n\n") if "behind" in part)
     assert "behind: ranks [2]" in part
@@ -94,10 +94,10 @@ def test_records_tell_who_is_missing(
 
 
 def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert debug.main([str(tmp_path)]) == 2
+    assert main(["debug", str(tmp_path)]) == 2
     assert "there are no records" in capsys.readouterr().out
     (tmp_path / "rank-0-1.json").write_text("{")
-    assert debug.main([str(tmp_path)]) == 2
+    assert main(["debug", str(tmp_path)]) == 2
     assert "rank-0-1.json can't be read" in capsys.readouterr().out
 
 
@@ -118,7 +118,7 @@ def test_different_calls_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
         group = {"group": "tp:0", "ranks": [0, 1, 2], "failure": None, "operations": operations}
         content = {"rank": rank, "pid": 1, "now_s": 3.0, "groups": [group]}
         (tmp_path / f"rank-{rank}-1.json").write_text(json.dumps(content))
-    assert debug.main([str(tmp_path)]) == 0
+    assert main(["debug", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "no record of ranks [2]" in text
     assert "different calls at number 2: ranks [0]: all_reduce; ranks [1]: broadcast" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +17,10 @@ import torch._dynamo
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.base.bounded_store import BoundedStore
 from parallel_state.groups import world as startup
-from parallel_state.startup.rendezvous import Met
-from parallel_state.startup.reserved import ReservedPort
 from tests.contract.attempts import attempt, environment, no_launcher, world
 from tests.contract.test_objects import DEADLINE_S, Pools
+from tests.internals.faults import met_alone
 from tests.references import VLLM
 
 
@@ -414,8 +411,6 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     class Asked(Exception):
         pass
 
-    met = Met(BoundedStore(dist.HashStore()), {}, SimpleNamespace(close=lambda: None), math.inf, ReservedPort())  # type: ignore[arg-type]
-
     def init(*_: Any, **arguments: Any) -> None:
         asked.append(arguments["pg_options"])
         raise Asked
@@ -424,7 +419,7 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(startup, "check_backend", lambda _: None)
     monkeypatch.setattr(startup, "device_of", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(startup, "meet", lambda *_, **__: met)
+    monkeypatch.setattr(startup, "meet", lambda *_, **__: met_alone())
     monkeypatch.setattr(startup, "StartWatch", lambda *_: None)
     monkeypatch.setattr(startup, "prepare", lambda *_: None)
     with no_launcher(), pytest.raises(Asked):

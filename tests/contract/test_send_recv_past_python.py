@@ -16,25 +16,23 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.cpu.channels import SHAPE, TENSORS
-from device_communicators.cpu.message_queue import _Sending
-from device_communicators.routing.states import call_in_words
 from tests.contract.attempts import Outcome, attempt, environment, world
+from tests.internals.doors import op_arguments
+from tests.internals.queues import RING_BYTES, calls_in_words, carried_calls, count_waiting, note_writers
 from tests.workers import WorkerPool
 
 Group = ps.GroupCoordinator
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 60.0
 T_S = 1.0
-RING_ELEMENTS = SHAPE.data_bytes // 4
+RING_ELEMENTS = RING_BYTES // 4
 SMALL, LARGE = 16, 2 * RING_ELEMENTS
 """Elements of float32: the latter don't fit into a ring."""
 
 
 def _carried(group: Group) -> tuple[int, int]:
     """Returns how many sends and receives went past Python."""
-    found = group.context.host_memory.collectives.traffic(group._key)
-    return found.get("send", (0, 0))[0], found.get("recv", (0, 0))[0]
+    return carried_calls(group, "send"), carried_calls(group, "recv")
 
 
 @contextmanager
@@ -103,7 +101,7 @@ def test_what_is_left_to_python_arrives_as_well(pools: Pools) -> None:
 def _ops() -> None:
     """As compiled code calls them."""
     with _pair() as group:
-        ops, token, key = torch.ops.parallel_state, group._token, group._key
+        ops, (token, key) = torch.ops.parallel_state, op_arguments(group)
         x = torch.arange(6.0, requires_grad=True)
         if group.rank_in_group == 0:
             version = x._version
@@ -172,22 +170,14 @@ def _after_started(monkeypatch: pytest.MonkeyPatch) -> None:
             group.barrier()
             group.recv((SMALL,), torch.float32, 0)
             return
-        writers: list[int] = []
-        finish = _Sending.finish
-
-        def note(self: _Sending, error: Exception | None = None) -> None:
-            writers.append(self._sender._writer)
-            finish(self, error)
-
-        monkeypatch.setattr(_Sending, "finish", note)
+        writers = note_writers(monkeypatch)
         handles = [group.isend(torch.ones(size), 1) for size in (LARGE, LARGE)]
         behind = threading.Thread(target=lambda: group.send(torch.ones(SMALL), 1))
         behind.start()
-        sender = group.context.host_memory.channels.sender(1, TENSORS)
         until = time.monotonic() + DEADLINE_S
-        while len(sender._waiting) < 2 and time.monotonic() < until:
+        while count_waiting(group, 1) < 2 and time.monotonic() < until:
             time.sleep(0.001)
-        assert len(sender._waiting) == 2 and _carried(group) == (0, 0)
+        assert count_waiting(group, 1) == 2 and _carried(group) == (0, 0)
         group.barrier()  # now they are received
         behind.join(DEADLINE_S)
         for handle in handles:
@@ -360,7 +350,7 @@ def _records(served: bool) -> tuple[list[Any], dict[str, Any], str]:
             thread.start()
             until = time.monotonic() + 5.0
             while not waits and time.monotonic() < until:
-                waits = " ".join(call_in_words(group.context, each) for each in group.route.operations_under_way())
+                waits = calls_in_words(group)
         group.barrier()
         if group.rank_in_group == 0:
             group.send(torch.ones(5, dtype=torch.int32), 1)

@@ -23,8 +23,9 @@ from device_communicators.base import settings
 from device_communicators.base.errors import SettingError
 from device_communicators.cpu import native
 from tests.contract.attempts import attempt, environment, world
-from tests.contract.slot_pages import touched_slots
 from tests.extent import LONG
+from tests.internals.doors import call_op, op_arguments
+from tests.internals.slot_pages import touched_slots
 from tests.workers import WorkerPool, WorkersFailedError
 
 Pools = Callable[[int], WorkerPool]
@@ -218,7 +219,7 @@ def _by_either_way() -> dict[str, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with world(size), torch._C._AutoDispatchBelowAutograd():  # above it, both registrations have the same kernels
         group = ps.get_tp_group()
-        token, key, cpu = group._token, group._key, torch.device("cpu")
+        (token, key), cpu = op_arguments(group), torch.device("cpu")
         sizes = [each + 1 for each in range(size)]
         before = group.route.communicators[0].op_server.traffic(key)
         for turn, dim in itertools.product(range(size + 1), (0, 1)):
@@ -550,7 +551,7 @@ def _wrong_splits() -> tuple[str, str, str]:
         group = ps.get_tp_group()
         rows = 2 if group.rank == 0 else 3
         x = torch.ones(4, 2)
-        direct = attempt(torch.ops.parallel_state.all_to_all, x, group._token, [2, 2], [-1, 5], group._key)
+        direct = attempt(call_op, group, "all_to_all", x, [2, 2], [-1, 5])
         told = attempt(group.all_to_all, x, output_split_sizes=[rows, 4 - rows], input_split_sizes=[2, 2])
         return told.kind, told.text, direct.kind
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from parallel_state import ProcessEnvironment
 from parallel_state.groups import world as startup
-from parallel_state.startup.environment import ProcessEnvironment
 from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment, no_launcher
 from tests.workers import WorkerPool
 

@@ -18,15 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
+from device_communicators import Traffic
 from device_communicators.cpu import native
-from device_communicators.routing.route import Traffic
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group
-from parallel_state.messages import tensor_dicts
-from parallel_state.messages.messenger import Messenger
-from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
-from parallel_state.messages.transports import QueueTransport
-from parallel_state.messages.wire import FRAME_BYTES
-from parallel_state.process_groups.options import GroupOptions
+from parallel_state import GroupCoordinator, GroupOptions
+from parallel_state.groups.coordinator import Traits, create_group
 from tests.contract import test_objects
 from tests.contract.test_objects import (
     BODY_TAG,
@@ -43,6 +38,9 @@ from tests.contract.test_objects import (
     tensors_in,
     until_completed,
 )
+from tests.internals import raw_messages
+from tests.internals.doors import call_op
+from tests.internals.raw_messages import FRAME_BYTES, ConstantEntry, TensorEntry
 
 LARGE = 2 << 20  # elements: 8 MB of float32, more than any socket takes in unread
 
@@ -567,7 +565,7 @@ def past_python() -> None:
     """Once the queues are open messages don't come to the transport, nor dicts with a spec to the messenger."""
     torch._dynamo.reset()
     fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
-    spec, ops = ps.TensorDictSpec.of(fit), torch.ops.parallel_state
+    spec = ps.TensorDictSpec.of(fit)
     with own_group() as group, pytest.MonkeyPatch.context() as patch:
         rank = group.rank_in_group
 
@@ -582,8 +580,8 @@ def past_python() -> None:
 
         def exchange_by_ops(x: Tensor) -> list[Tensor]:
             tensors = [x, torch.full((3,), 7)] if rank == 0 else [torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)]
-            (ops.recv_list_ if rank else ops.send_list)(tensors, group._token, spec.digest, 1 - rank, group._key)
-            (ops.broadcast_list_ if rank else ops.broadcast_list)(tensors, group._token, spec.digest, 0, group._key)
+            call_op(group, "recv_list_" if rank else "send_list", tensors, spec.digest, 1 - rank)
+            call_op(group, "broadcast_list_" if rank else "broadcast_list", tensors, spec.digest, 0)
             if rank:
                 assert all(each._version == 2 for each in tensors)
             return tensors
@@ -608,8 +606,7 @@ def past_python() -> None:
             group.broadcast_object([torch.ones(number)] if rank == 0 else None)  # which the receiver leaves to Python
             numbers = [each.sequence for each in group.route.operations() if each.peer < 0]
             assert numbers == list(range(1, 2 + 3 * (number + 1))), numbers
-        for name in ("post", "isend", "broadcast", "incoming"):
-            patch.setattr(QueueTransport, name, None)
+        raw_messages.without_queue_calls(patch)
         with counted(group) as carried:
             for number in range(4, 10):
                 exchange_objects(1 << number)
@@ -618,8 +615,7 @@ def past_python() -> None:
         assert {name: each.calls for name, each in carried.items()} == {f"{kind}_message": 12, "broadcast_message": 12}
         calls = {f"{kind}_object", f"{kind}_tensor_dict", "broadcast_object(rank 0)", "broadcast_tensor_dict(rank 0)"}
         assert {each.call for each in group.route.operations()[-24:]} == calls
-        for name in ("send_list", "recv_list", "broadcast_list"):
-            patch.setattr(Messenger, name, None)
+        raw_messages.without_list_calls(patch)
         compiled = torch.compile(exchange, fullgraph=True, backend="aot_eager")
         with counted(group) as carried:
             for seed in range(100):  # more than there are records, and than the ring has slots
@@ -634,7 +630,6 @@ def past_python() -> None:
         assert all(each.ended_s is not None and each.ended_s >= each.started_s for each in recorded)
         assert "broadcast_tensor_dict with a spec(rank 0)" in {each.call for each in recorded}
         # What another thread may begin in the meantime: the form of a dict is looked at, and nothing of others is sent.
-        known = tensor_dicts._known_form(spec)
         others: list[dict[str, Any]] = [
             {**fit, "n": True}, {**fit, "x": torch.ones(3, 2)}, {**fit, "x": torch.ones(2, 3).int()},
             {**fit, "x": torch.ones(6)}, {**fit, "x": torch.ones(3, 2).t()}, {**fit, "x": 1},
@@ -643,14 +638,11 @@ def past_python() -> None:
             {**{key: value for key, value in fit.items() if key != "none"}, "other": None},
             {**{key: value for key, value in fit.items() if key != "y"}, "other": fit["y"]},
         ]  # fmt: skip
-        past_python = group._messenger.past_python
-        assert known is not None and past_python is not None
+        has_left = raw_messages.sends_past_python(group, spec)
+        assert has_left is not None
         for values in others if rank == 0 else []:
-            has_left = known.can_be_of(values) and past_python.send_dict(
-                group._key, 1, 0, values, known.form.address, known.head
-            )
-            assert not has_left, values
-        assert tensor_dicts._known_form(ps.TensorDictSpec.of({"n": 1, "empty": torch.ones(0)})) is None
+            assert not has_left(values), values
+        assert raw_messages.sends_past_python(group, ps.TensorDictSpec.of({"n": 1, "empty": torch.ones(0)})) is None
         patch.undo()
         check_usable(group)
 
@@ -826,19 +818,19 @@ def test_other_slices_are_a_mismatch(pools: Pools) -> None:
 def refuse_gradients() -> None:
     group = ps.get_world_group()
     x = torch.ones(2, requires_grad=True)
-    arguments = ([torch.ones(1), x], group._token, "form")
+    tensors = [torch.ones(1), x]
     none = group.traffic()
     for name in ("send_list", "broadcast_list", "broadcast_list_", "recv_list_"):
         with pytest.raises(ps.InvalidArgumentError, match=f"{name} on .* has no gradient, but an input requires one"):
-            getattr(torch.ops.parallel_state, name)(*arguments, 1 - group.rank_in_group, group._key)
+            call_op(group, name, tensors, "form", 1 - group.rank_in_group)
     assert group.traffic() == none
-    arguments[0].pop()
+    tensors.pop()
     strided = torch.zeros(4, 4).t()
     with torch.no_grad():
         if group.rank_in_group == 0:
-            torch.ops.parallel_state.send_list([torch.arange(16.0).view(4, 4)], *arguments[1:], 1, group._key)
+            call_op(group, "send_list", [torch.arange(16.0).view(4, 4)], "form", 1)
         else:
-            torch.ops.parallel_state.recv_list_([strided], *arguments[1:], 0, group._key)
+            call_op(group, "recv_list_", [strided], "form", 0)
             assert same(strided.contiguous(), torch.arange(16.0).view(4, 4))
             assert strided._version > 0, strided._version
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state.messages.messenger import Messenger
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.test_other_calls import METHODS
 from tests.failure.worlds import ROUTES, settings_of
+from tests.internals.doors import call_op
+from tests.internals.queues import encode_slowly, is_busy, is_past_python, only_sender, stop_writing
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -43,13 +44,6 @@ def _until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def _is_inside(group: ps.GroupCoordinator) -> bool:
-    memory = group.context.host_memory
-    if memory is not None and memory.collectives is not None:
-        return memory.collectives.is_busy
-    return group.route._turn.locked()
-
-
 def _second(route: str, under_way: str) -> tuple[dict[str, Outcome], list[Any]]:
     """What rank 0's other thread is told; and that both groups are as good as new."""
     group, other, signals = _groups(route, 3)
@@ -59,7 +53,7 @@ def _second(route: str, under_way: str) -> tuple[dict[str, Outcome], list[Any]]:
         if group.rank_in_group == 0:
             thread = threading.Thread(target=lambda: results.append(attempt(UNDER_WAY[under_way], group).kind))
             thread.start()
-            _until(lambda: _is_inside(group))
+            _until(lambda: is_busy(group))
             told = {name: attempt(call, group) for name, call in METHODS.items()}
             sent = group.isend(torch.ones(2), 1)
             results.append(group.recv((3,), torch.float32, 1).tolist())
@@ -249,7 +243,7 @@ def _interrupted_send() -> tuple[list[str], str]:
     try:
         if group.rank_in_group == 0:
             group.send(torch.ones(3), 1)
-            (sender,) = group.context.host_memory.channels._senders.values()
+            sender = only_sender(group)
 
             def interrupt() -> None:
                 sender.meanwhile = lambda: None
@@ -277,8 +271,7 @@ SPEC = ps.TensorDictSpec.of({"x": torch.ones(3)})
 
 
 def _list_op(group: ps.GroupCoordinator, name: str) -> None:
-    op = getattr(torch.ops.parallel_state, name)
-    op([torch.empty(3)], group._token, SPEC.digest, 1, group._key)
+    call_op(group, name, [torch.empty(3)], SPEC.digest, 1)
 
 
 PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -299,12 +292,6 @@ PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }  # fmt: skip
 
 
-def _is_past_python(group: ps.GroupCoordinator) -> bool:
-    """Returns True in a handler that interrupts a receive that Python knows nothing of."""
-    ends = group.context.host_memory.channels._receivers.values()
-    return any(end.is_held_here and not end.lock._is_owned() for end in ends)
-
-
 def _interrupted_past_python(what: str, handle: Callable[[ps.GroupCoordinator], object]) -> tuple[list[Any], str]:
     """Returns what `handle` returned in the middle of rank 0's third receive, and what became of that and of the next.
 
@@ -323,7 +310,7 @@ def _interrupted_past_python(what: str, handle: Callable[[ps.GroupCoordinator], 
             return told, ""
 
         def handler(*_: object) -> None:
-            told.append(_is_past_python(group))
+            told.append(is_past_python(group))
             told.append(handle(group))
 
         before = signal.signal(signal.SIGALRM, handler)
@@ -384,20 +371,18 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
 
     def receive() -> None:
         if of_op:
-            args = ([torch.empty_like(LARGE)], group._token, LARGE_SPEC.digest, 1, group._key)
-            torch.ops.parallel_state.recv_list_(*args)
+            call_op(group, "recv_list_", [torch.empty_like(LARGE)], LARGE_SPEC.digest, 1)
         else:
             group.recv_tensor_dict(1, spec=LARGE_SPEC)
 
     def handler(*_: object) -> None:
-        told.append(str(_is_past_python(group)))
+        told.append(str(is_past_python(group)))
         raise KeyboardInterrupt
 
     try:
         if group.rank_in_group:
             group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
-            (sender,) = group.context.host_memory.channels._senders.values()
-            sender._write_patiently = lambda **_: time.sleep(2.0)  # and no more
+            stop_writing(group, 2.0)
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
             return told, ""
         receive()
@@ -450,9 +435,8 @@ def _in_a_handler_of_a_broadcast() -> list[str]:
         for _ in range(3):
             group.broadcast_object("x", 1)
         if group.rank_in_group:
-            encode = Messenger.encode
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Messenger, "encode", lambda *args: (time.sleep(1.0), encode(*args))[1])
+                encode_slowly(patch, 1.0)
                 group.broadcast_object({1, 2}, 1)  # which C++ leaves to Python
         else:
             before = signal.signal(

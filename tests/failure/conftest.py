@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel_state.launch.store import read_secret
 from tests.failure.leftovers import nothing_left_after
 from tests.failure.ranks import Ranks
+from tests.internals.control_store import read_secret
 
 LEFT_S = 2.0
 AT_ONCE = 4

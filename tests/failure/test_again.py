@@ -17,22 +17,11 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.cpu.channels import Channels
-from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.segment import Segment
-from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
-from device_communicators.liveness.health import Watcher
-from parallel_state import state
-from parallel_state.groups import world as startup
-from parallel_state.groups.coordinator import GroupCoordinator
-from parallel_state.groups.parallel_groups import ParallelGroups
-from parallel_state.messages.messenger import Messenger
-from parallel_state.process_groups import agreement
-from parallel_state.process_groups import pool as groups
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.extent import LONG
 from tests.failure.ranks import KILLED, Ranks
+from tests.internals.faults import ENDS, OF_A_WATCHER, STARTS
 
 WORLDS, SETTLED = (100, 15) if LONG else (14, 8)
 DEADLINE_S = 120.0
@@ -116,19 +105,10 @@ CLEAN = {"default group": False, "groups": [None, None, False], "c10d": 0, "maps
 
 GLOOS = ("gloo/transport", "🔺", ".cc:")
 TOLD = ("PeerDiedError", "CollectiveTimeoutError", "RendezvousError", "CommunicationError")
-PLACES = {
-    "in the rendezvous": (startup, "meet"),
-    "before the agreement": (agreement.Agreement, "resolve_and_agree"),
-    "amid its groups": (groups.ProcessGroupPool, "_new_group_of_members"),
-    "with a segment": (Segment, "resize"),
-    "before the proof": (state, "prove"),
-    "at the end": (startup, "closing_barrier"),
-}
-"""What a rank calls in init_distributed_environment and initialize_model_parallel, in this order."""
 
 
 def _break(place: str, how: str) -> None:
-    owner, name = PLACES[place]
+    owner, name = STARTS[place]
     real = getattr(owner, name)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +138,7 @@ def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[s
         return told, after, clean, _again(port, 3 if how == "killed" else 4, rank)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", STARTS)
 def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
     """The others are told within their deadline, have nothing left, and make a smaller world."""
     with held_port() as port:
@@ -177,7 +157,7 @@ def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
         assert again[3] < AGAIN_S
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", STARTS)
 def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
     with held_port() as port:
         results = ranks.run(_half_way, place, "raised", port, timeout_s=DEADLINE_S)
@@ -195,19 +175,6 @@ def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
 
 # Ends that are broken off.
 
-CLOSES: list[tuple[Any, str]] = [
-    (Messenger, "close"),
-    (SharedMemoryCommunicator, "close"),
-    (Channels, "close"),
-    (HostMemory, "close"),
-    (groups.ProcessGroupPool, "release"),
-    (GroupCoordinator, "destroy"),
-    (ParallelGroups, "close"),
-    (Watcher, "close"),
-    (dist, "destroy_process_group"),
-]
-"""What the end of a world calls; whatever else it calls must have been called though this raises."""
-
 
 def _close_badly(owner: Any, name: str) -> None:
     real = getattr(owner, name)
@@ -223,16 +190,16 @@ def _close_badly(owner: Any, name: str) -> None:
 def _ended_badly(port: int) -> list[tuple[Outcome, Outcome, bool, dict[str, Any], Footprint]]:
     rank, found = int(os.environ["RANK"]), []
     _set_aside()
-    for owner, name in [(None, ""), *CLOSES]:
+    for place in ["", *ENDS]:
         ps.init_distributed_environment(4, rank, f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S / 4)
         ps.initialize_model_parallel(2, 2)
         called: list[int] = []
         watcher = ps.get_world_group().pool.watcher  # type: ignore[union-attr]
         watcher.on_close.append(functools.partial(called.append, 1))
-        if name == "close" and owner is Watcher:
+        if place == OF_A_WATCHER:
             watcher.on_close.append(lambda: 1 // 0)
-        elif owner is not None:
-            _close_badly(owner, name)
+        elif place:
+            _close_badly(*ENDS[place])
         ps.get_world_group().barrier()
         told, again = attempt(ps.destroy_distributed_environment), attempt(ps.destroy_distributed_environment)
         after = _footprint()
@@ -246,8 +213,8 @@ def test_what_raises_at_the_end_leaves_nothing_open(ranks: Ranks) -> None:
         for found in ranks.run(_ended_badly, port, timeout_s=DEADLINE_S):
             (good, *_, settled), *bad = found
             assert good.kind == "ok"
-            for (owner, name), (told, again, called, clean, after) in zip(CLOSES, bad, strict=True):
-                where = f"{owner.__name__}.{name}: {told}"
+            for place, (told, again, called, clean, after) in zip(ENDS, bad, strict=True):
+                where = f"{place}: {told}"
                 assert told.kind == "ZeroDivisionError", where
                 assert again.kind == "ok", where
                 assert called, where

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state.tools import live
+from parallel_state.__main__ import main
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.extent import LONG
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of
+from tests.internals.queues import state_in_words
 
 T_S = 2.0
 AWAY_S = T_S + 2.0
@@ -257,11 +258,11 @@ def test_live_asks_a_job_that_hangs_and_goes_on(
         found: dict[str, Any] = {}
         while "no call" not in str(found.get("3")) and time.monotonic() < until:
             started = time.monotonic()
-            assert live.show(pid, as_json=True) == 0
+            assert main(["debug", "--live", pid, "--json"]) == 0
             seconds = time.monotonic() - started
             ranks_now = json.loads(capsys.readouterr().out)["ranks"]
-            found = {rank: live.State(**state).in_words() for rank, state in ranks_now.items()}
-        assert live.show(pid, stacks=True) == 0
+            found = {rank: state_in_words(state) for rank, state in ranks_now.items()}
+        assert main(["debug", "--live", pid, "--stacks"]) == 0
         text = capsys.readouterr().out
     finally:
         (tmp_path / "goes on").touch()
@@ -276,5 +277,5 @@ def test_live_asks_a_job_that_hangs_and_goes_on(
 
 
 def test_live_says_what_it_does_not_find(capsys: pytest.CaptureFixture[str]) -> None:
-    assert live.show("no-such-job") == 2
+    assert main(["debug", "--live", "no-such-job"]) == 2
     assert "'no-such-job' is no rank or launcher" in capsys.readouterr().out

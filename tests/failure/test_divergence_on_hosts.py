@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state.tools import trace
+from parallel_state.__main__ import main
 from tests.contract.attempts import world
 from tests.failure.test_divergence import REPORTS, check, play
 from tests.failure.worlds import DEADLINE_S
@@ -50,12 +50,13 @@ def _traced(folder: str) -> None:
             group.all_reduce(torch.ones(9))
 
 
-def test_hosts_have_one_clock_in_a_trace(ranks: HostRanks, tmp_path: Path) -> None:
+def test_hosts_have_one_clock_in_a_trace(ranks: HostRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks.run(_traced, str(tmp_path), timeout_s=DEADLINE_S)
     offsets = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["otherData"]["offset_s"] for rank in range(4)]
     assert offsets[0] == offsets[1] == 0.0
     assert offsets[2] == offsets[3] != 0.0, "measured by the first rank of the host"
     assert abs(offsets[2] + CLOCK_STEP_S) < LATE_S / 3, "host 1's clock is ahead of host 0's"
-    _, waits = trace.merge(trace.read(tmp_path)[0])
-    worst = sorted(waits, reverse=True)[:3]
-    assert {(wait.rank, wait.last) for wait in worst} == {(0, 3), (1, 3), (2, 3)}
+    capsys.readouterr()
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    worst = json.loads(capsys.readouterr().out)[:3]
+    assert {(wait["rank"], wait["last"]) for wait in worst} == {(0, 3), (1, 3), (2, 3)}

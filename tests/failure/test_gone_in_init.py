@@ -13,12 +13,6 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.c10d.store_exchange import StoreExchange
-from device_communicators.cpu.host_memory import HostMemory
-from parallel_state import state
-from parallel_state.groups import world
-from parallel_state.startup import reachability
-from parallel_state.startup.rendezvous import _Meeting
 from tests.contract.attempts import Outcome, attempt, attempt_all, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import torch_world
@@ -26,21 +20,13 @@ from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, kill_me, later, some
 from tests.hosts import HostRanks, Hosts, problem
+from tests.internals.faults import STAGES, after_entering
 from tests.workers import WorkerPool
 
 pytestmark = pytest.mark.side_by_side
 SOON_S = 2.0
 START_S = 30.0
 MEETING_S = 0.8
-STAGES: dict[str, tuple[Any, str]] = {
-    "meeting": (_Meeting, "_judge"),
-    "reachability": (reachability, "prove"),
-    "default group": (world, "_init_process_group"),
-    "shared memory": (HostMemory, "attach"),
-    "first call": (state, "prove"),
-    "exchange of the backend": (StoreExchange, "_allgather_base"),
-}
-"""By stage the function at whose call rank 0 is killed."""
 NEEDS_CONTROL_PLANE = "two ranks that nobody watches yet: the control plane is to name both"
 
 
@@ -162,15 +148,12 @@ def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] |
     """Rank 2 is killed in the meeting, where rank 3 comes only then."""
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if rank == 2:
-        enter = _Meeting._enter
 
-        def enter_and_die(*args: Any) -> bool:
-            enter(*args)
+        def die() -> None:
             Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
             kill_me()
-            return True
 
-        _Meeting._enter = enter_and_die  # type: ignore[method-assign]
+        after_entering(die)
     if rank == 3:
         while not Path(folder, "killed").exists():
             time.sleep(0.002)

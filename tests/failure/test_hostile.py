@@ -23,10 +23,6 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state.launch.store import read_secret
-from parallel_state.store.client import ControlStore
-from parallel_state.store.protocol import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
-from parallel_state.store.server import HANDSHAKE_S
 from tests.failure.jobs import (
     DEADLINE_S,
     SLACK_S,
@@ -40,6 +36,15 @@ from tests.failure.jobs import (
 )
 from tests.failure.launchers import program
 from tests.failure.ranks import Ranks
+from tests.internals.control_store import (
+    ANSWER_BYTES,
+    GREETING_BYTES,
+    HANDSHAKE_S,
+    MAGIC,
+    REFUSED,
+    ControlStore,
+    read_secret,
+)
 
 OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
 

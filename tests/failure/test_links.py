@@ -13,12 +13,11 @@ import torch
 
 import parallel_state as ps
 from device_communicators.base import errors
-from device_communicators.hierarchical import streams
-from device_communicators.routing.communicator import GroupContext
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
 from tests.hosts import INTERFACE, Host, HostRanks, Hosts, HostsFailedError, problem
+from tests.internals.host_faults import when_connecting
 
 pytestmark = pytest.mark.side_by_side
 BEAT_S, LIMIT_S = 0.2, 2.0
@@ -174,26 +173,22 @@ def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...]
 
 def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool) -> tuple[Outcome, float]:
     """A start in which one rank runs `command` once its group have said where they listen; when others are told."""
-    exchange, rank = streams.all_gather_bytes, int(os.environ["RANK"])
 
-    def and_then(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
-        found = exchange(context, mine, operation)
-        if operation == "connect" and rank == who:
+    def vanish() -> None:
+        if int(os.environ["RANK"]) == who:
             Path(folder, "vanished").write_text(
                 str(time.time()), encoding="utf-8"
             )  # hosts have monotonic clocks of their own
             _shell(command.format(pid=os.getpid()))
-        return found
 
     if not of_world:
         ps.init_distributed_environment()
         time.sleep(3 * BEAT_S)  # all hosts have been heard
-    streams.all_gather_bytes = and_then
     try:
-        told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
+        with when_connecting(vanish):
+            told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
         return told, time.time() - float(Path(folder, "vanished").read_text(encoding="utf-8"))
     finally:
-        streams.all_gather_bytes = exchange
         ps.destroy_distributed_environment()
 
 

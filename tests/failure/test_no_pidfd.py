@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from device_communicators.liveness import process_ends
-from device_communicators.liveness.health import Watcher
-from device_communicators.liveness.process_ends import ProcessEnds
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import OVER_TORCH
 from tests.failure.random_kills import check_ends, kill_one
@@ -25,17 +20,12 @@ from tests.failure.test_killed_at_random import _mixed_calls
 from tests.failure.test_queues import _reader_dies
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, ROUTES
+from tests.internals.faults import watch_no_processes
 from tests.sandbox import needs_filters, refusing
 
 pytestmark = needs_filters
 
 CODES = (errno.ENOSYS, errno.EPERM)
-WITHOUT_ITS_FIRST_THREAD = """
-import ctypes, threading, time
-threading.Thread(target=time.sleep, args=(60,)).start()
-print(flush=True)
-ctypes.CDLL(None).pthread_exit(None)
-"""
 
 
 def without(code: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -97,7 +87,7 @@ def test_row_57_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, rout
 
 
 def _seen_by_the_library_alone(folder: str) -> Any:
-    Watcher.watch_processes = lambda self, pids, has_left: None  # type: ignore[method-assign]
+    watch_no_processes()
     return _reader_dies("one message", folder)
 
 
@@ -119,47 +109,6 @@ def test_row_57_killed_amid_any_call(ranks: Ranks, tmp_path: Path, seed: int) ->
         return check_ends(ranks, ranks.finish(DEADLINE_S), victim, killed_s)
 
     assert_in_time(trial, tmp_path, before=ranks.kill)
-
-
-@pytest.fixture
-def polled(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessEnds]:
-    """Knows processes by /proc alone."""
-    monkeypatch.setattr(process_ends, "_open_pidfd", lambda pid: -1)
-    ends = ProcessEnds()
-    yield ends
-    ends.close()
-
-
-def test_a_process_has_ended_once_it_is_a_zombie_and_once_it_is_gone(polled: ProcessEnds) -> None:
-    """One of which the first thread alone has exited is a zombie, too, and runs."""
-    commands = (["sleep", "60"], ["sleep", "60"], [sys.executable, "-c", WITHOUT_ITS_FIRST_THREAD])
-    zombie, gone, alive = processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
-    try:
-        assert alive.stdout is not None and alive.stdout.read(1)
-        while Path(f"/proc/{alive.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
-            time.sleep(0.01)
-        for rank, process in enumerate(processes):
-            polled.add(rank, process.pid)
-        assert polled.wait(0.25) == [] and polled.ranks == {0, 1, 2}
-        gone.kill()
-        gone.wait()
-        assert polled.wait(10.0) == [1]
-        zombie.kill()
-        assert polled.wait(10.0) == [0]
-        assert polled.wait(0.25) == [] and polled.ended() == {0, 1}
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def test_a_pid_that_another_process_has_by_now_is_an_end(polled: ProcessEnds) -> None:
-    polled.add(0, os.getpid(), process_ends.start_time(os.getpid()))
-    with pytest.raises(ProcessLookupError, match="another one has its pid"):
-        polled.add(1, os.getpid(), "1")
-    with pytest.raises(ProcessLookupError):
-        polled.add(1, 1 << 30)
-    assert polled.ranks == {0}
 
 
 def test_two_that_are_killed_together_are_named_together(ranks: Ranks, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state import TensorDictSpec
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.extent import LONG
 from tests.failure.ranks import Ranks

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators.cpu.channels import SHAPE
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.ranks import KILLED, Ranks
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, kill_me, later, some, world_over
+from tests.internals.queues import RING_BYTES, SLOT_BYTES, carried_calls
 
 pytestmark = pytest.mark.side_by_side
 T_S = 1.0
-RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 
 
 def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
@@ -112,7 +111,7 @@ def _writer_of_tensors_dies(folder: str) -> tuple[list[Outcome], int]:
         if group.rank != 1:
             time.sleep(1.0)
             return [], 0
-        past_python = group.context.host_memory.collectives.traffic(group._key)["recv"][0]
+        past_python = carried_calls(group, "recv")
         return [attempt(group.recv, *receive) for _ in range(2)], past_python
 
 

@@ -178,7 +178,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 import torch
 import parallel_state as ps
-import tests.preload
+import tests.internals.preload
 
 pids = []
 for rank in range(4):  # forks: torch is imported once

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.routing.states import SLOW_S
-from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state import TensorDictSpec
 from tests.contract.attempts import Outcome, attempt
 from tests.extent import LONG
 from tests.failure.ranks import Ranks
 from tests.failure.test_other_calls import METHODS, in_a_group
 from tests.failure.worlds import ROUTES, world_over
 from tests.hosts import Hosts, problem
+from tests.internals.queues import SLOW_S
 
 SIZE = 4
 TIMEOUT_S = 3.0

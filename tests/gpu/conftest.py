@@ -15,10 +15,11 @@ from device_communicators.cpu import native
 from device_communicators.cuda import nccl_library
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.kernels import KernelError
-from tests import nccl_stand_in, workers
+from tests import workers
 from tests.extent import LONG
 from tests.gpu import report
 from tests.gpu.ranks import DRY, GpuRanks
+from tests.internals import nccl_stand_in
 
 
 def problem() -> str | None:

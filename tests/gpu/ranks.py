@@ -28,8 +28,8 @@ from device_communicators.machine import group_topology
 from device_communicators.nccl.communicator import NcclCommunicator
 from parallel_state.messages.messenger import Messenger
 from parallel_state.tools.bench.devices import Captured
-from tests import nccl_stand_in
 from tests.contract.attempts import environment
+from tests.internals import nccl_stand_in
 from tests.workers import WorkerPool, serve
 
 DRY = os.environ.get("GPU_TESTS") == "dry"
@@ -41,7 +41,7 @@ REPLAYS = 20 if DRY else 1000
 LIMIT_S = "GPU_TESTS_LIMIT_S"
 """The variable of the most seconds that the body of a test may take; one that hangs would use up the time of all."""
 
-DRY_NCCL = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+DRY_NCCL = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
 """What a dry run has in the place of NCCL."""
 
 

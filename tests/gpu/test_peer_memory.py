@@ -25,19 +25,15 @@ from device_communicators import CATALOG, Row, build_route, register_route
 from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveTimeoutError, PeerDiedError
 from device_communicators.peer import kernels as peer_kernels
-from device_communicators.peer.communicator import PeerMemoryCommunicator
-from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.kernels import KernelError
-from device_communicators.peer.memory import IpcWay, SymmetricWay, Way
-from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import captured
-from tests import cuda_on_cpu, peer_stand_in
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers
 from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu, serve_traced, synchronize, world
+from tests.internals import cuda_on_cpu, peer_stand_in
+from tests.internals.peers import ALGORITHMS, WAYS, peers_of, row_over, share_by
 
 Gpus = Callable[[int], GpuRanks]
-WAYS: dict[str, Way] = {"symmetric": SymmetricWay(), "ipc": IpcWay()}
 WORLDS = (2, 4) if DRY else (2, 4, 8)
 COUNTS = (1, 7, 64, 1000, 4096, 33_333)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,7 +41,7 @@ FORMS = (Form((33, 8), "transposed"), Form((33, 8), "strided"), Form((33, 8), "o
 SETTINGS = {"PARALLEL_STATE_PEER_MEMORY": "on", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
-DRY_ROW = Row("peer_memory", "tests.peer_stand_in", "StandInPeerMemory", custom_all_reduce=True)
+DRY_ROW = Row("peer_memory", "tests.internals.peer_stand_in", "StandInPeerMemory", custom_all_reduce=True)
 
 
 def few(calls: int, size: int) -> int:
@@ -111,16 +107,10 @@ def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
         each.kill()
 
 
-def _peers_of(group: ps.GroupCoordinator) -> PeerMemoryCommunicator:
-    found = [each for each in group.route.communicators if isinstance(each, PeerMemoryCommunicator)]
-    assert found, group.explain()
-    return found[0]
-
-
 def _all_reduce_body() -> list[bytes]:
     """Every kernel, dtype and odd size equals the CPU's sum; the bits of real numbers, to be compared among ranks."""
     group = ps.get_tp_group()
-    peers, rank, size = _peers_of(group), group.rank_in_group, group.world_size
+    peers, rank, size = peers_of(group), group.rank_in_group, group.world_size
     found: list[bytes] = []
     for algorithm in ALGORITHMS:
         for dtype in DTYPES:
@@ -176,14 +166,7 @@ def test_the_groups_collectives(peers: Gpus, size: int) -> None:
 def _ways_body(way: str) -> str:
     """Each way of sharing memory by itself."""
     group = twin_of(ps.get_tp_group())
-    gpu = PeerDevice(group.device)
-    gpu.ways = (WAYS[way],)
-
-    class Here(Row):
-        def load(self) -> Any:
-            return lambda context: PeerMemoryCommunicator(context, gpu)
-
-    group.route = build_route(group.context, (Here("peer_memory", "", ""),))
+    group.route = build_route(group.context, (row_over(group, way),))
     register_route(group.route)
     text = group.explain()
     if group.route.communicators:
@@ -279,7 +262,7 @@ def test_a_thousand_calls_on_two_streams(peers: Gpus, size: int) -> None:
 
 def _dying_body(way: str) -> tuple[str, tuple[int, ...], float]:
     if not DRY:
-        PeerDevice.ways = (WAYS[way],)
+        share_by(way)
     with world(4):
         group = ps.get_tp_group()
         x = torch.ones(64, device=device())
@@ -321,7 +304,7 @@ def _late_body() -> tuple[str, tuple[int, ...], float]:
     ps.init_distributed_environment(backend=os.environ["RANKS_BACKEND"])
     ps.initialize_model_parallel(2)
     first = ps.get_tp_group()
-    peers = type(_peers_of(first))(dataclasses.replace(first.context, timeout_s=LATE_S))
+    peers = type(peers_of(first))(dataclasses.replace(first.context, timeout_s=LATE_S))
     assert peers.admit() is None
     started = time.monotonic()
     if first.rank_in_group == 1:

@@ -87,7 +87,7 @@ def test_the_matrix_is_whole() -> None:
 
 
 def test_each_row_names_tests_that_exist() -> None:
-    present = named_tests("failure") | named_tests("contract")
+    present = named_tests("failure") | named_tests("contract") | named_tests("internals")
 
     def check(number: int, proof: str) -> None:
         named = re.findall(r"`([^`]+::[^`]+)`", proof)
@@ -99,7 +99,7 @@ def test_each_row_names_tests_that_exist() -> None:
 
 
 def test_a_test_of_a_row_is_named_by_it() -> None:
-    for test in named_tests("failure"):
+    for test in named_tests("failure") | named_tests("internals"):
         found = re.search(r"::test_rows?_((?:\d+_(?:to_|and_)?)+)", test)
         numbers = [int(number) for number in re.findall(r"\d+", found[1])] if found else []
         for number in range(numbers[0], numbers[-1] + 1) if found and "_to_" in found[1] else numbers:

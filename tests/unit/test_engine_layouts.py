@@ -18,9 +18,7 @@ import pytest
 import torch
 
 from device_communicators.base.errors import LayoutError
-from parallel_state import create_fsdp_groups, simulate
-from parallel_state.layout.ranks import Layout
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state import Layout, create_fsdp_groups, resolve_layout, simulate
 from tests import references
 from tests.unit.test_incumbent_layouts import CASES, MIN_SHARE, RARE_SHARE, SEED, Groups
 

@@ -31,9 +31,8 @@ import numpy as np
 import pytest
 
 from device_communicators.base.errors import LayoutError
-from parallel_state.layout.axes import DEFAULT_ORDER, PRESETS
-from parallel_state.layout.ranks import Layout
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state import PRESETS, Layout, resolve_layout
+from parallel_state.layout.axes import DEFAULT_ORDER
 from tests.extent import LONG
 from tests.programs import Program
 from tests.references import TORCHTITAN

@@ -10,7 +10,7 @@
 //
 // So no flag is ever reset, the writer fills chunk n + 1 while readers empty chunk n, nothing is dropped, and a reader
 // that finds another number in a chunk than the one it is at knows of the damage. Readers don't know of each other.
-// tests/unit/queue_model.py explores these steps one by one; its names are given beside the lines they stand for.
+// tests/internals/queue_model.py explores the steps of this protocol one by one, under the names given here.
 //
 // Not thread-safe: one call at a time on a writer, and on a reader. The caller owns the memory.
 #pragma once

@@ -1,0 +1,34 @@
+"""How groups come to their communicators: each divided from the world's, or made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from device_communicators.cuda.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
+from parallel_state.groups.parallel_groups import _Division
+from parallel_state.process_groups.pool import ProcessGroupPool
+
+__all__ = ["INTERNAL_ERROR", "INVALID_USAGE", "REMOTE_ERROR", "dividing"]
+
+
+@contextmanager
+def dividing(when_acquired: Callable[[], object] | None = None) -> Iterator[None]:
+    """Has each group be divided from the world; with a function, all at once, and calls it for each process group."""
+    divides, acquire, is_lazy = ProcessGroupPool.divides, ProcessGroupPool.acquire, _Division._is_lazy
+
+    def acquired(pool: Any, *args: Any, **options: Any) -> Any:
+        if when_acquired is not None:
+            when_acquired()
+        return acquire(pool, *args, **options)
+
+    ProcessGroupPool.divides = lambda self, options: True  # type: ignore[method-assign]
+    if when_acquired is not None:
+        ProcessGroupPool.acquire = acquired  # type: ignore[method-assign]
+        _Division._is_lazy = lambda self, name: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ProcessGroupPool.divides, ProcessGroupPool.acquire = divides, acquire  # type: ignore[method-assign]
+        _Division._is_lazy = is_lazy  # type: ignore[method-assign]

@@ -1,0 +1,85 @@
+"""Places in a start, a run and an end of ranks at which tests have something go wrong, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.c10d.store_exchange import StoreExchange
+from device_communicators.cpu.channels import Channels
+from device_communicators.cpu.host_memory import HostMemory
+from device_communicators.cpu.segment import Segment
+from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
+from device_communicators.liveness.health import Watcher
+from parallel_state import GroupCoordinator, ParallelGroups, state
+from parallel_state.groups import world
+from parallel_state.messages.messenger import Messenger
+from parallel_state.process_groups import pool
+from parallel_state.process_groups.agreement import Agreement
+from parallel_state.startup import reachability
+from parallel_state.startup.rendezvous import Met, _Meeting
+from parallel_state.startup.reserved import ReservedPort
+
+Place = tuple[Any, str]
+STARTS: dict[str, Place] = {
+    "in the rendezvous": (world, "meet"),
+    "before the agreement": (Agreement, "resolve_and_agree"),
+    "amid its groups": (pool.ProcessGroupPool, "_new_group_of_members"),
+    "with a segment": (Segment, "resize"),
+    "before the proof": (state, "prove"),
+    "at the end": (world, "closing_barrier"),
+}
+"""What a rank calls in init_distributed_environment and initialize_model_parallel, in this order."""
+STAGES: dict[str, Place] = {
+    "meeting": (_Meeting, "_judge"),
+    "reachability": (reachability, "prove"),
+    "default group": (world, "_init_process_group"),
+    "shared memory": (HostMemory, "attach"),
+    "first call": (state, "prove"),
+    "exchange of the backend": (StoreExchange, "_allgather_base"),
+}
+"""By stage of a start the function at whose call a rank is killed."""
+ENDS: dict[str, Place] = {
+    f"{owner.__name__}.{name}": (owner, name)
+    for owner, name in (
+        (Messenger, "close"),
+        (SharedMemoryCommunicator, "close"),
+        (Channels, "close"),
+        (HostMemory, "close"),
+        (pool.ProcessGroupPool, "release"),
+        (GroupCoordinator, "destroy"),
+        (ParallelGroups, "close"),
+        (Watcher, "close"),
+        (dist, "destroy_process_group"),
+    )
+}
+"""What the end of a world calls."""
+OF_A_WATCHER = "Watcher.close"
+
+
+def after_entering(then: Callable[[], object]) -> None:
+    """Has this process call `then` as soon as it has entered the meeting of a start."""
+    enter = _Meeting._enter
+
+    def enter_and_then(*args: Any) -> bool:
+        enter(*args)
+        then()
+        return True
+
+    _Meeting._enter = enter_and_then  # type: ignore[method-assign]
+
+
+def met_alone() -> Met:
+    """Returns what a rank has after a rendezvous in which it met nobody."""
+    nobody: Any = SimpleNamespace(close=lambda: None)
+    return Met(BoundedStore(dist.HashStore()), {}, nobody, math.inf, ReservedPort())
+
+
+def watch_no_processes() -> None:
+    """Has Python watch no process of a rank: what notices deaths is the library alone."""
+    Watcher.watch_processes = lambda self, pids, has_left: None  # type: ignore[method-assign]

@@ -1,0 +1,48 @@
+"""Machines with GPUs, for tests: the records in `topologies`, with changes; stand-ins for NVIDIA's libraries."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_communicators.cpu import native_build
+from device_communicators.machine.nvml import Recording
+from device_communicators.machine.topology import Topology, read_topology
+from tests.internals import compiled
+
+FOLDER = Path(__file__).parents[1] / "topologies"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+_SOURCES = Path(__file__).parents[1] / "native"
+
+
+def record(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A recorded machine; `changes` replace answers: `record("dgx-h100", link_is_active={"3 0": False})`."""
+    told: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    for question, answers in copy.deepcopy(changes).items():
+        told.setdefault(question, {}).update(answers)
+    return told
+
+
+def machine(name: str, **changes: dict[str, Any]) -> Topology:
+    """Its topology, as `read_topology` would read it there."""
+    return read_topology(Recording(record(name, **changes)))
+
+
+def stand_in(source: str, folder: Path, name: str, *flags: str) -> Path:
+    """A library of `native/<source>` that answers in place of NVIDIA's; skips the test without a compiler."""
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    command = [*compiler, "-shared", "-fPIC", "-O1", "-std=c++17", *flags, str(_SOURCES / source), "-o"]
+    made = compiled.kept(
+        f"{source}.so", command, [_SOURCES / source], lambda path: subprocess.run([*command, str(path)], check=True)
+    )
+    library = folder / name
+    shutil.copyfile(made, library)
+    return library

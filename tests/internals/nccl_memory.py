@@ -1,0 +1,13 @@
+"""Memory that NCCL's communicators registered, after their close."""
+
+from __future__ import annotations
+
+from device_communicators.nccl import windows
+from device_communicators.nccl.windows import WINDOW_BYTES, free_closed
+
+__all__ = ["WINDOW_BYTES", "count_closed", "free_closed"]
+
+
+def count_closed() -> int:
+    """Returns how many windows of closed communicators aren't freed yet."""
+    return len(windows._CLOSED)

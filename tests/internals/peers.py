@@ -1,0 +1,39 @@
+"""Kernels in peer memory: how ranks may share it, and a group's communicator over one way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from device_communicators import Row
+from device_communicators.peer.communicator import PeerMemoryCommunicator
+from device_communicators.peer.device import PeerDevice
+from device_communicators.peer.memory import IpcWay, SymmetricWay, Way
+from device_communicators.peer.thresholds import ALGORITHMS
+from parallel_state import GroupCoordinator
+
+__all__ = ["ALGORITHMS", "WAYS", "peers_of", "row_over", "share_by"]
+WAYS: dict[str, Way] = {"symmetric": SymmetricWay(), "ipc": IpcWay()}
+
+
+def peers_of(group: GroupCoordinator) -> PeerMemoryCommunicator:
+    """Returns the group's communicator; fails where it has none."""
+    found = [each for each in group.route.communicators if isinstance(each, PeerMemoryCommunicator)]
+    assert found, group.explain()
+    return found[0]
+
+
+def share_by(way: str) -> None:
+    """Has this process share memory in one way only."""
+    PeerDevice.ways = (WAYS[way],)
+
+
+def row_over(group: GroupCoordinator, way: str) -> Row:
+    """Returns a row of the catalog whose communicator shares memory in one way only."""
+    gpu = PeerDevice(group.device)
+    gpu.ways = (WAYS[way],)
+
+    class Here(Row):
+        def load(self) -> Any:
+            return lambda context: PeerMemoryCommunicator(context, gpu)
+
+    return Here("peer_memory", "", "")

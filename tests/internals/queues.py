@@ -1,0 +1,81 @@
+"""Rings of a host's shared memory: their sizes, and who writes, waits and reads there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from device_communicators.cpu.channels import SHAPE, TENSORS
+from device_communicators.cpu.message_queue import _Sending
+from device_communicators.routing.states import SLOW_S, State, call_in_words
+from parallel_state import GroupCoordinator
+from parallel_state.messages.messenger import Messenger
+
+__all__ = ["RING_BYTES", "SLOT_BYTES", "SLOW_S", "calls_in_words", "carried_calls", "count_waiting", "encode_slowly",
+           "is_busy", "is_past_python", "note_writers", "only_sender", "state_in_words", "stop_writing"]  # fmt: skip
+RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
+
+
+def carried_calls(group: GroupCoordinator, name: str) -> int:
+    """Returns how many calls of this name went past Python."""
+    found: dict[str, Any] = group.context.host_memory.collectives.traffic(group._key)
+    return int(found.get(name, (0, 0))[0])
+
+
+def calls_in_words(group: GroupCoordinator) -> str:
+    """Returns what this rank's calls that have not ended wait for."""
+    return " ".join(call_in_words(group.context, each) for each in group.route.operations_under_way())
+
+
+def state_in_words(answer: dict[str, Any]) -> str:
+    """Returns where a rank is that answered `debug --live --json`."""
+    return State(**answer).in_words()
+
+
+def is_busy(group: GroupCoordinator) -> bool:
+    """Returns True while a call of the group runs in this process."""
+    memory = group.context.host_memory
+    if memory is not None and memory.collectives is not None:
+        return bool(memory.collectives.is_busy)
+    return group.route._turn.locked()
+
+
+def is_past_python(group: GroupCoordinator) -> bool:
+    """Returns True in a handler that interrupts a receive that Python knows nothing of."""
+    ends = group.context.host_memory.channels._receivers.values()
+    return any(end.is_held_here and not end.lock._is_owned() for end in ends)
+
+
+def only_sender(group: GroupCoordinator) -> Any:
+    """Returns the one end by which this rank has sent so far."""
+    (sender,) = group.context.host_memory.channels._senders.values()
+    return sender
+
+
+def stop_writing(group: GroupCoordinator, seconds: float) -> None:
+    """Has this rank write the beginning of its next message, wait, and write no more of it."""
+    only_sender(group)._write_patiently = lambda **_: time.sleep(seconds)
+
+
+def encode_slowly(monkeypatch: Any, seconds: float) -> None:
+    """Has each message that Python encodes take so long."""
+    encode = Messenger.encode
+    monkeypatch.setattr(Messenger, "encode", lambda *args: (time.sleep(seconds), encode(*args))[1])
+
+
+def count_waiting(group: GroupCoordinator, rank: int) -> int:
+    """Returns how many sends of tensors to a rank wait for their turn."""
+    return len(group.context.host_memory.channels.sender(rank, TENSORS)._waiting)
+
+
+def note_writers(monkeypatch: Any) -> list[int]:
+    """Returns a list to which each end of a send appends who has the turn to write."""
+    writers: list[int] = []
+    finish = _Sending.finish
+
+    def note(self: _Sending, error: Exception | None = None) -> None:
+        writers.append(self._sender._writer)
+        finish(self, error)
+
+    monkeypatch.setattr(_Sending, "finish", note)
+    return writers

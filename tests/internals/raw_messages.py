@@ -1,0 +1,112 @@
+"""Messages by their bytes: sizes of frames, heads that are none, and what a group sends of them."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from device_communicators.calls.user_call import UserCall
+from parallel_state import GroupCoordinator, TensorDictSpec
+from parallel_state.messages import tensor_dicts, wire
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec.values import to_msgpack
+from parallel_state.messages.messenger import Messenger
+from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
+from parallel_state.messages.transports import QueueTransport
+from parallel_state.messages.wire import FRAME_BYTES, Outgoing
+
+__all__ = [
+    "FRAME_BYTES", "ConstantEntry", "Outgoing", "TensorEntry", "encode", "false_reference", "garbage",
+    "head_of_tensor", "is_over_queue", "metadata_bytes", "most_inline_bytes", "send_encoded_as", "send_raw",
+    "sends_past_python", "without_list_calls", "without_queue_calls",
+]  # fmt: skip
+
+
+def is_over_queue(group: GroupCoordinator) -> bool:
+    """Returns True for a group whose messages go through queues in shared memory."""
+    return isinstance(group._messenger.transport, QueueTransport)
+
+
+def metadata_bytes(value: object) -> int:
+    """Returns the size of what a message has beside its tensors' bytes."""
+    return len(codec.encode(value).metadata)
+
+
+def most_inline_bytes() -> int:
+    """Returns the size of the largest body that a message's frame holds."""
+    return wire._INLINE_BYTES
+
+
+def encode(value: object) -> Outgoing:
+    return wire.encode(value, allow_pickle=False)
+
+
+def garbage() -> dict[str, bytes]:
+    """Heads of messages that are none, by what is wrong with them."""
+    head = encode(["value", torch.ones(3)]).head
+    changed = {"noise": random.Random(0).randbytes(FRAME_BYTES), "zeros": bytes(FRAME_BYTES)}
+    for what, offset, value in (
+        ("kind", 4, 9),
+        ("tensors", 8, 2),
+        ("body bytes", 23, 0x7F),
+        ("tensor bytes", 24, 13),
+        ("format version", 32, 0x80),
+        ("table", 37, 0xC1),
+    ):
+        changed[what] = head[:offset] + bytes([value]) + head[offset + 1 :]
+    return changed
+
+
+def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
+    """A message of these very bytes."""
+    transport = group._messenger.transport
+    if way == "broadcast":
+        transport.broadcast(lambda: outgoing, UserCall("broadcast_object", root=group.rank_in_group))
+    for part in transport.isend(outgoing, 1) if way == "send" else []:
+        part.wait()
+
+
+def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
+    """Has each message that this process encodes be this one."""
+    monkeypatch.setattr(wire, "encode", lambda *_, **__: outgoing)
+
+
+def false_reference() -> Outgoing:
+    """Returns a message with one tensor, whose head refers to the eighth."""
+    outgoing = encode(torch.ones(3))
+    head = bytearray(outgoing.head)
+    head[-5] = 7  # it ends with the tensor's index, four bytes, and its cut flag
+    return Outgoing(bytes(head), outgoing.tensors)
+
+
+def head_of_tensor(numel: int) -> Outgoing:
+    """Returns the head of a message with a tensor of so many elements, and no tensor."""
+    table = to_msgpack([["float32", (numel,), "cpu"]])
+    body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
+    return Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 * numel), body), [])
+
+
+def without_queue_calls(monkeypatch: Any) -> None:
+    """Removes what Python would send and receive messages by."""
+    for name in ("post", "isend", "broadcast", "incoming"):
+        monkeypatch.setattr(QueueTransport, name, None)
+
+
+def without_list_calls(monkeypatch: Any) -> None:
+    """Removes what Python would send and receive lists of tensors by."""
+    for name in ("send_list", "recv_list", "broadcast_list"):
+        monkeypatch.setattr(Messenger, name, None)
+
+
+def sends_past_python(group: GroupCoordinator, spec: TensorDictSpec) -> Callable[[dict[str, Any]], bool] | None:
+    """Returns a call that sends a dict of the spec to rank 1 if C++ can, and says so; None if the form isn't known."""
+    known, past_python = tensor_dicts._known_form(spec), group._messenger.past_python
+    if known is None or past_python is None:
+        return None
+    return lambda values: (
+        known.can_be_of(values) and past_python.send_dict(group._key, 1, 0, values, known.form.address, known.head)
+    )

@@ -1,0 +1,145 @@
+"""`python -m parallel_state bench` as a user starts it: a page, whatever fails; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_state.__main__ import main
+from parallel_state.tools.bench import page
+from parallel_state.tools.bench.messages import KINDS
+from parallel_state.tools.bench.page import FILES
+from parallel_state.tools.bench.peers import VLLM_TORCH
+from tests.extent import LONG
+from tests.internals.test_bench import findings
+from tests.programs import Program, module
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+BEFORE = """
+import torch._inductor.compile_fx, torch.distributed.fsdp
+from dataclasses import replace
+from parallel_state.tools.bench import command, through_torch
+
+command.QUICK_PLAN = replace(command.QUICK_PLAN, rounds=3, round_s=0.0, repeat_s=0.0)
+through_torch._WIDTH, through_torch._DEPTH = 64, 2
+"""
+"""Imports once what the ranks of a team would import each. Each candidate runs, no time is looked at."""
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.__version__.startswith(VLLM_TORCH), reason="a peer for another torch isn't started")
+def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
+    """The peer's package is there and its processes end as one does that lacks an instruction; the others go on."""
+    package = tmp_path / "peers" / "vllm" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    folder = tmp_path / "deep" / "report"
+    arguments = ("--quick", "--ranks", 2, "--sizes", 1000, 65536, "--operations", "all_reduce", "reduce_scatter")
+    words = [*map(str, arguments), "--peers", str(tmp_path / "peers"), "--report", str(folder)]
+    program = Program(BEFORE + module("parallel_state", ["bench", *words]), environment())
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
+    assert {each.name for each in folder.iterdir()} == set(FILES)
+    content = json.loads((folder / "report.json").read_text())
+    assert "SIGILL" in content["left_out"]["vLLM"]
+    assert {"parallel_state", "gloo"} <= content["used"].keys()
+    collectives = [row["case"] for row in content["rows"] if row["case"]["part"] == "collectives"]
+    cases = [(case["operation"], case["bytes"]) for case in collectives]
+    assert cases == [("all_reduce", 992), ("all_reduce", 65536), ("reduce_scatter", 992), ("reduce_scatter", 65536)]
+    for row in content["rows"]:
+        assert row["wrong"] == {}
+        assert {"parallel_state", "gloo"} <= row["us"].keys() or {"coordinator", "gloo"} <= row["us"].keys()
+    assert {row["case"]["kind"] for row in content["rows"] if row["case"]["part"] == "messages"} == set(KINDS)
+    assert content["rows"][-1]["case"]["part"] == "start-up"
+    text = (folder / "index.html").read_text()
+    assert "SIGILL" in text[text.index("left out: ") :]
+    assert text.count("<polyline") > 10
+    assert str(tmp_path) not in (folder / "report.json").read_text()
+    table = (folder / "table.txt").read_text()
+    assert "# reduce_scatter, 2 ranks: gloo" in table
+    assert table in out
+
+
+@pytest.mark.slow
+def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None:
+
+    page.write(tmp_path, findings())
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    words = ["bench", "--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
+    process = Program("import os\nos.setsid()\n" + module("parallel_state", words), environment())
+    workers: list[int] = []
+    deadline = time.monotonic() + 120
+    while len(workers) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        workers = [int(pid) for pid in children.read_text(encoding="utf-8").split()]
+    time.sleep(1)
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(60)
+    assert process.returncode == 130, said
+    assert "the report of 2030-01-01 00:00 UTC stays" in said
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ("--report setup.py", {}, "--report: setup.py is no folder"),
+        ("--ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
+        ("--sizes 0", {}, "--sizes must be positive"),
+        ("", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
+        ("", RANK, "LOCAL_RANK is not"),
+    ],
+    ids=["report", "ranks", "sizes", "launcher", "half a launcher"],
+)
+def test_what_cannot_work_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments.split()])
+    assert ended.value.code == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert said in last
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_a_commit_that_isnt_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--against", "no-such-commit", "--device", "cpu"]) == 2
+    assert "--against must name a commit that is here, but 'no-such-commit' isn't" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not LONG or not (ROOT / ".git").exists(), reason="compiles the last commit; needs a checkout")
+def test_this_tree_beside_the_last_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench --against HEAD --quick --device cpu --ranks 2 --operations all_reduce --sizes 8192"
+    code = main(words.split())
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("all_reduce 8 KiB, coordinator ")]
+    assert len(rows) == 1
+    before_us, now_us, ratio, low, _, high = rows[0].split()[4:10]
+    assert float(low) <= float(ratio) <= float(high)
+    assert min(float(before_us), float(now_us)) > 0
+    assert code == any(line.startswith("slower, ") for line in lines)

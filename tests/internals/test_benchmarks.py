@@ -1,0 +1,194 @@
+"""Every benchmark runs in its smallest form and writes what it says; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device_communicators.cpu import native_build
+from parallel_state.tools.bench.rounds import Plan, measure
+from parallel_state.tools.bench.teams import Team, started
+from tests.extent import LONG
+from tests.internals.compiled import plain_library
+from tests.programs import Program, script
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 400
+
+
+def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, Any]:
+    """The JSON of a benchmark without peers, in as few rounds as there are; `before`: code that runs first."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
+    environment["PYTHONPATH"] = str(ROOT)
+    options = ["--no-peers", "--rounds", "1", "--round-ms", "0.1", "--json", str(file), *arguments]
+    program = Program(before + script(ROOT / "benchmarks" / f"{name}.py", options), environment)
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["machine"]["cores"] > 0
+    assert content["versions"]["torch"]
+    assert content["commit"]
+    assert "WRONG" not in err
+    assert "p50, us" in out
+    for row in content["rows"]:
+        assert row["wrong"] == {}
+        assert all(len(samples) >= 3 for samples in row["us"].values())
+        assert all(sample > 0 for samples in row["us"].values() for sample in samples)
+    return content
+
+
+def names(content: dict[str, Any], **case: Any) -> set[str]:
+    """The candidates of the only row of this case."""
+    (row,) = [row for row in content["rows"] if case.items() <= row["case"].items()]
+    return set(row["us"])
+
+
+def test_collectives(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+    content = run("collectives", tmp_path / "c.json", "--sizes", "1024", "65536", "--svg", str(picture))
+    ours = {"op", "coordinator"}
+    assert {row["case"]["operation"] for row in content["rows"]} == set(operations)
+    assert names(content, operation="barrier") == {"coordinator", "gloo"}
+    for loop in ("tight", "produced"):
+        found = names(content, operation="all_reduce", bytes=1024, loop=loop)
+        assert found >= ours | {"op, in place", "coordinator, in place", "gloo"}
+        assert ("(copies alone)" in found) == (loop == "produced")
+        for operation in operations[1:-1]:
+            assert names(content, operation=operation, bytes=65536, loop=loop) >= ours | {"gloo"}
+    assert picture.read_text().count("<polyline") > 20
+
+
+def test_transfers(tmp_path: Path) -> None:
+    content = run("collectives", tmp_path / "c.json", "--operations", "ping_pong", "--sizes", "1024", "4194304")
+    for loop in ("tight", "produced"):
+        assert names(content, bytes=1024, loop=loop) >= {"op", "coordinator", "gloo"}
+
+
+def test_messages(tmp_path: Path) -> None:
+    content = run("messages", tmp_path / "m.json", "--readers", "1", "--objects", "1 KB")
+    assert names(content, kind="object", idle_ms=0) == {"parallel_state", "gloo"}
+    assert names(content, kind="object", idle_ms=5) == {"parallel_state", "gloo"}
+    for kind in ("broadcast", "pipeline"):
+        for what in ("decode", "prefill"):
+            ours = {"parallel_state", "parallel_state, views", "parallel_state, spec", "parallel_state, spec, views"}
+            assert names(content, kind=kind, what=what) == ours | {"gloo", "(copying the bytes)"}
+
+
+def test_messages_to_three_readers(tmp_path: Path) -> None:
+    content = run("messages", tmp_path / "m.json", "--readers", "3", "--objects", "1 KB", "--kinds", "object")
+    assert names(content, readers=3, idle_ms=0) == {"parallel_state", "gloo"}
+
+
+def test_dispatch(tmp_path: Path) -> None:
+    content = run("dispatch", tmp_path / "d.json", "--sizes", "1024", "--modes", "inference_mode", "requires_grad")
+    assert {"plain function", "coordinator", "functional collective"} <= names(content, ranks=1, mode="inference_mode")
+    assert {"op", "coordinator", "op, in place"} <= names(content, ranks=2, mode="inference_mode")
+    assert "op, in place" not in names(content, ranks=2, mode="requires_grad")
+
+
+SMALL = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import decode
+
+decode.LAYERS, decode.HIDDEN, decode.VOCABULARY = 4, 64, 256
+"""
+
+
+def test_decode(tmp_path: Path) -> None:
+    """Of a smaller model. Four ranks that spin on fewer cores take long: in short runs two do."""
+    ours, spinning = "parallel_state", "parallel_state, spinning"
+    content = run("decode", tmp_path / "e.json", "--only", ours, *([spinning] if LONG else []), before=SMALL)
+    assert names(content, ranks=4) == ({ours, spinning} if LONG else {ours})
+    content = run("decode", tmp_path / "two.json", "--ranks", "2", "--only", spinning, before=SMALL)
+    assert names(content, ranks=2) == {spinning}
+
+
+TINY = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import decode_models
+
+decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
+"""
+
+
+def test_decode_of_a_models_shape(tmp_path: Path) -> None:
+    """Of smaller sizes; the steps' results are checked, of both peers that are always there."""
+    arguments = ["--models", "0.5B", "--layouts", "TP2xPP2", "--batches", "2"]
+    content = run("decode", tmp_path / "m.json", *arguments, before=TINY)
+    assert names(content, model="0.5B", batch=2) == {"parallel_state", "gloo", "(matmuls alone)"}
+
+
+KEPT = """
+import shutil
+from device_communicators.cpu import native_build
+from tests.internals.compiled import plain_library
+
+build = native_build.compile_library
+
+
+def compile_library(recipe, target, compiler, seal=None):
+    if seal is not None:
+        return build(recipe, target, compiler, seal)
+    more = [source for source in recipe.sources if source not in native_build.plain_recipe().sources]
+    shutil.copy(plain_library(compiler, more, recipe.flags), target)
+
+
+native_build.compile_library = compile_library
+"""
+"""Takes a library that has been compiled of the same sources; without optimisation, as no time is looked at."""
+
+
+def test_failure_costs(tmp_path: Path) -> None:
+    content = run("failure_costs", tmp_path / "f.json", "--ranks", "2", "--sizes", "8", "65536", before=KEPT)
+    pieces = {"record", "lock", "lock and check", "tick", "tick, note", "tick, note, comparison"}
+    assert names(content, part="C++", ranks=1) == pieces | {"empty loop", "group alone", "group, recorded"}
+    found = {"group alone", "group, recorded", "exchange", "exchange, compared"}
+    assert names(content, part="C++", ranks=2) == found
+    calls = {"op, in place", "all_reduce", "record in Python", "gloo's all_gather of 512 bytes"}
+    assert names(content, part="mode") == calls | {f"{name}, debug mode" for name in calls}
+    for size in (8, 65536):
+        assert names(content, part="gloo", bytes=size) == {"torch.distributed", "all_reduce", "all_reduce_"}
+
+
+def test_kernels() -> None:
+    """Each is checked before it is timed. Without optimisation, as no time is looked at."""
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    collectives = ("all_reduce", "all_reduce_symmetric", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+    options = ["--rounds", "1", "--budget", "1", "--sizes", "1K,512K", "--collectives", ",".join(collectives)]
+    options += ["--library", str(plain_library(compiler))]
+    program = Program(script(ROOT / "benchmarks" / "kernels.py", options), {**os.environ, "PYTHONPATH": str(ROOT)})
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
+    timed = [tuple(line.split()[:4]) for line in out.splitlines() if "ours" in line]
+    assert timed == [(name, size, "KiB", "ours") for name in collectives for size in ("1", "512")]
+
+
+def leave_out(fault: str) -> None:
+    """Starts a team with this fault and a sound one, and measures them."""
+    teams = [Team(name, "tests.internals.benchmark_team", 2, {"fault": fault}) for name in ("failing", "sound")]
+    with started(teams) as there:
+        row = measure(there, {}, Plan(rounds=3, round_s=0.001))
+    assert set(row.us) == {"sound"}
+    assert [team.name for team in there] == ["sound"]
+    assert all(process.poll() is not None for team in teams for process in team._processes)
+    print("left out")
+
+
+@pytest.mark.parametrize("fault", ["raises", "ends", "raises at start"])
+def test_a_team_that_fails_is_left_out_and_the_others_go_on(fault: str) -> None:
+    code = f"from {__name__} import leave_out\nfrom tests.programs import fork_scripts\n"
+    program = Program(f"{code}fork_scripts()\nleave_out({fault!r})\n", {**os.environ, "PYTHONPATH": str(ROOT)})
+    out, err = program.communicate(DEADLINE_S)
+    assert (program.returncode, out) == (0, "left out\n"), err

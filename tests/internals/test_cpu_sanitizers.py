@@ -1,0 +1,83 @@
+"""The C++ of the CPU path under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: `make sanitize`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from device_communicators.cpu import native_build
+from tests.internals.cuda_on_cpu import EMULATION
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+DEADLINE_S = 600
+FLAGS = ("-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-math-errno", "-ffp-contract=off", "-pthread")
+ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+THREAD = ("-fsanitize=thread", "-Wno-tsan")  # GCC warns of a fence that it can't follow, which is for old kernels
+
+
+def _run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+
+
+def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None = None) -> Path:
+    """`native/cpu_ranks.cpp` with the sources of the library; skips the test where the compiler lacks a sanitizer.
+
+    `weakened`: what is replaced in `wait.cpp`, and by what.
+    """
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    folder.mkdir()
+    (folder / "empty.cpp").write_text("int main() {}\n")
+    if _run([*compiler, *flags, str(folder / "empty.cpp"), "-o", folder / "empty"]).returncode != 0:
+        pytest.skip(f"the compiler has no {flags[0]}")
+    sources = [*native_build.plain_recipe().sources, EMULATION / "cpu_ranks.cpp"]
+    include = f"-I{sources[0].parent}"
+    if weakened is not None:
+        text = next(source for source in sources if source.name == "wait.cpp").read_text()
+        assert text.count(weakened[0]) == 1
+        (folder / "wait.cpp").write_text(text.replace(*weakened))
+        sources = [folder / "wait.cpp" if source.name == "wait.cpp" else source for source in sources]
+
+    def compiled(source: Path) -> Path:
+        made = folder / f"{source.stem}.o"
+        done = _run([*compiler, *FLAGS, *flags, include, "-c", source, "-o", made])
+        assert done.returncode == 0, done.stderr
+        return made
+
+    with ThreadPoolExecutor(len(native_build.usable_cores())) as pool:
+        objects = list(pool.map(compiled, sources))
+    program = folder / "cpu_ranks"
+    done = _run([*compiler, *flags, "-pthread", *objects, "-o", program])
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [(ADDRESS, "processes"), (THREAD, "threads")], ids=["address", "thread"])
+def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: str) -> None:
+    program = _built(tmp_path / "build", flags)
+    options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "TSAN_OPTIONS": "exitcode=66"}
+    done = _run([program, ranks], **options)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
+    assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
+    assert " checks, 0 wrong" in done.stdout
+    assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, done.stderr[:5000]
+
+
+def test_a_weaker_order_is_noticed(tmp_path: Path) -> None:
+    """The counter that says that data is there, stored without a release: the sanitizer sees these programs."""
+    order = "value.store(next, std::memory_order_{})"
+    program = _built(tmp_path / "build", THREAD, weakened=(order.format("release"), order.format("relaxed")))
+    done = _run([program, "threads"], TSAN_OPTIONS="exitcode=66")
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
+    assert done.returncode == 66
+    assert "data race" in done.stderr

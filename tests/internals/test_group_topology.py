@@ -1,0 +1,171 @@
+"""What ranks make of what they told each other: sharing, NVLink, peer access. One process plays all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from device_communicators.machine import group_topology
+from device_communicators.machine.group_topology import GroupTopology, agree_on_topology
+from device_communicators.machine.topology import Topology
+from device_communicators.routing.communicator import GroupContext
+from tests.internals.machines import machine
+
+NONE = Topology(problem="there is no libnvidia-ml.so.1")
+Place = tuple[Topology, str | None]
+
+
+def agree(places: Sequence[Place]) -> list[GroupTopology]:
+    """All ranks' agreements; an exchange is played by asking the ranks one after the other."""
+    size = len(places)
+    devices = [group_topology._device_record(*place) for place in places]
+    views = [group_topology._view_records(rank, devices, places[rank][0]) for rank in range(size)]
+    found = []
+    for rank, place in enumerate(places):
+        rounds = iter((devices, views))
+
+        def exchange(context: GroupContext, mine: Any, operation: str, rounds: Any = rounds) -> Any:
+            told = next(rounds)
+            assert told[context.rank] == mine
+            return told
+
+        context = GroupContext("tp:0", tuple(range(size)), rank, torch.device("cpu"), 60.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group_topology, "exchange_facts", exchange)
+            found.append(agree_on_topology(context, *place))
+    return found
+
+
+def one(places: Sequence[Place]) -> GroupTopology:
+    """What all ranks say alike."""
+    found = agree(places)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def on(topology: Topology, *gpus: int) -> list[Place]:
+    return [(topology, topology.gpus[gpu].uuid) for gpu in gpus]
+
+
+def test_switches() -> None:
+    found = one(on(machine("dgx-h100"), *range(8)))
+    assert found.nvlink_full_mesh
+    assert found.nvlink_full_mesh.reason == "18 or more NVLinks between any two"
+    assert found.nvlinks[2] == (18, 18, None, 18, 18, 18, 18, 18)
+    assert found.peer_access.reason == "the driver reports it"
+    assert found.shared_gpus == ()
+    assert [gpu.numa_node for gpu in found.gpus] == [0] * 4 + [1] * 4
+
+
+def test_islands() -> None:
+    nodes = machine("h200-nvl-2x4")
+    assert one(on(nodes, 7, 5, 6, 4)).nvlink_full_mesh
+    across = one(on(nodes, 2, 3, 4))
+    assert not across.nvlink_full_mesh
+    assert across.nvlink_full_mesh.reason == "from the GPU of rank 0 to that of rank 2 there is no NVLink"
+    assert across.nvlinks[0] == (None, 6, 0)
+    assert across.peer_access
+
+
+def test_pcie() -> None:
+    found = one(on(machine("l40s-pcie"), 0, 1, 2))
+    assert not found.nvlink_full_mesh
+    assert found.peer_access.reason == "from the GPU of rank 0 to that of rank 2: P2P read is chipset not supported"
+    assert one(on(machine("l40s-pcie"), 2, 3)).peer_access
+
+
+def test_one_rank_that_sees_otherwise_is_enough() -> None:
+    """As with links that are down, or a driver that forbids it, on one rank's view only."""
+    good = machine("dgx-h100")
+    bad = machine("dgx-h100", p2p_status={"1 0 1": 4, "1 0 2": 4})
+    found = one([(good, good.gpus[0].uuid), (bad, bad.gpus[1].uuid)])
+    assert found.nvlink_full_mesh.reason == (
+        "from the GPU of rank 1 to that of rank 0 P2P nvlink is disabled by registry key"
+    )
+    assert found.peer_access.reason == (
+        "from the GPU of rank 1 to that of rank 0: P2P write is disabled by registry key"
+    )  # fmt: skip
+    fewer = machine("dgx-h100", link_is_active={"0 0": False})
+    assert one([(good, good.gpus[0].uuid), (fewer, fewer.gpus[1].uuid)]).nvlinks == ((None, 17), (17, None))
+
+
+def test_ranks_on_one_gpu() -> None:
+    node = machine("dgx-h100")
+    found = one(on(node, 3, 1, 3, 1, 0))
+    assert found.shared_gpus == ((0, 2), (1, 3))
+    assert found.sharers(3) == (1, 3)
+    assert found.sharers(4) == ()
+    assert found.nvlink_full_mesh and found.peer_access
+
+
+def test_torch_writes_uuids_without_prefix() -> None:
+    node = machine("dgx-h100")
+    found = one([(node, node.gpus[0].uuid), (node, node.gpus[0].uuid.removeprefix("GPU-"))])
+    assert found.shared_gpus == ((0, 1),)
+
+
+def test_slices_of_one_gpu() -> None:
+    node = machine("a100-mig")
+    parts = node.gpus[0].slices
+    found = one([(node, parts[0].uuid), (node, parts[2].uuid)])
+    assert found.shared_gpus == ((0, 1),)
+    assert [gpu.uuid for gpu in found.gpus] == [parts[0].uuid, parts[2].uuid]
+    assert "slices of one GPU" in found.peer_access.reason
+    assert "slices of one GPU" in found.nvlink_full_mesh.reason
+    assert not found.peer_access and not found.nvlink_full_mesh
+
+
+def test_ranks_in_one_slice_share_memory_unless_the_slice_is_not_known() -> None:
+    """Should CUDA name the GPU where it means a slice of it."""
+    node = machine("a100-mig")
+    (gpu,) = node.gpus
+    assert one([(node, gpu.slices[1].uuid)] * 2).peer_access
+    unnamed = one([(node, gpu.uuid)] * 2)
+    assert unnamed.shared_gpus == ((0, 1),)
+    assert "slices of one GPU" in unnamed.peer_access.reason
+
+
+def test_a_slice_beside_a_gpu_has_no_peers() -> None:
+    node = machine("dgx-h100")
+    part = machine("a100-mig").gpus[0].slices[0]
+    mixed = replace(node, gpus=(replace(node.gpus[0], mig=True, slices=(part,)), *node.gpus[1:]))
+    found = one([(mixed, part.uuid), (mixed, mixed.gpus[1].uuid)])
+    assert f"{mixed.gpus[0].uuid} is divided into MIG slices" in found.peer_access.reason
+    assert found.nvlink_full_mesh.reason == found.peer_access.reason.replace(": GPU", " GPU")
+
+
+def test_two_hosts() -> None:
+    here = machine("dgx-h100")
+    there = machine("dgx-h100", uuid={str(gpu): f"GPU-{gpu}-there" for gpu in range(8)})
+    found = one([*on(here, 0, 1), *on(there, 0, 1)])
+    assert found.peer_access.reason == "rank 0 doesn't see the GPU of rank 2: another host or container"
+    assert found.nvlink_full_mesh.reason == found.peer_access.reason
+    assert found.nvlinks[0] == (None, 18, None, None)
+
+
+def test_a_rank_without_a_gpu() -> None:
+    node = machine("dgx-h100")
+    for place, why in (
+        ((NONE, None), "there is no libnvidia-ml.so.1"),
+        ((NONE, "GPU-1"), "there is no libnvidia-ml.so.1"),
+        ((node, None), "it has no GPU"),
+        ((node, "GPU-1"), "NVML doesn't know its device GPU-1"),
+    ):
+        found = one([(node, node.gpus[0].uuid), place])
+        for vote in (found.nvlink_full_mesh, found.peer_access):
+            assert not vote
+            assert vote.reason == f"rank 1 has no GPU: {why}"
+        assert found.shared_gpus == ()
+        assert found.nvlinks == ((None, None), (None, None))
+
+
+def test_a_group_of_one_needs_nobody() -> None:
+    node = machine("one-h200")
+    context = GroupContext("tp:0", (5,), 0, torch.device("cpu"), 60.0)
+    found = agree_on_topology(context, node, node.gpus[0].uuid)
+    assert found.nvlink_full_mesh and found.peer_access
+    assert found.gpus[0].uuid == node.gpus[0].uuid

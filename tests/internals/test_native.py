@@ -1,0 +1,283 @@
+"""The compiled part: made once, under a lock, or the reason why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from device_communicators.base import build_cache, settings
+from device_communicators.cpu import native, native_build
+from tests.internals.compiled import plain_library
+from tests.programs import Program
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+from device_communicators.cpu import native
+try:
+    library = native.load()
+    print("ops" if library.has_ops else f"no ops: {library.note}")
+    print("version", library.ps_version(), library.ps_instruction_set().decode())
+except native.NativeUnavailableError as error:
+    print("unavailable:", error)
+"""
+COMPILE_S = 300
+SOURCES = Path(native.__file__).parent / "csrc"
+VERSION = f"version {native._VERSION} "
+
+
+def _start(cache: Path, umask: int | None = None, **variables: str) -> Program:
+    return Program(PROGRAM, {**os.environ, "XDG_CACHE_HOME": str(cache), **variables}, umask)
+
+
+def _run(cache: Path, umask: int | None = None, **variables: str) -> str:
+    return _start(cache, umask, **variables).communicate(COMPILE_S)[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"PARALLEL_STATE_BUILD": "never"}, "PARALLEL_STATE_BUILD is never"),
+        ({"PATH": "/nowhere"}, "no C++ compiler"),
+        ({"CXX": "/nowhere/c++"}, "/nowhere/c++ can't be run"),
+        ({"CXX": "false"}, "false failed"),
+    ],
+)
+def test_the_reason_where_it_can_not_be_had(tmp_path: Path, variables: dict[str, str], reason: str) -> None:
+    output = _run(tmp_path, **variables)
+    assert output.startswith("unavailable:") or "\nunavailable:" in output
+    assert reason in output
+
+
+def test_a_cache_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "parallel_state").write_text("a file")
+    assert "can't be made or loaded" in _run(tmp_path)
+
+
+def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "parallel_state"
+    folder.mkdir()
+    folder.chmod(0o777)
+    output = _run(tmp_path, CXX="/nowhere")
+    assert "writable by nobody else" in output
+
+
+def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, str]:
+    """The environment in which a script stands for the compiler; the build is the one without torch's headers."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return {"CXX": str(path), "PARALLEL_STATE_BUILD": "plain"}
+
+
+@pytest.fixture(scope="module")
+def linked() -> Path:
+    """The plain library, which a compiler has made of these sources: now, or in an earlier run."""
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    return plain_library(compiler)
+
+
+@pytest.fixture(scope="module")
+def compiled(linked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the plain library, made under a umask that lets the group write."""
+    cache = tmp_path_factory.mktemp("compiled")
+    output = _run(cache, 0o002, **_quick(linked, cache))
+    assert VERSION in output, output
+    return cache
+
+
+@pytest.fixture
+def quick(linked: Path, tmp_path: Path) -> dict[str, str]:
+    return _quick(linked, tmp_path)
+
+
+def _quick(library: Path, folder: Path) -> dict[str, str]:
+    """A compiler that takes no time: what it links is this library."""
+    script = f"""
+shared=
+for word; do
+    [ "$word" = -shared ] && shared=1
+    [ "$before" = -o ] && made=$word
+    before=$word
+done
+if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
+    return _compiler(folder, script, name="quick")
+
+
+def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Path) -> None:
+    """Those that come while one compiles wait for it; later ones find it."""
+    counter = tmp_path / "calls"
+    how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 0.1\nexec {quick["CXX"]} "$@"')
+    outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
+    assert all(VERSION in output for output in outputs), outputs
+    assert sum("compiling" in output for output in outputs) == 1
+    assert counter.read_text().count("call") == len(native_build.plain_recipe().sources) + 1  # and the link
+    again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
+    assert VERSION in again
+    assert "compiling" not in again
+    assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
+
+
+def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], tmp_path: Path) -> None:
+    """A compiler too old for torch's headers, or no headers: the collectives are there, the ops go through Python."""
+    script = f'case "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec {quick["CXX"]} "$@"'
+    output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
+    assert "no ops: " in output and "too old" in output
+    assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
+    assert VERSION in output
+    assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
+
+
+def _copy(compiled: Path, target: Path) -> Path:
+    """The library in a cache of the test's own."""
+    shutil.copytree(compiled / "parallel_state", target / "parallel_state")
+    (library,) = (target / "parallel_state").glob("*.so")
+    return library
+
+
+def test_a_umask_that_lets_the_group_write(compiled: Path) -> None:
+    (library,) = (compiled / "parallel_state").glob("*.so")
+    assert library.stat().st_mode & 0o777 == 0o755
+    again = _run(compiled, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
+    assert VERSION in again and "compiling" not in again
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "writable"])
+def test_a_library_that_is_not_whole_is_made_again(
+    compiled: Path, quick: dict[str, str], tmp_path: Path, damage: str
+) -> None:
+    library = _copy(compiled, tmp_path)
+    content = library.read_bytes()
+    if damage == "cut":
+        library.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    else:
+        library.chmod(0o775)
+    never = _run(tmp_path, PARALLEL_STATE_BUILD="never")
+    assert "unavailable" in never and "PARALLEL_STATE_BUILD is never" in never
+    output = _run(tmp_path, **quick)
+    assert "compiling" in output and VERSION in output
+    assert build_cache.flaw_of(library) is None
+
+
+def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, str], tmp_path: Path) -> None:
+    counter = tmp_path / "calls"
+    how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 1\necho "error: No space left on device" >&2\nexit 1')
+    outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(4)]]
+    assert all("No space left on device" in output for output in outputs), outputs
+    assert sum("compiling" in output for output in outputs) == 1
+    calls = counter.read_text().count("call")
+    late = _run(tmp_path, **how)
+    assert "No space left on device" in late and "s ago; remove " in late
+    assert counter.read_text().count("call") == calls
+    with_another = _run(tmp_path, **quick)
+    assert VERSION in with_another, "another compiler is tried at once"
+
+
+def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
+    """There is no room for the reason either, so it is taken before."""
+    full = tmp_path / "full"
+    full.mkdir()
+    script = 'while [ "$1" ]; do [ "$1" = -o ] && made=$2; shift; done\nhead -c 99999 /dev/zero > "$made" || exit 1'
+    no_room = _compiler(tmp_path, script)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        processes = [_start(full, **no_room) for _ in range(3)]
+        outputs = [process.communicate(COMPILE_S)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0]
+        assert sum("compiling" in output for output in outputs) == 1, outputs
+        assert all("o space left on device" in output for output in outputs), outputs
+    finally:
+        subprocess.run(["umount", "-l", full], check=True)
+
+
+def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path: Path) -> None:
+    how = _compiler(tmp_path, "exec sleep 60")
+    process = _start(tmp_path, **how)
+    folder = tmp_path / "parallel_state"
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("*.build-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    assert list(folder.glob("*.build-*")), "nobody was there to remove it"
+    (folder / "0123456789abcdef.so").write_bytes(b"old")
+    old_s = time.time() - 100 * 86400
+    os.utime(folder / "0123456789abcdef.so", (old_s, old_s))
+    assert VERSION in _run(tmp_path, **quick)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+
+
+RANK = """
+import torch, parallel_state as ps
+ps.init_distributed_environment()
+print(ps.get_world_group().all_reduce(torch.ones(2)).tolist(), ps.get_world_group().explain())
+ps.destroy_distributed_environment()
+"""
+
+
+@pytest.mark.slow
+def test_a_compile_is_over_before_the_start_has_a_deadline(quick: dict[str, str], tmp_path: Path) -> None:
+    """Ranks of a host wait for the one that compiles; those of other hosts, whose clocks run, have minutes for it."""
+    compile_s, start_s = 8, 5
+    how = _compiler(tmp_path, f'[ "$1" = -shared ] && sleep {compile_s}\nexec {quick["CXX"]} "$@"')
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    variables = {
+        **os.environ, **how, "XDG_CACHE_HOME": str(tmp_path), "PARALLEL_STATE_START_TIMEOUT_S": str(start_s),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    began_s = time.monotonic()
+    ranks = [Program(RANK, {**variables, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    outputs = ["".join(rank.communicate(COMPILE_S)) for rank in ranks]
+    assert all("[2.0, 2.0]" in output and "shared_memory" in output for output in outputs), outputs
+    assert time.monotonic() - began_s > compile_s
+    assert settings.START_TIMEOUT_S.default >= 300, "another host's ranks, which have the library, wait for a compile"
+
+
+def test_a_compiler_with_a_launcher_before_it(quick: dict[str, str], tmp_path: Path) -> None:
+    counter = tmp_path / "calls"
+    launcher = _compiler(tmp_path, f'echo call >> {counter}\nexec "$@"', name="launcher")["CXX"]
+    assert VERSION in _run(tmp_path, **{**quick, "CXX": f"{launcher} {quick['CXX']}"})
+    assert counter.read_text()
+
+
+def test_environments_with_the_same_torch_share_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has no path in it; another build of torch has other headers."""
+    here = native_build.full_recipe()
+    root = Path(torch.__file__).parent
+    elsewhere = tmp_path / "site-packages" / "torch"
+    text = "".join(source.read_text() for source in SOURCES.glob("*.cpp"))
+    for name in set(re.findall(r"#include <(\S+)>", text)):
+        if (root / "include" / name).exists():
+            (elsewhere / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / "include" / name, elsewhere / "include" / name)
+    for name in ("torch/headeronly/macros/cmake_macros.h", "torch/headeronly/version.h", "ATen/Config.h"):
+        if (root / "include" / name).exists():
+            (elsewhere / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / "include" / name, elsewhere / "include" / name)
+    monkeypatch.setattr(torch, "__file__", str(elsewhere / "__init__.py"))
+    there = native_build.full_recipe()
+    assert there.include_flags != here.include_flags
+    assert there.digest() == here.digest()
+    header = elsewhere / "include" / "torch" / "library.h"
+    header.write_text(header.read_text() + "// patched\n")
+    assert native_build.full_recipe().digest() != here.digest()

@@ -1,0 +1,333 @@
+"""The pictures of a plan, read back without a browser: cells, colours and numbers against Layout.groups; escaping."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel_state.__main__ import main
+from parallel_state.tools.plan.groups import Plan, Request, make_plan
+from parallel_state.tools.plan.page import for_script, page
+from parallel_state.tools.plan.picture import (
+    DARK,
+    DARK_TEXT,
+    LIGHT,
+    LIGHT_TEXT,
+    MAX_NUMBERED,
+    MAX_RANKS,
+    MAX_TITLED,
+    STYLE,
+    Geometry,
+    default_kind,
+    group_of_each_rank,
+    picture,
+)
+from parallel_state.tools.plan.remarks import Remark, remarks_on
+from parallel_state.tools.topology import topology_picture
+from tests.internals.machines import machine
+
+SVG = "{http://www.w3.org/2000/svg}"
+MAX_BYTES = 2_000_000
+HOSTILE = "</script><script>alert(1)</script><!--&\"'<b>"
+
+PLANS = {
+    "16": Request(16, {"tp": 2, "pp": 4}, "megatron", 8),
+    "64": Request(64, {"tp": 4, "cp": 2, "pp": 2, "ep": 4}, "megatron", 8),
+    "partly filled": Request(30, {"tp": 2}, "megatron", 8),
+    "vllm": Request(32, {"tp": 4, "pp": 2, "dcp": 2}, "vllm", 8),
+    "replicas": Request(32, {"tp": 2, "dp_shard": 4, "dp_replicate": 4}, "torchtitan", 4),
+    "optimizer instances": Request(48, {"tp": 2, "cp": 4, "inter_dist_opt": 4}, "cp-ep-tp-dp-pp", 8),
+    "dcp over pcp": Request(32, {"tp": 2, "pcp": 4, "dcp": 4}, "vllm", 8),
+    "1024": Request(1024, {"tp": 8, "cp": 2, "pp": 8, "ep": 8}, "megatron", 8),
+    "72 a node": Request(144, {"tp": 8}, "megatron", 72),
+    "one": Request(1, {}, "megatron", 8),
+}
+each_plan = pytest.mark.parametrize("request_", PLANS.values(), ids=PLANS)
+
+
+class Page(HTMLParser):
+    """What a test needs of a page: elements with their attributes, and the text of each kind of element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "input", "rect"):
+            self.open.append(tag)
+        self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open[-1]][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        (index,) = (i for i, each in enumerate(self.all("script")) if each.get("id") == "data")
+        return json.loads(self.texts["script"][index])
+
+
+def classes(element: ElementTree.Element) -> list[str]:
+    return element.get("class", "").split()
+
+
+def gpus(svg: str) -> list[ElementTree.Element]:
+    return [element for element in ElementTree.fromstring(svg).iter() if "gpu" in classes(element)]
+
+
+def place_in(plan: Plan, name: str) -> list[int]:
+    index = [-1] * plan.world_size
+    for number, ranks in enumerate(plan.layout.groups(name)):
+        for rank in ranks:
+            index[rank] = number
+    return index
+
+
+# --- SVG
+
+
+@each_plan
+def test_cells_have_the_color_number_and_title_of_their_group(request_: Request) -> None:
+    plan = make_plan(request_)
+    for kind in plan.kinds:
+        index = place_in(plan, kind.name)
+        assert index == group_of_each_rank(plan, kind.name)
+        cells = gpus(picture(plan, kind.name))
+        assert len(cells) == plan.world_size
+        for rank, cell in enumerate(cells):
+            group = index[rank]
+            assert classes(cell) == ["gpu", f"c{group % len(LIGHT)}" if group >= 0 else "none"]
+            assert cell.findall(f"{SVG}text")[-1].text == (str(group) if group >= 0 else "–")
+            node, gpu = divmod(rank, plan.gpus_per_node)
+            told = f"{kind.name} group {group}" if group >= 0 else f"in no {kind.name} group"
+            assert cell.findtext(f"{SVG}title") == f"rank {rank}: node {node}, GPU {gpu}, {told}"
+
+
+@each_plan
+def test_a_node_holds_its_own_ranks(request_: Request) -> None:
+    plan = make_plan(request_)
+    root = ElementTree.fromstring(picture(plan, "tp"))
+    nodes = [element for element in root.iter() if "node" in classes(element)]
+    assert len(nodes) == plan.nodes
+    rank = 0
+    for number, node in enumerate(nodes):
+        assert node.findtext(f"{SVG}text") == f"node {number}"
+        inside = [element for element in node.iter() if "gpu" in classes(element)]
+        assert len(inside) == min(plan.gpus_per_node, plan.world_size - rank)
+        rank += len(inside)
+
+
+@each_plan
+def test_nothing_overlaps(request_: Request) -> None:
+    plan = make_plan(request_)
+    geometry = Geometry.of(plan)
+    boxes = []
+    for rank in range(plan.world_size):
+        node, gpu = plan.place(rank)
+        (x, y), (dx, dy) = geometry.node_at(node), geometry.cell_at(gpu)
+        assert dx + geometry.cell_width <= geometry.node_width and dy + geometry.cell_height <= geometry.node_height
+        assert x + geometry.node_width <= geometry.width + 1e-6 and y + geometry.node_height <= geometry.height + 1e-6
+        boxes.append((x + dx, y + dy))
+    assert len({(round(x, 3), round(y, 3)) for x, y in boxes}) == plan.world_size
+    for row in {y for _, y in boxes}:
+        columns = sorted(x for x, y in boxes if y == row)
+        assert all(right - left >= geometry.cell_width for left, right in itertools.pairwise(columns))
+
+
+@pytest.mark.parametrize("world_size", [MAX_NUMBERED, MAX_TITLED, MAX_RANKS])
+def test_large_worlds_stay_small(world_size: int) -> None:
+    plan = make_plan(Request(world_size, {"tp": 8, "pp": 8}, "megatron", 8))
+    svg, html = picture(plan, "pp"), page(plan, "pp", remarks_on(plan))
+    assert max(len(svg.encode()), len(html.encode())) < MAX_BYTES
+    cells = gpus(svg)
+    assert [classes(cell)[1] for cell in cells] == [f"c{group % len(LIGHT)}" for group in place_in(plan, "pp")]
+    assert all(bool(cell.findtext(f"{SVG}title")) == (world_size <= MAX_TITLED) for cell in cells)
+    assert all(bool(cell.findall(f"{SVG}text")) == (world_size <= MAX_NUMBERED) for cell in cells)
+    assert ("too small" in svg) == (world_size > MAX_NUMBERED)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's contrast ratio."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize(("colors", "text"), [(LIGHT, LIGHT_TEXT), (DARK, DARK_TEXT)])
+def test_numbers_are_legible(colors: tuple[str, ...], text: str) -> None:
+    assert len(set(colors)) == len(colors)
+    assert min(contrast(color, text) for color in colors) >= 4.5  # WCAG AA
+
+
+def test_light_and_dark() -> None:
+    assert STYLE.count("prefers-color-scheme:dark") == 1
+    assert all(color in STYLE for color in (*LIGHT, *DARK, LIGHT_TEXT, DARK_TEXT))
+
+
+def test_default_kind() -> None:
+    assert default_kind(make_plan(PLANS["64"])) == "tp"
+    assert default_kind(make_plan(Request(8, {"pp": 2}, "megatron", 8))) == "dp"
+    assert default_kind(make_plan(PLANS["one"])) == "tp"
+
+
+# --- The page
+
+
+def locate(rank: int, kind: dict[str, Any], data: dict[str, Any]) -> tuple[int, int]:
+    """What the page's script computes: number of the group, place in it."""
+    group = place = 0
+    groups = places = 1
+    for name, size in data["grids"][kind["grid"]]:
+        rank, digit = divmod(rank, size)
+        if name in kind["axes"]:
+            place, places = place + digit * places, places * size
+        else:
+            group, groups = group + digit * groups, groups * size
+    if kind["places"] is not None:
+        if place not in kind["places"]:
+            return -1, -1
+        place = kind["places"].index(place)
+    if kind["parts"] is not None:
+        group, place = kind["parts"][group][place // kind["size"]], place % kind["size"]
+    return group, place
+
+
+@each_plan
+def test_the_data_of_the_page_gives_the_groups(request_: Request) -> None:
+    plan = make_plan(request_)
+    data = Page(page(plan, default_kind(plan), [])).data
+    named = [name for kind in data["kinds"] for name in kind["names"]]
+    assert len(named) == len(set(named))
+    assert set(named) >= {kind.name for kind in plan.kinds if kind.size > 1}
+    for kind in data["kinds"]:
+        for name in kind["names"]:
+            expected = [(-1, -1)] * plan.world_size
+            for number, ranks in enumerate(plan.layout.groups(name)):
+                for place, rank in enumerate(ranks):
+                    expected[rank] = (number, place)
+            assert [locate(rank, kind, data) for rank in range(plan.world_size)] == expected
+
+
+@each_plan
+def test_the_page_starts_with_the_chosen_kind(request_: Request) -> None:
+    plan = make_plan(request_)
+    for chosen in {default_kind(plan), *("dp", "embedding", "fsdp", "replica")}:
+        if plan.world_size > 1 and plan.kind(chosen).size == 1:  # type: ignore[union-attr]
+            continue
+        found = Page(page(plan, chosen, remarks_on(plan)))
+        pressed = [button for button in found.all("button") if button["aria-pressed"] == "true"]
+        assert len(pressed) == 1
+        assert chosen in found.data["kinds"][int(str(pressed[0]["data-kind"]))]["names"]
+        assert len(found.all("button")) == len(found.data["kinds"])
+        cells = [each for tag in ("g", "rect") for each in found.all(tag) if str(each.get("class")).startswith("gpu ")]
+        expected = [f"gpu c{group % len(LIGHT)}" if group >= 0 else "gpu none" for group in place_in(plan, chosen)]
+        assert [each["class"] for each in cells] == expected
+
+
+def test_the_page_needs_nothing_else() -> None:
+    html = page(make_plan(PLANS["64"]), "tp", [])
+    found = Page(html)
+    assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in found.elements}
+    assert not any("src" in attributes or "href" in attributes for _, attributes in found.elements)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|fetch\(|XMLHttp|innerHTML|eval\(", html)
+    (policy,) = (each["content"] for each in found.all("meta") if each.get("http-equiv"))
+    assert str(policy).startswith("default-src 'none'")
+
+
+def test_escaping() -> None:
+    plan = make_plan(PLANS["16"])
+    layout = replace(plan.layout, title=HOSTILE)
+    kinds = tuple(replace(kind, axis=replace(kind.axis, about=HOSTILE, long_name=HOSTILE)) for kind in plan.kinds)
+    hostile = Plan(replace(plan.request, order=HOSTILE), layout, kinds)
+    root = ElementTree.fromstring(picture(hostile, "tp"))
+    assert root.findtext(f"{SVG}title") == HOSTILE
+    assert not [element for element in root.iter() if element.tag in (f"{SVG}script", f"{SVG}b")]
+    honest = Page(page(plan, "tp", [Remark("warning", "code", "text")]))
+    found = Page(page(hostile, "tp", [Remark("warning", "code", HOSTILE)]))
+    assert [tag for tag, _ in found.elements] == [tag for tag, _ in honest.elements]
+    assert found.texts["h1"] == [HOSTILE]
+    assert any(HOSTILE in text for text in found.texts["li"])
+    assert HOSTILE in str(found.all("button")[0]["title"])
+    assert HOSTILE in found.data["kinds"][0]["shows"]
+
+
+def test_no_text_ends_the_script_that_holds_it() -> None:
+    escaped = for_script(json.dumps([HOSTILE]))
+    assert not set("<>&") & set(escaped)
+    assert json.loads(escaped) == [HOSTILE]
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, html = tmp_path / "plan.svg", tmp_path / "plan.html"
+    words = ["--world-size", "64", "--tp", "4", "--pp", "2", "--svg", str(svg), "--html", str(html), "--color-by", "pp"]
+    assert main(["plan", *words]) == 0
+    plan = make_plan(Request(64, {"tp": 4, "pp": 2}, "megatron", 8))
+    assert svg.read_text(encoding="utf-8") == picture(plan, "pp")
+    assert html.read_text(encoding="utf-8") == page(plan, "pp", remarks_on(plan))
+    assert "64 ranks on 8 nodes" in capsys.readouterr().out
+
+
+DRAWN = ("rect", "text", "line", "circle", "path")
+
+
+def painted(element: ElementTree.Element, inherited: str | None = None) -> Iterator[tuple[str, str | None]]:
+    """Every drawn element with the fill that it has without any style sheet."""
+    fill = element.get("fill", inherited)
+    name = element.tag.removeprefix(SVG)
+    if name in DRAWN:
+        yield name, element.get("stroke") if name == "line" else fill
+    for child in element:
+        yield from painted(child, fill)
+
+
+@pytest.mark.parametrize("name", ["16", "1024", "72 a node"])
+def test_a_renderer_without_variables_and_style_sheets_shows_the_colours(name: str) -> None:
+    """librsvg and CairoSVG draw black what has no colour that they know."""
+    plan = make_plan(PLANS[name])
+    for text in (picture(plan, default_kind(plan)), topology_picture(machine("dgx-h100"))):
+        assert "var(" not in text
+        found = list(painted(ElementTree.fromstring(text)))
+        assert all(re.fullmatch("#[0-9a-f]{6}", color or "") for _, color in found)
+        assert {"#ffffff", LIGHT_TEXT, LIGHT[0]} <= {color for _, color in found}
+
+
+@pytest.mark.skipif(shutil.which("rsvg-convert") is None, reason="librsvg isn't installed")
+def test_librsvg_draws_the_colours(tmp_path: Path) -> None:
+    plan = make_plan(PLANS["16"])
+    (tmp_path / "plan.svg").write_text(picture(plan, default_kind(plan)), encoding="utf-8")
+    subprocess.run(["rsvg-convert", "-f", "svg", "-o", tmp_path / "drawn.svg", tmp_path / "plan.svg"], check=True)
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    found = {
+        tuple(round(float(part) * 2.55) for part in color.split("%,")) for color in re.findall(r"rgb\((.*?)%\)", drawn)
+    }
+    assert {tuple(bytes.fromhex(color[1:])) for color in ("#ffffff", LIGHT_TEXT, LIGHT[0], LIGHT[1])} <= found

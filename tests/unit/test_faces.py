@@ -1,0 +1,99 @@
+"""Tests outside tests/internals use public faces: few private attributes and few internal modules, counted here.
+
+A test of behaviour must survive a new implementation. Tests of one module of the packages belong in tests/internals,
+and so do helpers that reach into one (fault injectors, stand-ins). They are deleted with what they test.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import parallel_state
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_PRIVATE_ACCESSES = 150
+MOST_INTERNAL_MODULES = 40
+PACKAGES = ("parallel_state", "device_communicators")
+FACES = (
+    *PACKAGES,
+    "parallel_state.metrics",
+    "parallel_state.regions",
+    "parallel_state.state",
+    "device_communicators.base.errors",
+    "device_communicators.base.settings",
+)
+"""Modules that users import, or that the docs describe. All of `parallel_state.compat` belongs to them."""
+FOREIGN = ("torch", "dist", "c10d", "ctypes", "os", "multiprocessing", "threading", "sys", "np", "pytest")
+"""Roots of private names that aren't this project's."""
+
+
+@functools.cache
+def trees() -> list[tuple[str, ast.Module]]:
+    """Returns each file of tests outside tests/internals."""
+    paths = [path for path in sorted((ROOT / "tests").rglob("*.py")) if "internals" not in path.parts]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields line and text of each attribute with one leading underscore, except those of self, cls and super()."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            if not is_own and _root(node.value) not in FOREIGN:
+                yield node.lineno, ast.unparse(node)
+
+
+def internal_modules(tree: ast.Module) -> Iterator[str]:
+    """Yields each module of the packages that is imported and is no face."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [_module(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            is_face = name in FACES or f"{name}.".startswith("parallel_state.compat.")
+            if name.partition(".")[0] in PACKAGES and not is_face:
+                yield name
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _module(package: str, name: str) -> str:
+    """Returns the module that `from package import name` needs."""
+    if package == "parallel_state" and name in parallel_state.__all__:
+        return package  # a function may be named as a folder is
+    path = ROOT / package.replace(".", "/") / name
+    return f"{package}.{name}" if path.with_suffix(".py").exists() or (path / "__init__.py").exists() else package
+
+
+def test_few_private_attributes_of_others_are_used() -> None:
+    found = [f"{path}:{line}: {text}" for path, tree in trees() for line, text in private_accesses(tree)]
+    assert len(found) <= MOST_PRIVATE_ACCESSES, "\n".join([f"{len(found)} accesses", *found])
+
+
+def test_few_internal_modules_are_imported() -> None:
+    found: dict[str, list[str]] = {}
+    for path, tree in trees():
+        for name in set(internal_modules(tree)):
+            found.setdefault(name, []).append(path)
+    lines = [f"{name}: {', '.join(paths)}" for name, paths in sorted(found.items())]
+    assert len(found) <= MOST_INTERNAL_MODULES, "\n".join([f"{len(found)} modules", *lines])
+
+
+def test_what_counts() -> None:
+    tree = ast.parse(
+        "import parallel_state as ps\nfrom parallel_state import compat, metrics\n"
+        "from parallel_state.messages import wire\nfrom device_communicators.cpu.segment import Segment\n"
+        "group._token + self._own + torch._C + super()._pool + self.route._turn + x.__class__ + f(torch)._x\n"
+    )
+    assert set(internal_modules(tree)) == {"parallel_state.messages.wire", "device_communicators.cpu.segment"}
+    assert {text for _, text in private_accesses(tree)} == {"group._token", "self.route._turn", "f(torch)._x"}
