@@ -19,6 +19,7 @@ MOST_INTERNAL_MODULES = 40
 PACKAGES = ("parallel_state", "device_communicators")
 FACES = (
     *PACKAGES,
+    "parallel_state.launch",
     "parallel_state.metrics",
     "parallel_state.regions",
     "parallel_state.state",
