@@ -5,14 +5,13 @@ Also getters that earlier releases had: `get_attention_tp_group`, `get_attention
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
-from parallel_state.compat.sglang.context import get_parallel
-from parallel_state.compat.sglang.coordinator import GroupCoordinator
+from parallel_state.compat.sglang.context import field_getter, get_parallel
+from parallel_state.compat.sglang.coordinator import GroupCoordinator, of_groups
 
 
 def compute_dp_attention_world_info(
@@ -109,47 +108,19 @@ def attn_tp_all_gather(output_list: list[Tensor], input: Tensor) -> None:
     return get_parallel().attn_tp_group.all_gather(input, output_tensor_list=output_list)
 
 
-def attn_tp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with attention's tp ranks' `input`, one behind the other."""
-    get_parallel().attn_tp_group.all_gather_into_tensor(output, input)
-
-
-def attn_cp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with attention's cp ranks' `input`, one behind the other."""
-    get_parallel().attn_cp_group.all_gather_into_tensor(output, input)
-
-
-def moe_cp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with the `input` of the experts' dp ranks, one behind the other."""
-    get_parallel().moe_dp_group.all_gather_into_tensor(output, input)
-
-
-def attn_tp_reduce_scatter_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with this rank's share of the sum over attention's tp group."""
-    get_parallel().attn_tp_group.reduce_scatter_tensor(output, input)
-
-
-def attn_cp_reduce_scatter_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with this rank's share of the sum over attention's cp group."""
-    get_parallel().attn_cp_group.reduce_scatter_tensor(output, input)
-
-
-def _getter(field: str, name: str) -> Callable[[], Any]:
-    def get() -> Any:
-        return getattr(get_parallel(), field)
-
-    get.__name__ = get.__qualname__ = name
-    get.__doc__ = f"Returns `get_parallel().{field}`."
-    return get
-
-
-OLDER = {
-    f"get_attention_{axis}_{fact}": _getter(f"attn_{axis}_{fact}", f"get_attention_{axis}_{fact}")
-    for axis, facts in {
-        "tp": ("group", "rank", "size"),
-        "cp": ("group", "rank", "size"),
-        "dp": ("rank", "size"),
-    }.items()
-    for fact in facts
+_CALLS = {
+    "attn_tp_all_gather_into_tensor": "attn_tp.all_gather_into_tensor",
+    "attn_cp_all_gather_into_tensor": "attn_cp.all_gather_into_tensor",
+    "moe_cp_all_gather_into_tensor": "moe_dp.all_gather_into_tensor",
+    "attn_tp_reduce_scatter_tensor": "attn_tp.reduce_scatter_tensor",
+    "attn_cp_reduce_scatter_tensor": "attn_cp.reduce_scatter_tensor",
 }
-globals().update(OLDER)
+_FIELDS = (
+    "attn_tp_group", "attn_tp_rank", "attn_tp_size", "attn_cp_group", "attn_cp_rank", "attn_cp_size", "attn_dp_rank",
+    "attn_dp_size",
+)  # fmt: skip
+"""Of `get_parallel()`, for which earlier releases had getters."""
+globals().update(of_groups(__name__, _CALLS))
+globals().update(
+    {name: field_getter(__name__, name, field) for field in _FIELDS for name in [f"get_attention{field[4:]}"]}
+)

@@ -7,11 +7,10 @@ dp. Here each is an axis, so `get_tp_group()` is our `tp_dp_cp` and `get_attn_tp
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +21,7 @@ from device_communicators.errors import AlreadyInitializedError, GroupNotInitial
 from parallel_state import aliases, state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.sglang import utils
-from parallel_state.compat.sglang.context import GROUPS, get_parallel
+from parallel_state.compat.sglang.context import GROUPS, field_getter, get_parallel
 from parallel_state.compat.sglang.coordinator import REDUCE_OP_SUM as REDUCE_OP_SUM
 from parallel_state.compat.sglang.coordinator import GroupCoordinator, refuse_elastic
 from parallel_state.compat.sglang.coordinator import P2PWork as P2PWork
@@ -407,41 +406,21 @@ def _of(name: str) -> GroupCoordinator:
     return _made[name]
 
 
-def _getter(name: str, read: Callable[[], Any], what: str) -> Callable[[], Any]:
-    def get() -> Any:
-        return read()
-
-    get.__name__ = get.__qualname__ = name
-    get.__doc__ = f"Returns {what}; GroupNotInitializedError before the group is made."
-    return get
-
-
-_FACTS = {
-    "world_size": (lambda group: getattr(get_parallel(), group).world_size, "the number of ranks in"),
-    "rank": (lambda group: getattr(get_parallel(), group).rank_in_group, "this rank's position in"),
-}
 _LONG = {
     "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "attn_tp": "attn_tensor_model_parallel",
     "attn_cp": "attn_context_model_parallel", "moe_dp": "moe_data_parallel", "moe_ep": "moe_expert_parallel",
     "moe_tp": "moe_tensor_parallel", "dcp": "dcp",
 }  # fmt: skip
-
-
-def _getters() -> dict[str, Callable[[], Any]]:
-    made = {}
-    for short, group in GROUPS.items():
-        what = f"the group `get_parallel().{group}`"
-        read = functools.partial(lambda name: getattr(get_parallel(), name), group)
-        made[f"get_{short}_group"] = _getter(f"get_{short}_group", read, what)
-        for fact, (of, text) in _FACTS.items() if short in _LONG else ():
-            name = f"get_{_LONG[short]}_{fact}"
-            made[name] = _getter(name, functools.partial(of, group), f"{text} {what}")
-    return made
-
-
-_MADE = _getters()
-globals().update(_MADE)
-get_world_group, get_tp_group, get_pp_group = _MADE["get_world_group"], _MADE["get_tp_group"], _MADE["get_pp_group"]
+_GETTERS = {
+    **{f"get_{short}_group": (group,) for short, group in GROUPS.items()},
+    **{f"get_{long}_world_size": (GROUPS[short], "world_size") for short, long in _LONG.items()},
+    **{f"get_{long}_rank": (GROUPS[short], "rank_in_group") for short, long in _LONG.items()},
+    "get_world_size": ("world_group", "world_size"),
+    "get_world_rank": ("world_group", "rank_in_group"),
+}
+"""SGLang's getters: a field of `get_parallel()`, or a fact of the group there."""
+globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})
+get_world_group, get_tp_group, get_pp_group = (globals()[f"get_{name}_group"] for name in ("world", "tp", "pp"))
 get_tensor_model_parallel_group, get_pipeline_model_parallel_group = get_tp_group, get_pp_group
 
 
@@ -453,13 +432,3 @@ def get_self_pp_group() -> GroupCoordinator:
 def get_dcp_group_no_assert() -> GroupCoordinator | None:
     """Returns the decode context-parallel group; None where there is none."""
     return _made.get("dcp_group")
-
-
-def get_world_size() -> int:
-    """Returns the number of ranks of the world."""
-    return int(get_world_group().world_size)
-
-
-def get_world_rank() -> int:
-    """Returns this rank's position in the world."""
-    return int(get_world_group().rank_in_group)

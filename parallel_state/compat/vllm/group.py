@@ -1,5 +1,8 @@
 """vLLM's GroupCoordinator: a view of one of ours, with vLLM's names, parameters and return types."""
 
+# mypy: disable-error-code="override"
+# An engine's names have its own parameters.
+
 from __future__ import annotations
 
 import weakref
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from parallel_state import coordinator, state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.coordinator import GroupView
 from parallel_state.compat.vllm.message_queue import Handle as QueueHandle
 from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.messages.wire import AllGatherGroup
@@ -31,7 +35,7 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class GroupCoordinator(coordinator.GroupCoordinator):
+class GroupCoordinator(GroupView):
     """One group as vLLM sees it; calls go the way of ours, whose facts it shares.
 
     Ranks in `src` and `dst` are ranks in the group, `rank`, `first_rank`, `next_rank` and their like global ones.
@@ -80,8 +84,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
     def _show(
         self, made: coordinator.GroupCoordinator, group_ranks: list[list[int]], has_communicator: bool, all2all: bool
     ) -> None:
-        self.__dict__.update(made.__dict__)
-        self._made = made
+        self._share(made)
         self.group_ranks = group_ranks
         self.device_index = self.local_rank
         self.torch_distributed_backend = self.backend
@@ -105,28 +108,6 @@ class GroupCoordinator(coordinator.GroupCoordinator):
             found._show(made, group_ranks or [made.ranks], True, all2all)
             made.__dict__[_VIEW] = found  # there, not in a table by group: it holds the group, which would never go
         return found
-
-    # Membership, with global ranks.
-
-    @property
-    def first_rank(self) -> int:
-        """Returns the global rank of the group's first."""
-        return self.first_global_rank
-
-    @property
-    def last_rank(self) -> int:
-        """Returns the global rank of the group's last."""
-        return self.last_global_rank
-
-    @property
-    def next_rank(self) -> int:
-        """Returns the global rank of the next, round the end."""
-        return self.next_global_rank
-
-    @property
-    def prev_rank(self) -> int:
-        """Returns the global rank of the previous, round the end."""
-        return self.prev_global_rank
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
         """Creates another process group of the same ranks; every rank of the world calls it."""
@@ -153,7 +134,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
         )
 
-    def graph_capture(  # type: ignore[override]
+    def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> AbstractContextManager[GraphCaptureContext]:
         """Prepares the group for CUDA graphs that are captured within it."""
@@ -161,29 +142,25 @@ class GroupCoordinator(coordinator.GroupCoordinator):
 
     # Tensors.
 
-    def all_reduce(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+    def all_reduce(self, input_: Tensor) -> Tensor:
         """Returns the sum over all ranks, a new tensor."""
         return super().all_reduce(input_)
 
-    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Concatenates the ranks' tensors along `dim`."""
         return super().all_gather(input_, dim)
 
-    def all_gatherv(  # type: ignore[override]
-        self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
-    ) -> Any:
+    def all_gatherv(self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
         """Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."""
         if isinstance(input_, Tensor):
             return super().all_gatherv(input_, dim, sizes)
         return [self.all_gatherv(each, dim, sizes) for each in input_]
 
-    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Sums over all ranks and returns this rank's slice along `dim`."""
         return super().reduce_scatter(input_, dim)
 
-    def reduce_scatterv(  # type: ignore[override]
-        self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
-    ) -> Tensor:
+    def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
         """Sums and scatters in slices of `sizes`."""
         return super().reduce_scatterv(input_, dim, sizes)
 
@@ -193,55 +170,25 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Sums and scatters as reduce_scatterv, into `output`, which it returns."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
-    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Concatenates on rank `dst`; returns None on the others."""
-        return super().gather(input_, dst, dim)
-
-    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
-        """Fills every rank's tensor with that of `src`; returns it."""
-        return self.broadcast_(input_, src)
-
     def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums a CPU tensor over all ranks in place; returns it."""
         return self.all_reduce_(tensor)
 
-    def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Sends a tensor to rank `dst`, by default the next."""
-        super().send(tensor, dst)
-
-    def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:  # type: ignore[override]
-        """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""
-        return super().recv((size,) if isinstance(size, int) else size, dtype, src)
-
     # Objects and dicts.
 
-    def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Any = None) -> list[Any]:
-        """Fills every rank's list with the objects of `src`; returns it."""
-        return super().broadcast_object_list(obj_list, src)
-
-    def send_object(self, obj: Any, dst: int) -> None:  # type: ignore[override]
+    def send_object(self, obj: Any, dst: int) -> None:
         """Sends an object to rank `dst`."""
         super().send_object(obj, dst)
 
-    def recv_object(self, src: int) -> Any:  # type: ignore[override]
+    def recv_object(self, src: int) -> Any:
         """Returns the object that rank `src` sends."""
         return super().recv_object(src)
 
-    def isend_object(self, obj: Any, dst: int) -> Handle:  # type: ignore[override]
+    def isend_object(self, obj: Any, dst: int) -> Handle:
         """Starts send_object."""
         return super().isend_object(obj, dst)
 
-    def broadcast_tensor_dict(  # type: ignore[override]
-        self,
-        tensor_dict: dict[str, Any] | None = None,
-        src: int = 0,
-        group: Any = None,
-        metadata_group: Any = None,
-    ) -> dict[str, Any] | None:
-        """Returns the dict of `src` on every rank; `group` and `metadata_group` have no meaning, as in vLLM."""
-        return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)
-
-    def send_tensor_dict(  # type: ignore[override]
+    def send_tensor_dict(
         self,
         tensor_dict: dict[str, Any],
         dst: int | None = None,
@@ -251,7 +198,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None."""
         return super().send_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
 
-    def isend_tensor_dict(  # type: ignore[override]
+    def isend_tensor_dict(
         self,
         tensor_dict: dict[str, Any],
         dst: int | None = None,
@@ -261,7 +208,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Starts send_tensor_dict; returns its handles, none in a group of one rank."""
         return list(super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors))
 
-    def recv_tensor_dict(  # type: ignore[override]
+    def recv_tensor_dict(
         self,
         src: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
@@ -270,7 +217,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank."""
         return super().recv_tensor_dict(src, all_gather_group, all_gather_tensors)
 
-    def irecv_tensor_dict(  # type: ignore[override]
+    def irecv_tensor_dict(
         self,
         src: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
@@ -334,8 +281,3 @@ class GroupCoordinator(coordinator.GroupCoordinator):
     def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """Combines into `output`, which it returns."""
         return output.copy_(self.combine(hidden_states, is_sequence_parallel))
-
-    def destroy(self) -> None:
-        """Ends the group on this rank; every rank of it calls it."""
-        self._made.destroy()
-        self.__dict__.update({name: self._made.__dict__[name] for name in ("_destroyed", "pool", "context")})
