@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_state.compat.tables import renamed
 from parallel_state.coordinator import GroupCoordinator
 
 
@@ -27,17 +28,12 @@ class GroupView(GroupCoordinator):
     next_rank = GroupCoordinator.next_global_rank
     prev_rank = GroupCoordinator.prev_global_rank
 
-    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Concatenates on rank `dst`; returns None on the others."""
-        return super().gather(input_, dst, dim)
+    gather = renamed(GroupCoordinator.gather, "input_ dst dim", "Concatenates on rank `dst`; None on the others.")
+    send = renamed(GroupCoordinator.send, "tensor dst", "Sends a tensor to rank `dst`, by default the next.")
 
     def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
         """Fills every rank's tensor with that of `src`; returns it."""
         return self.broadcast_(input_, src)
-
-    def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Sends a tensor to rank `dst`, by default the next."""
-        super().send(tensor, dst)
 
     def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
         """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""

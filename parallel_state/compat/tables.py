@@ -38,3 +38,18 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
     signature = inspect.signature(method)
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
     return named(module, call, name, f"Calls `{method.__name__}` of {of}. {method.__doc__}")
+
+
+def renamed(method: Callable[..., Any], names: str, text: str) -> Any:
+    """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't."""
+    itself, *parameters = inspect.signature(method).parameters.values()
+    ours = {name: each.name for name, each in zip(names.split(), parameters, strict=False)}
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **{ours.get(name, name): value for name, value in kwargs.items()})
+
+    kept = [each.replace(name=name) for name, each in zip(ours, parameters, strict=False)]
+    call.__signature__ = inspect.Signature([itself, *kept])  # type: ignore[attr-defined]
+    call.__doc__ = text
+    return call

@@ -28,7 +28,7 @@ from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.coordinator import GroupView
 from parallel_state.compat.sglang.context import get_parallel
 from parallel_state.compat.stateless import from_bytes, to_bytes
-from parallel_state.compat.tables import forward
+from parallel_state.compat.tables import forward, renamed
 from parallel_state.messages.wire import bytes_of
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
@@ -216,9 +216,9 @@ class GroupCoordinator(GroupView):
         self.reduce_scatter_tensor(output, torch.stack(list(input_list)))
         return output
 
-    def reduce_scatter_along_dim(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Returns this rank's slice of the sum along `dim`."""
-        return self.group.reduce_scatter(input_, dim)
+    reduce_scatter_along_dim = renamed(
+        ours.GroupCoordinator.reduce_scatter, "input_ dim", "Returns this rank's slice of the sum along `dim`."
+    )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
         """Returns this rank's `sizes[rank]` rows of the sum, in `output` if there is one."""

@@ -28,43 +28,16 @@ from device_communicators.errors import GroupNotInitializedError
 from device_communicators.routing.registry import unique_name
 from parallel_state import aliases, state
 from parallel_state.capture import graph_capture as _graph_capture
+from parallel_state.collectives import capture_stream
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
-from parallel_state.compat.vllm.group import GroupCoordinator, Handle, groups
-from parallel_state.compat.vllm.message_queue import MessageQueue
+from parallel_state.compat.tables import absent, collect, forward
+from parallel_state.compat.vllm import group, message_queue, stateless, utils
+from parallel_state.compat.vllm.group import GroupCoordinator, groups
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
-from parallel_state.compat.vllm.utils import (
-    SHM_PATH,
-    USE_SCHED_YIELD,
-    check_shm_free_space,
-    cpu_all_reduce_,
-    create_tcp_store,
-    divide,
-    ensure_divisibility,
-    from_bytes_big,
-    get_cached_tcp_store_client,
-    get_cpu_distributed_timeout_or_none,
-    get_distributed_timeout_or_none,
-    get_pp_indices,
-    get_worker_rank_suffix,
-    init_gloo_process_group,
-    is_weak_contiguous,
-    memory_fence,
-    parallel_config,
-    sched_yield,
-    split_tensor_along_last_dim,
-    stateless_destroy_torch_distributed_process_group,
-    stateless_init_torch_distributed_process_group,
-    verify_group_size_divides_partition,
-)
+from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.groups import same_node
-from parallel_state.state import (
-    get_node_count,
-    is_global_first_rank,
-    is_local_first_rank,
-    model_parallel_is_initialized,
-    set_custom_all_reduce,
-)
+from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
@@ -105,6 +78,28 @@ MISSING: dict[str, str] = {
         )
     },
 }  # fmt: skip
+
+
+_NAMES = {
+    utils: (
+        "SHM_PATH USE_SCHED_YIELD check_shm_free_space cpu_all_reduce_ create_tcp_store divide ensure_divisibility "
+        "from_bytes_big get_cached_tcp_store_client get_cpu_distributed_timeout_or_none "
+        "get_distributed_timeout_or_none get_pp_indices get_worker_rank_suffix init_gloo_process_group "
+        "is_weak_contiguous memory_fence sched_yield split_tensor_along_last_dim "
+        "stateless_destroy_torch_distributed_process_group stateless_init_torch_distributed_process_group "
+        "verify_group_size_divides_partition"
+    ),
+    state: (
+        "destroy_model_parallel get_node_count is_global_first_rank is_local_first_rank model_parallel_is_initialized "
+        "set_custom_all_reduce"
+    ),
+    group: "GroupCoordinator Handle",
+    message_queue: "MessageQueue",
+    stateless: "StatelessProcessGroup",
+    capture_stream: "GraphCaptureContext",
+}
+"""vLLM's names that lie elsewhere."""
+globals().update(collect(_NAMES))
 
 
 # Groups by name, as vLLM's registered ops take them.
@@ -174,14 +169,7 @@ def resume_device_comms() -> None:
     _each_communicator("resume")
 
 
-def checkpoint_prepare_distributed_state() -> None:
-    """Prepares communicators for a snapshot of the process, as suspend_device_comms."""
-    suspend_device_comms()
-
-
-def checkpoint_restore_distributed_state() -> None:
-    """Brings communicators back after a snapshot of the process."""
-    resume_device_comms()
+checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = suspend_device_comms, resume_device_comms
 
 
 # The world.
@@ -256,7 +244,7 @@ def __getattr__(name: str) -> Any:
         return globals()[f"get{name.lower()}_group"]() if model_parallel_is_initialized() else None
     if name == "_ENABLE_CUSTOM_ALL_REDUCE":
         return state._CUSTOM_ALL_REDUCE
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise absent(__name__, name, MISSING)
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
@@ -376,11 +364,6 @@ def ensure_model_parallel_initialized(
         state.ensure_model_parallel_initialized(**_sizes(*given))
 
 
-def destroy_model_parallel() -> None:
-    """Ends the model's groups; the world stays. Twice is fine."""
-    state.destroy_model_parallel()
-
-
 # Getters raise NotInitializedError, an AssertionError as vLLM's, which its attention layers catch.
 
 
@@ -458,63 +441,11 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
 # communication_op.
 
 
-def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """Returns the sum over the tensor-parallel group."""
-    return state.get_tp_group().all_reduce(input_)
-
-
-def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """Returns the tensor-parallel ranks' tensors along `dim`."""
-    return state.get_tp_group().all_gather(input_, dim)
-
-
-def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
-    """Returns this rank's slice of the sum over the tensor-parallel group."""
-    return state.get_tp_group().reduce_scatter(input_, dim)
-
-
-def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """Returns the tensor-parallel ranks' tensors on rank `dst` of that group, None on the others."""
-    return state.get_tp_group().gather(input_, dst, dim)
+for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
+    _name = f"tensor_model_parallel_{_method}"
+    globals()[_name] = forward(__name__, _name, getattr(GroupCoordinator, _method), get_tp_group, "the tp group")
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
     """Returns the dict of rank `src` of the tensor-parallel group on all of its ranks."""
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src)
-
-
-__all__ = [
-    "MISSING",
-    "NOTES",
-    "SHM_PATH",
-    "USE_SCHED_YIELD",
-    "GraphCaptureContext",
-    "GroupCoordinator",
-    "Handle",
-    "MessageQueue",
-    "StatelessProcessGroup",
-    "TensorMetadata",
-    "check_shm_free_space",
-    "cpu_all_reduce_",
-    "create_tcp_store",
-    "divide",
-    "ensure_divisibility",
-    "from_bytes_big",
-    "get_cached_tcp_store_client",
-    "get_cpu_distributed_timeout_or_none",
-    "get_distributed_timeout_or_none",
-    "get_node_count",
-    "get_pp_indices",
-    "get_worker_rank_suffix",
-    "init_gloo_process_group",
-    "is_global_first_rank",
-    "is_local_first_rank",
-    "is_weak_contiguous",
-    "memory_fence",
-    "sched_yield",
-    "set_custom_all_reduce",
-    "split_tensor_along_last_dim",
-    "stateless_destroy_torch_distributed_process_group",
-    "stateless_init_torch_distributed_process_group",
-    "verify_group_size_divides_partition",
-]  # fmt: skip

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_state import coordinator, state
-from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state import state
 from parallel_state.compat.coordinator import GroupView
+from parallel_state.compat.tables import renamed
 from parallel_state.compat.vllm.message_queue import Handle as QueueHandle
 from parallel_state.compat.vllm.message_queue import MessageQueue
+from parallel_state.coordinator import GroupCoordinator as Ours
 from parallel_state.messages.wire import AllGatherGroup
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
@@ -81,9 +81,7 @@ class GroupCoordinator(GroupView):
         )
         self._show(made, group_ranks, use_device_communicator, use_all2all)
 
-    def _show(
-        self, made: coordinator.GroupCoordinator, group_ranks: list[list[int]], has_communicator: bool, all2all: bool
-    ) -> None:
+    def _show(self, made: Ours, group_ranks: list[list[int]], has_communicator: bool, all2all: bool) -> None:
         self._share(made)
         self.group_ranks = group_ranks
         self.device_index = self.local_rank
@@ -98,9 +96,7 @@ class GroupCoordinator(GroupView):
         groups[self.unique_name] = self
 
     @classmethod
-    def of(
-        cls, made: coordinator.GroupCoordinator, group_ranks: list[list[int]] | None = None, all2all: bool = False
-    ) -> GroupCoordinator:
+    def of(cls, made: Ours, group_ranks: list[list[int]] | None = None, all2all: bool = False) -> GroupCoordinator:
         """Returns the view of one of our groups, always the same."""
         found: GroupCoordinator | None = made.__dict__.get(_VIEW)
         if found is None:
@@ -134,35 +130,23 @@ class GroupCoordinator(GroupView):
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
         )
 
-    def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
-    ) -> AbstractContextManager[GraphCaptureContext]:
-        """Prepares the group for CUDA graphs that are captured within it."""
-        return super().graph_capture(graph_capture_context)
+    graph_capture = renamed(
+        Ours.graph_capture,
+        "graph_capture_context",
+        "Prepares the group for CUDA graphs that are captured within it.",
+    )
 
     # Tensors.
 
-    def all_reduce(self, input_: Tensor) -> Tensor:
-        """Returns the sum over all ranks, a new tensor."""
-        return super().all_reduce(input_)
-
-    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Concatenates the ranks' tensors along `dim`."""
-        return super().all_gather(input_, dim)
-
-    def all_gatherv(self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
-        """Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."""
-        if isinstance(input_, Tensor):
-            return super().all_gatherv(input_, dim, sizes)
-        return [self.all_gatherv(each, dim, sizes) for each in input_]
-
-    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Sums over all ranks and returns this rank's slice along `dim`."""
-        return super().reduce_scatter(input_, dim)
-
-    def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
-        """Sums and scatters in slices of `sizes`."""
-        return super().reduce_scatterv(input_, dim, sizes)
+    all_reduce = renamed(Ours.all_reduce, "input_", "Returns the sum over all ranks, a new tensor.")
+    all_gather = renamed(Ours.all_gather, "input_ dim", "Concatenates the ranks' tensors along `dim`.")
+    all_gatherv = renamed(
+        Ours.all_gatherv, "input_ dim sizes", "Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."
+    )
+    reduce_scatter = renamed(
+        Ours.reduce_scatter, "input_ dim", "Sums over all ranks and returns this rank's slice along `dim`."
+    )
+    reduce_scatterv = renamed(Ours.reduce_scatterv, "input_ dim sizes", "Sums and scatters in slices of `sizes`.")
 
     def reduce_scatterv_into_output(
         self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
@@ -188,15 +172,16 @@ class GroupCoordinator(GroupView):
         """Starts send_object."""
         return super().isend_object(obj, dst)
 
-    def send_tensor_dict(
-        self,
-        tensor_dict: dict[str, Any],
-        dst: int | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: dict[str, bool] | None = None,
-    ) -> dict[str, Any] | None:
-        """Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None."""
-        return super().send_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+    send_tensor_dict = renamed(
+        Ours.send_tensor_dict,
+        "tensor_dict dst all_gather_group all_gather_tensors",
+        "Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None.",
+    )
+    recv_tensor_dict = renamed(
+        Ours.recv_tensor_dict,
+        "src all_gather_group all_gather_tensors",
+        "Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank.",
+    )
 
     def isend_tensor_dict(
         self,
@@ -207,15 +192,6 @@ class GroupCoordinator(GroupView):
     ) -> list[Handle]:
         """Starts send_tensor_dict; returns its handles, none in a group of one rank."""
         return list(super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors))
-
-    def recv_tensor_dict(
-        self,
-        src: int | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: dict[str, bool] | None = None,
-    ) -> dict[str, Any] | None:
-        """Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank."""
-        return super().recv_tensor_dict(src, all_gather_group, all_gather_tensors)
 
     def irecv_tensor_dict(
         self,
@@ -235,7 +211,7 @@ class GroupCoordinator(GroupView):
     def _dispatch(self, tensors: list[Tensor], is_sequence_parallel: bool) -> list[Tensor]:
         group = self._expert_group(is_sequence_parallel)
         rows = tensors[0].shape[0]
-        self._sizes = coordinator.GroupCoordinator.all_gather(group, torch.tensor([rows], device="cpu"), 0).tolist()
+        self._sizes = group.all_gather(torch.tensor([rows], device="cpu"), 0).tolist()
         return group.all_gatherv(tensors, 0, self._sizes)
 
     def dispatch_router_logits(
