@@ -92,7 +92,7 @@ class GroupCoordinator(GroupView):
         refuse_elastic(recovered_rank, rank_offset, max_world_size)
         if state.try_get_world_group() is None:
             state.init_distributed_environment(allow_pickle=True)
-        self._hold(
+        self._show(
             state.init_model_parallel_group(
                 group_ranks,
                 local_rank,
@@ -104,18 +104,11 @@ class GroupCoordinator(GroupView):
         )
         self.use_custom_allreduce = use_custom_allreduce
 
-    @classmethod
-    def over(cls, group: ours.GroupCoordinator) -> GroupCoordinator:
-        """Returns SGLang's view of a group that is made."""
-        view = cls.__new__(cls)
-        view._hold(group)
-        return view
-
-    def _hold(self, group: ours.GroupCoordinator) -> None:
-        self._share(group)
-        self.active_ranks_cpu = torch.ones(group.world_size, dtype=torch.int32, device="cpu")
-        self.active_ranks = self.active_ranks_cpu.to(group.device)
-        self.device_module = torch.get_device_module(group.device)
+    def _show(self, made: ours.GroupCoordinator) -> None:
+        super()._show(made)
+        self.active_ranks_cpu = torch.ones(made.world_size, dtype=torch.int32, device="cpu")
+        self.active_ranks = self.active_ranks_cpu.to(made.device)
+        self.device_module = torch.get_device_module(made.device)
         _groups[self.unique_name] = weakref.ref(self)
 
     @property

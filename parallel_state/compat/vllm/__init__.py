@@ -379,7 +379,7 @@ def _getter(axis: str, all2all: bool = False) -> Callable[[], GroupCoordinator]:
             made = state.get_group(axis)
         except GroupNotInitializedError as error:
             raise NotInitializedError(str(error)) from error
-        view = GroupCoordinator.of(made, None, all2all)
+        view = GroupCoordinator.of(made, None, True, all2all)
         if len(view.group_ranks) == 1 and view.world_size < state.get_world_group().world_size:
             view.group_ranks = state.get_parallel_groups().layout.groups(axis)
         return view

@@ -22,7 +22,6 @@ from parallel_state.coordinator import GroupCoordinator as Ours
 from parallel_state.messages.wire import AllGatherGroup
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
-_VIEW = "_vllm_view"
 groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 """By `unique_name`, for the ops that are called with it."""
 
@@ -81,9 +80,11 @@ class GroupCoordinator(GroupView):
         )
         self._show(made, group_ranks, use_device_communicator, use_all2all)
 
-    def _show(self, made: Ours, group_ranks: list[list[int]], has_communicator: bool, all2all: bool) -> None:
-        self._share(made)
-        self.group_ranks = group_ranks
+    def _show(
+        self, made: Ours, group_ranks: list[list[int]] | None = None, has_communicator: bool = True, a2a: bool = False
+    ) -> None:
+        super()._show(made)
+        self.group_ranks = group_ranks or [made.ranks]
         self.device_index = self.local_rank
         self.torch_distributed_backend = self.backend
         self.cpu_timeout = timedelta(seconds=self.context.timeout_s)
@@ -91,19 +92,9 @@ class GroupCoordinator(GroupView):
         self.device_communicator = self if has_communicator and self.world_size > 1 else None
         self.mq_broadcaster = None
         self.use_custom_op_call = self.use_cpu_custom_send_recv = True
-        self._all2all = all2all
+        self._all2all = a2a
         self._sizes: list[int] = []
         groups[self.unique_name] = self
-
-    @classmethod
-    def of(cls, made: Ours, group_ranks: list[list[int]] | None = None, all2all: bool = False) -> GroupCoordinator:
-        """Returns the view of one of our groups, always the same."""
-        found: GroupCoordinator | None = made.__dict__.get(_VIEW)
-        if found is None:
-            found = object.__new__(cls)
-            found._show(made, group_ranks or [made.ranks], True, all2all)
-            made.__dict__[_VIEW] = found  # there, not in a table by group: it holds the group, which would never go
-        return found
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
         """Creates another process group of the same ranks; every rank of the world calls it."""
