@@ -14,6 +14,7 @@ library: see the setting PARALLEL_STATE_PLUGIN.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle as pickle  # vLLM's tree imports it from its utils
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from parallel_state.capture import graph_capture as _graph_capture
 from parallel_state.collectives import capture_stream
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
-from parallel_state.compat.tables import absent, collect, forward
+from parallel_state.compat.tables import absent, collect, forward, named
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator, groups
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
@@ -307,20 +308,11 @@ def _node_count(pg: Any) -> int:
 # The model's groups.
 
 
-def _sizes(tp: int, pp: int, pcp: int, dcp: int | None, backend: str | None) -> dict[str, Any]:
+def _divide(divide: Callable[..., None], backend: str | None, **sizes: int | None) -> None:
     config = parallel_config()
-    sizes = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "prefill_context_model_parallel_size": pcp,
-        "decode_context_model_parallel_size": dcp,
-        "backend": _usable(backend),
-        "order": "vllm",
-    }
     if config is not None:
-        sizes["data_parallel_size"] = config.data_parallel_size
-        sizes["external_data_parallel_size"] = -1
-    return sizes
+        sizes |= {"data_parallel_size": config.data_parallel_size, "external_data_parallel_size": -1}
+    divide(**sizes, backend=_usable(backend), order="vllm")
 
 
 def initialize_model_parallel(
@@ -331,16 +323,7 @@ def initialize_model_parallel(
     backend: str | None = None,
 ) -> None:
     """Divides the world, in the order ExternalDP × DP × PP × PCP × TP; what is left over is data parallel."""
-    state.initialize_model_parallel(
-        **_sizes(
-            tensor_model_parallel_size,
-            pipeline_model_parallel_size,
-            prefill_context_model_parallel_size,
-            decode_context_model_parallel_size,
-            backend,
-        ),
-        allow_pickle=True,
-    )
+    _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 
 def ensure_model_parallel_initialized(
@@ -351,17 +334,11 @@ def ensure_model_parallel_initialized(
     backend: str | None = None,
 ) -> None:
     """Divides the world unless that is done; raises ConfigMismatchError where it is by other sizes."""
-    given = (
-        tensor_model_parallel_size,
-        pipeline_model_parallel_size,
-        prefill_context_model_parallel_size,
-        decode_context_model_parallel_size,
-        backend,
-    )
+    given = locals()
     if not model_parallel_is_initialized():
-        initialize_model_parallel(*given)
+        initialize_model_parallel(**given)
     else:
-        state.ensure_model_parallel_initialized(**_sizes(*given))
+        _divide(state.ensure_model_parallel_initialized, **given)
 
 
 # Getters raise NotInitializedError, an AssertionError as vLLM's, which its attention layers catch.
@@ -373,7 +350,7 @@ def get_world_group() -> GroupCoordinator:
         return GroupCoordinator.of(state.get_world_group())
 
 
-def _getter(axis: str, all2all: bool = False) -> Callable[[], GroupCoordinator]:
+def _getter(axis: str, name: str = "", all2all: bool = False) -> Callable[[], GroupCoordinator]:
     def get() -> GroupCoordinator:
         try:  # without as_assertion(), which costs more than the rest
             made = state.get_group(axis)
@@ -384,16 +361,14 @@ def _getter(axis: str, all2all: bool = False) -> Callable[[], GroupCoordinator]:
             view.group_ranks = state.get_parallel_groups().layout.groups(axis)
         return view
 
-    get.__doc__ = f"Returns this rank's {axis} group. Every rank of it makes the first call: it may make the group."
-    return get
+    text = f"Returns this rank's {axis} group. Every rank of it makes the first call: it may make the group."
+    return named(__name__, get, f"get_{name or axis}_group", text)
 
 
 get_tp_group, get_pp_group, get_dp_group = _getter("tp"), _getter("pp"), _getter("dp")
 get_pcp_group, get_dcp_group, get_ep_group = _getter("pcp"), _getter("dcp"), _getter("ep", all2all=True)
-get_inner_dp_world_group, get_etp_group, get_eplb_group = _getter("model"), get_tp_group, get_ep_group
-for _name in ("tp", "pp", "dp", "pcp", "dcp", "ep", "etp", "eplb", "inner_dp_world"):
-    if globals()[f"get_{_name}_group"].__name__ == "get":
-        globals()[f"get_{_name}_group"].__name__ = f"get_{_name}_group"
+get_inner_dp_world_group = _getter("model", "inner_dp_world")
+get_etp_group, get_eplb_group = get_tp_group, get_ep_group
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
