@@ -148,6 +148,7 @@ def _unseen() -> tuple[list[str], list[bool]]:
         view = vllm.get_tp_group()
         kept.append(weakref.ref(view._made))
         vllm.destroy_model_parallel()
+        assert view.pool is None, "a view has no state but its group's"
         with pytest.raises(GroupDestroyedError):
             view.all_reduce(torch.ones(2))
         view.destroy()
