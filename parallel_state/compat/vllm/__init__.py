@@ -263,14 +263,9 @@ def init_model_parallel_group(
     use_all2all: bool = False,
 ) -> GroupCoordinator:
     """Returns this rank's group among lists of global ranks; every rank of the world calls it alike."""
+    with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
-        group_ranks,
-        local_rank,
-        backend,
-        use_device_communicator,
-        use_message_queue_broadcaster,
-        group_name,
-        use_all2all,
+        group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
     )
 
 

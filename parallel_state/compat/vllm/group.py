@@ -199,11 +199,17 @@ class GroupCoordinator(GroupView):
     def _expert_group(self, is_sequence_parallel: bool) -> GroupCoordinator:
         return self if is_sequence_parallel else GroupCoordinator.of(state.get_dp_group())
 
-    def _dispatch(self, tensors: list[Tensor], is_sequence_parallel: bool) -> list[Tensor]:
-        group = self._expert_group(is_sequence_parallel)
-        rows = tensors[0].shape[0]
-        self._sizes = group.all_gather(torch.tensor([rows], device="cpu"), 0).tolist()
-        return group.all_gatherv(tensors, 0, self._sizes)
+    def _dispatch(
+        self, tensors: list[Tensor], extra_tensors: list[Tensor] | None, is_sequence_parallel: bool
+    ) -> tuple[Any, ...]:
+        """Returns all ranks' rows of the tensors; the extra ones, if there are, as a list behind them."""
+        gathered = [*tensors, *(extra_tensors or ())]
+        if self._all2all:
+            group, rows = self._expert_group(is_sequence_parallel), tensors[0].shape[0]
+            self._sizes = group.all_gather(torch.tensor([rows], device="cpu"), 0).tolist()
+            gathered = group.all_gatherv(gathered, 0, self._sizes)
+        of_own = len(tensors)
+        return (*gathered[:of_own], *([gathered[of_own:]] if extra_tensors is not None else []))
 
     def dispatch_router_logits(
         self,
@@ -213,11 +219,7 @@ class GroupCoordinator(GroupView):
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
         """Returns all ranks' rows of `[tokens, …]` tensors: of the data-parallel ranks, or of this group's."""
-        if not self._all2all:
-            gathered = [hidden_states, router_logits, *(extra_tensors or ())]
-        else:
-            gathered = self._dispatch([hidden_states, router_logits, *(extra_tensors or ())], is_sequence_parallel)
-        return (*gathered[:2], *([gathered[2:]] if extra_tensors is not None else []))
+        return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 
     def dispatch(
         self,
@@ -228,10 +230,7 @@ class GroupCoordinator(GroupView):
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
         """Returns what dispatch_router_logits does, of tokens whose experts are chosen."""
-        gathered = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
-        if self._all2all:
-            gathered = self._dispatch(gathered, is_sequence_parallel)
-        return (*gathered[:3], *([gathered[3:]] if extra_tensors is not None else []))
+        return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """Sums the ranks' results for the rows of the last dispatch; returns those of this rank's tokens."""
