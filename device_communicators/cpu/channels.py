@@ -30,7 +30,16 @@ from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.limits import describe_address_space
 from device_communicators.calls.user_call import DTYPE_NUMBERS
 from device_communicators.calls.work import Work
-from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting, pieces_of
+from device_communicators.cpu.message_queue import (
+    LINE_BYTES,
+    Message,
+    Place,
+    Receiver,
+    Sender,
+    Shape,
+    Waiting,
+    pieces_of,
+)
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
 
@@ -98,7 +107,6 @@ KINDS = 2
 SHAPE = Shape(128 << 10, 16)
 """With chunks of 64 KiB a pair of 2 MiB tensors takes 1.15 of the time, a blob of 1 MB 1.3; with 256 KiB, a ring beyond
 a core's cache, both take twice as long."""
-_LINE_BYTES = 128
 
 
 def region_bytes(size: int) -> tuple[int, int]:
@@ -108,7 +116,7 @@ def region_bytes(size: int) -> tuple[int, int]:
 
 
 def _control_bytes(readers: int) -> int:
-    return (2 + readers) * _LINE_BYTES
+    return (2 + readers) * LINE_BYTES
 
 
 class Channels:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from ctypes import c_int
+from ctypes import c_int, c_int64
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ _READ, _PLAIN = 1, 2  # of what was taken
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
+LINE_BYTES = 128
+"""Of a counter in the control part: the second line is the writer's, then come the readers'."""
 
 
 class Shape(NamedTuple):
@@ -296,6 +298,14 @@ class Sender(_End):
                 return LEFT_TO_PYTHON
             return write(self.end)
 
+    def has_room(self) -> bool:
+        """Returns True if a message that begins now finds a free chunk, without a wait for any reader."""
+        readers = len(self._place.ranks) - 1
+        written, *read = (
+            c_int64.from_address(self._place.control + LINE_BYTES * line).value for line in range(1, 2 + readers)
+        )
+        return all(written - each < self._place.shape.chunks for each in read)
+
     @property
     def posted_bytes(self) -> tuple[int, int]:
         """Returns the bytes of the head that was posted last, and of its tensors."""
@@ -438,8 +448,20 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
         return self._report[_TAKEN] == _READ
 
+    def poll(self, timeout_s: float, operation: str = "recv") -> bool:
+        """Waits as `take`, which has its group's deadline; False where no message has come, and nothing has changed."""
+        if self._failure is not None or self.closed:
+            self.check()
+        started = time.monotonic()
+        status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, b"", 0, None, 0, max(timeout_s, 1e-6))
+        if status == _INTERRUPTED:  # before a message
+            self._library.raise_interruption()
+        if status not in (_DONE, _TIMED_OUT):
+            raise self.failed(status, operation, started)
+        return status == _DONE
+
     def head(self) -> Head:
-        """Returns the head of the message that `take` has found."""
+        """Returns the head of the message that `take` or `poll` has found."""
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
         data = self._view[:head_bytes] if head_bytes <= _HEAD_BUFFER_BYTES else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from parallel_state.compat.tables import absent, named
 from parallel_state.state import (
     get_group,
     get_group_rank,
@@ -62,9 +63,11 @@ def _getter(name: str, axis: str, fact: str) -> Callable[[], Any]:
             initialize_model_parallel()
         return find(axis)
 
-    getter.__name__ = getter.__qualname__ = name
-    getter.__doc__ = f"{words} `{axis}` group."
-    return getter
+    return named(__name__, getter, name, f"{words} `{axis}` group.")
+
+
+def __getattr__(name: str) -> Any:
+    raise absent(__name__, name, MISSING)
 
 
 __all__ = ["initialize_model_parallel"]

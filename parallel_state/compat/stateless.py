@@ -24,13 +24,15 @@ _LENGTH = struct.Struct("<q")
 ANSWER_S = 1.0
 
 
-def _to_bytes(obj: Any) -> bytes:
+def to_bytes(obj: Any) -> bytes:
+    """Returns an object with its tensors in one piece."""
     metadata, tensors = codec.encode(obj, allow_pickle=True)
     bodies = (bytes_of(as_bytes(dense(each.cpu()))) for each in tensors)
     return b"".join([_LENGTH.pack(len(metadata)), metadata, *bodies])
 
 
-def _from_bytes(data: bytes) -> Any:
+def from_bytes(data: bytes) -> Any:
+    """Returns the object of `to_bytes`."""
     at = _LENGTH.size + _LENGTH.unpack_from(data)[0]
     message = codec.read(data[_LENGTH.size : at], allow_pickle=True)
     tensors = []
@@ -105,8 +107,8 @@ class StoreGroup:
 
     def _put(self, key: str, obj: Any) -> None:
         self.expire_data()
-        self.bounded.set(key, _to_bytes(obj))
+        self.bounded.set(key, to_bytes(obj))
         self.entries.append((key, time.perf_counter()))
 
     def _get(self, key: str) -> Any:
-        return _from_bytes(self.bounded.get(key))
+        return from_bytes(self.bounded.get(key))

@@ -140,7 +140,7 @@ def _unseen() -> tuple[list[str], list[bool]]:
     kept: list[weakref.ref[Any]] = []
     for _ in range(2):
         vllm.initialize_model_parallel(2, 1)
-        vllm.tensor_model_parallel_all_reduce(torch.ones(2))
+        state.get_tp_group().all_reduce(torch.ones(2))
         for each in state.get_tp_group().route.communicators[:1]:
             each.suspend, each.resume = lambda: called.append("suspend"), lambda: called.append("resume")
         vllm.suspend_device_comms()
@@ -148,6 +148,7 @@ def _unseen() -> tuple[list[str], list[bool]]:
         view = vllm.get_tp_group()
         kept.append(weakref.ref(view._made))
         vllm.destroy_model_parallel()
+        assert view.pool is None, "a view has no state but its group's"
         with pytest.raises(GroupDestroyedError):
             view.all_reduce(torch.ones(2))
         view.destroy()

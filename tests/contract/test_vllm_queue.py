@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -103,6 +104,23 @@ def test_shutdown_ends_a_wait(pair: tuple[MessageQueue, MessageQueue]) -> None:
     with pytest.raises(RuntimeError, match="cancelled"):
         reader.dequeue(indefinite=True)
     assert time.monotonic() - started < 2
+
+
+def test_a_signal_ends_a_wait_and_the_queue_goes_on(pair: tuple[MessageQueue, MessageQueue]) -> None:
+    writer, reader = pair
+
+    def stop(*_: object) -> None:
+        raise KeyError("the handler's")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyError, match="the handler's"):
+            reader.dequeue(indefinite=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    writer.enqueue("after")
+    assert reader.dequeue(timeout=1) == "after"
 
 
 def test_what_was_sent_is_read_before_the_writers_end_is_told(pair: tuple[MessageQueue, MessageQueue]) -> None:

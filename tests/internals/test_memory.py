@@ -92,7 +92,7 @@ def _by_store(obj: Any) -> Any:
 def _by_queue(obj: Any) -> Any:
     head, bodies = message_queue._encode(obj)
     left = iter(bodies)
-    return message_queue._decode(memoryview(bytearray(head)), lambda size: bytearray(next(left)))
+    return message_queue._decode(head, lambda size: bytearray(next(left)))
 
 
 def _by_packed(obj: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError, MessageDecodeError
 from device_communicators.cpu import native
-from device_communicators.cpu.channels import MESSAGES, TENSORS, Channels
+from device_communicators.cpu.channels import MESSAGES, SHAPE, TENSORS, Channels
 from device_communicators.cpu.message_queue import Message, Receiver, Sender, pieces_of
 from tests.internals.queue_memory import channels
 
@@ -96,3 +96,18 @@ def _receive(receiver: Receiver, out: torch.Tensor) -> None:
     with receiver.lock:
         receiver.next()
         receiver.read(*pieces_of((out,)))
+
+
+def test_a_poll_that_finds_nothing_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "queue"
+    with channels(path, 0, 2, meet=False) as ours, channels(path, 1, 2, meet=False) as theirs:
+        sender, receiver = ours.sender(1, MESSAGES), theirs.receiver(0, MESSAGES)
+        assert not receiver.poll(0.01)
+        sent = 0
+        while sender.has_room():
+            sender.send(Message(b"%d" % sent))
+            sent += 1
+        assert sent == SHAPE.chunks
+        for number in range(sent):
+            assert receiver.poll(TIMEOUT_S) and bytes(receiver.head().data) == b"%d" % number
+        assert sender.has_room() and not receiver.poll(0.0)

@@ -24,6 +24,7 @@ from parallel_state.compat.megatron.lookup import (
     size_of,
     usual_kind,
 )
+from parallel_state.compat.tables import named
 
 _GETTERS = {
     "tensor_model_parallel": ("tp", "group world_size rank src_rank"),
@@ -53,16 +54,15 @@ _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "p
 def _getters() -> Iterator[Callable[..., Any]]:
     for stem, (kind, facts) in _GETTERS.items():
         for fact in facts.split():
-            getter = _getter(kind, fact, f"get_{stem}_{fact}")
-            getter.__name__ = getter.__qualname__ = f"get_{stem}_{fact}"
-            getter.__doc__ = {
+            name = f"get_{stem}_{fact}"
+            text = {
                 "group": f"Returns this rank's `{kind}` process group; NotInitializedError, or None, without.",
                 "global_ranks": f"Returns the global ranks of this rank's `{kind}` group.",
                 "src_rank": f"Returns the global rank of the first one in this rank's `{kind}` group.",
                 "world_size": f"Returns the number of ranks in this rank's `{kind}` group, or what was set.",
                 "rank": f"Returns this rank's position in its `{kind}` group, or what was set.",
             }[fact]
-            yield getter
+            yield named(__name__, _getter(kind, fact, name), name, text)
 
 
 def _getter(kind: str, fact: str, name: str) -> Callable[..., Any]:
@@ -107,10 +107,8 @@ def _setter(name: str) -> Callable[..., None]:
     def set_rank(rank: int | None) -> None:
         CHOSEN[f"get_{name}"] = rank
 
-    setter = set_rank if name.endswith("rank") else set_world_size
-    setter.__name__ = setter.__qualname__ = f"set_{name}"
-    setter.__doc__ = f"Sets what get_{name}() returns; None makes it the group's again. No other rank takes part."
-    return setter
+    text = f"Sets what get_{name}() returns; None makes it the group's again. No other rank takes part."
+    return named(__name__, set_rank if name.endswith("rank") else set_world_size, f"set_{name}", text)
 
 
 MADE = {made.__name__: made for made in (*_getters(), *map(_setter, _SETTERS))}

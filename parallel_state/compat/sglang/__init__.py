@@ -22,6 +22,7 @@ from parallel_state.compat.sglang.context import ParallelContext as ParallelCont
 from parallel_state.compat.sglang.context import get_parallel as get_parallel
 from parallel_state.compat.sglang.utils import all_gather_single as all_gather_single
 from parallel_state.compat.sglang.utils import reduce_scatter_single as reduce_scatter_single
+from parallel_state.compat.tables import absent
 
 _PARTS = (parallel_state, coordinator, communication_op, utils, dp_attention)
 globals().update(
@@ -35,7 +36,9 @@ globals().update(
 
 
 def __getattr__(name: str) -> Any:
-    """SGLang's globals, `_TP` and the like."""
+    """Returns SGLang's globals, `_TP` and the like."""
+    if name in MISSING:
+        raise absent(__name__, name, MISSING)
     return getattr(parallel_state, name)
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
+from parallel_state.compat.tables import named
 
 SIZES = {
     "tp_size": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "ep_size": 1, "attn_dp_size": 1, "attn_cp_size": 1,
@@ -145,3 +146,13 @@ def get_parallel() -> Any:
     """Returns the context: SGLang's own where its module is imported in this process, else ours, of the same shape."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     return _PARALLEL if theirs is None else theirs.get_parallel()
+
+
+def field_getter(module: str, name: str, field: str, fact: str = "") -> Callable[[], Any]:
+    """Returns a module's function of this name that gives a field of the context, or the `fact` of a group there."""
+
+    def get() -> Any:
+        found = getattr(get_parallel(), field)
+        return getattr(found, fact) if fact else found
+
+    return named(module, get, name, f"Returns `get_parallel().{field}{fact and '.'}{fact}`, once the group is made.")

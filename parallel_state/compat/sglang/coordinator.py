@@ -3,12 +3,15 @@
 Objects of types that aren't registered travel by pickle, as in SGLang: `allow_pickle=True`.
 """
 
+# mypy: disable-error-code="override"
+# An engine's names have its own parameters.
+
 from __future__ import annotations
 
-import logging
+import functools
 import weakref
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
-from device_communicators.calls.memory import dense
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.coordinator import GroupView
+from parallel_state.compat.sglang.context import get_parallel
+from parallel_state.compat.stateless import from_bytes, to_bytes
+from parallel_state.compat.tables import forward, renamed
 from parallel_state.groups import coordinator as ours
-from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import bytes_of
-
-logger = logging.getLogger("parallel_state")
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
@@ -53,19 +56,14 @@ def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: i
         )
 
 
-class GroupCoordinator:
-    """One group as SGLang's code sees it; `group` is our GroupCoordinator.
+class GroupCoordinator(GroupView):
+    """One group as SGLang's code sees it; `group` is our GroupCoordinator, whose state it shares.
 
     In place, and returned: `all_reduce`, `broadcast`. Inputs of one group are on one device and of one dtype; `src` and
     `dst` are ranks in the group; `first_rank`, `last_rank`, `next_rank`, `prev_rank` are global ones. Every rank of the
     group makes a call on tensors. Errors as those of ours.
     """
 
-    rank: int
-    ranks: list[int]
-    world_size: int
-    local_rank: int
-    rank_in_group: int
     use_pynccl = use_mscclpp = use_torch_symm_mem_all_reduce = False
     use_hpu_communicator = use_xpu_communicator = use_message_queue_broadcaster = False
     use_custom_allreduce = True
@@ -94,7 +92,7 @@ class GroupCoordinator:
         refuse_elastic(recovered_rank, rank_offset, max_world_size)
         if state.try_get_world_group() is None:
             state.init_distributed_environment(allow_pickle=True)
-        self._hold(
+        self._show(
             state.init_model_parallel_group(
                 group_ranks,
                 local_rank,
@@ -106,42 +104,17 @@ class GroupCoordinator:
         )
         self.use_custom_allreduce = use_custom_allreduce
 
-    @classmethod
-    def over(cls, group: ours.GroupCoordinator) -> GroupCoordinator:
-        """Returns SGLang's view of a group that is made."""
-        view = cls.__new__(cls)
-        view._hold(group)
-        return view
-
-    def _hold(self, group: ours.GroupCoordinator) -> None:
-        self.group = group
-        self.unique_name, self.device = group.unique_name, group.device
-        self.rank, self.ranks, self.world_size = group.rank, group.ranks, group.world_size
-        self.local_rank, self.rank_in_group = group.local_rank, group.rank_in_group
-        self.active_ranks_cpu = torch.ones(group.world_size, dtype=torch.int32, device="cpu")
-        self.active_ranks = self.active_ranks_cpu.to(group.device)
-        self.device_module = torch.get_device_module(group.device)
+    def _show(self, made: ours.GroupCoordinator) -> None:
+        super()._show(made)
+        self.active_ranks_cpu = torch.ones(made.world_size, dtype=torch.int32, device="cpu")
+        self.active_ranks = self.active_ranks_cpu.to(made.device)
+        self.device_module = torch.get_device_module(made.device)
         _groups[self.unique_name] = weakref.ref(self)
 
-    def __repr__(self) -> str:
-        return f"sglang.{self.group!r}"
-
     @property
-    def device_group(self) -> Any:
-        """Returns the ProcessGroup for tensors of `device`."""
-        return self.group.device_group
-
-    @property
-    def cpu_group(self) -> Any:
-        """Returns the ProcessGroup for CPU tensors."""
-        return self.group.cpu_group
-
-    first_rank = property(lambda self: self.group.first_global_rank)
-    last_rank = property(lambda self: self.group.last_global_rank)
-    next_rank = property(lambda self: self.group.next_global_rank)
-    prev_rank = property(lambda self: self.group.prev_global_rank)
-    is_first_rank = property(lambda self: self.group.is_first_rank)
-    is_last_rank = property(lambda self: self.group.is_last_rank)
+    def group(self) -> ours.GroupCoordinator:
+        """Returns our GroupCoordinator."""
+        return self._made
 
     # SGLang has these as functions that a communicator's file gave it; where no memory is NCCL's, they do nothing.
 
@@ -177,7 +150,7 @@ class GroupCoordinator:
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Adds up `input_` over the ranks in place; returns it."""
-        return self.group.all_reduce_(input_)
+        return self.all_reduce_(input_)
 
     def quant_all_reduce(self, input_: Tensor) -> Tensor:
         """Calls `all_reduce`, as SGLang does where there is no NPU."""
@@ -236,9 +209,9 @@ class GroupCoordinator:
         self.reduce_scatter_tensor(output, torch.stack(list(input_list)))
         return output
 
-    def reduce_scatter_along_dim(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Returns this rank's slice of the sum along `dim`."""
-        return self.group.reduce_scatter(input_, dim)
+    reduce_scatter_along_dim = renamed(
+        ours.GroupCoordinator.reduce_scatter, "input_ dim", "Returns this rank's slice of the sum along `dim`."
+    )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
         """Returns this rank's `sizes[rank]` rows of the sum, in `output` if there is one."""
@@ -253,39 +226,7 @@ class GroupCoordinator:
     def _copy(output: Tensor, flat: Tensor) -> None:
         output.copy_(flat.reshape(output.shape))
 
-    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Concatenates on rank `dst`; None on the others."""
-        return self.group.gather(input_, dst, dim)
-
-    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
-        """Fills `input_` with rank `src`'s, in place; returns it."""
-        return self.group.broadcast_(input_, src)
-
-    def barrier(self) -> None:
-        """Returns once every rank of the group has called it."""
-        self.group.barrier()
-
-    def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Sends to rank `dst` (default: the next)."""
-        self.group.send(tensor, dst)
-
-    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Returns the tensor from rank `src` (default: the previous)."""
-        return self.group.recv(size, dtype, src)
-
     # Objects and dicts.
-
-    def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
-        """Returns rank `src`'s object."""
-        return self.group.broadcast_object(obj, src)
-
-    def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Any | None = None) -> list[Any]:
-        """Fills the list with rank `src`'s objects; returns it. `group` is not looked at, as in SGLang."""
-        return self.group.broadcast_object_list(obj_list, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, in rank order."""
-        return self.group.all_gather_object(obj)
 
     def send_object(self, obj: Any, dst: int, async_send: bool = False, tag: int = 0) -> list[P2PWork]:
         """Sends an object, which recv_object of the same `tag` gets; with `async_send` the started transfers."""
@@ -301,40 +242,22 @@ class GroupCoordinator:
         return self._recv_tagged(src, tag) if tag else self.group.recv_object(src)
 
     def _send_tagged(self, obj: Any, dst: int, async_send: bool, tag: int) -> list[P2PWork]:
-        """Sends past the messenger, which has no tags: the lengths, the object, each of its tensors."""
-        metadata, tensors = codec.encode(obj, allow_pickle=True)
-        body = torch.frombuffer(bytearray(metadata), dtype=torch.uint8)
+        """Sends past the messenger, which has no tags: the length, then the object with its tensors."""
+        body = torch.frombuffer(bytearray(to_bytes(obj)), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
-            for each in (
-                torch.tensor([len(metadata)], device="cpu"),
-                body,
-                *(dense(each.cpu()) for each in tensors),
-            )
+            for each in (torch.tensor([body.numel()], device="cpu"), body)
         ]
         for each in () if async_send else started:
             each.work.wait()  # type: ignore[union-attr]
         return started if async_send else []
 
     def _recv_tagged(self, src: int, tag: int) -> Any:
-        def received(size: Any, dtype: torch.dtype) -> Tensor:
-            buffer = torch.empty(size, dtype=dtype, device="cpu")
-            dist.recv(buffer, self.ranks[src], self.cpu_group, tag)
-            return buffer
-
-        length = int(received(1, torch.int64).item())
-        message = codec.read(bytes_of(received(length, torch.uint8)), allow_pickle=True)
-        return message.build([received(each.shape, each.dtype) for each in message.tensors])
-
-    def broadcast_tensor_dict(
-        self,
-        tensor_dict: dict[str, Any] | None = None,
-        src: int = 0,
-        group: Any | None = None,
-        metadata_group: Any | None = None,
-    ) -> dict[str, Any] | None:
-        """Returns rank `src`'s dict. The two groups are not looked at, as in SGLang."""
-        return tensor_dict if self.world_size == 1 else self.group.broadcast_tensor_dict(tensor_dict, src)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
+        dist.recv(length, self.ranks[src], self.cpu_group, tag)
+        body = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
+        dist.recv(body, self.ranks[src], self.cpu_group, tag)
+        return from_bytes(bytes_of(body))
 
     def send_tensor_dict(
         self,
@@ -344,14 +267,13 @@ class GroupCoordinator:
         async_send: bool = False,
     ) -> Any:
         """Sends a dict; returns the started transfers, none without `async_send`, the dict itself in a group of one."""
-        inner = _unwrapped(all_gather_group)
         if self.world_size == 1 or not async_send:
-            return self.group.send_tensor_dict(tensor_dict, dst, inner) or []
-        return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, inner), None)]
+            return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
+        return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]
 
     def recv_tensor_dict(self, src: int | None = None, all_gather_group: Any | None = None) -> dict[str, Any] | None:
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one."""
-        return self.group.recv_tensor_dict(src, _unwrapped(all_gather_group))
+        return self.group.recv_tensor_dict(src, all_gather_group)
 
     def send_recv_tensor_dict(
         self,
@@ -364,18 +286,10 @@ class GroupCoordinator:
         """Sends a dict and receives one at the same time; None in a group of one."""
         if self.world_size == 1:
             return None
-        sending = self.group.isend_tensor_dict(send_tensor_dict, send_dst, _unwrapped(send_all_gather_group))
+        sending = self.group.isend_tensor_dict(send_tensor_dict, send_dst, send_all_gather_group)
         received = self.recv_tensor_dict(recv_src, recv_all_gather_group)
         sending.wait()
         return received
-
-    def destroy(self) -> None:
-        """Ends the group on this rank; every rank of it calls it. Twice is fine."""
-        self.group.destroy()
-
-
-def _unwrapped(group: Any | None) -> Any | None:
-    return group.group if isinstance(group, GroupCoordinator) else group
 
 
 def named(group_name: str) -> GroupCoordinator:
@@ -414,3 +328,13 @@ def reg_reduce_scatter_tensor(output: Tensor, input: Tensor, group_name: str) ->
 def reg_all_to_all_single(output: Tensor, input: Tensor, group_name: str) -> None:
     """Calls the named group's `all_to_all_single`."""
     named(group_name).all_to_all_single(output, input)
+
+
+def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a module's functions by name: each a call, in the table as `tp.all_reduce`, of a group of the context."""
+    found = {}
+    for name, call in table.items():
+        group, _, method = call.partition(".")
+        find = functools.partial(lambda field: getattr(get_parallel(), field), f"{group}_group")
+        found[name] = forward(module, name, getattr(GroupCoordinator, method), find, f"the {group} group")
+    return found

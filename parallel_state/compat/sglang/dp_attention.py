@@ -5,14 +5,13 @@ Also getters that earlier releases had: `get_attention_tp_group`, `get_attention
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError
-from parallel_state.compat.sglang.context import get_parallel
-from parallel_state.compat.sglang.coordinator import GroupCoordinator
+from parallel_state.compat.sglang.context import field_getter, get_parallel
+from parallel_state.compat.sglang.coordinator import GroupCoordinator, of_groups
 
 
 def compute_dp_attention_world_info(
@@ -34,24 +33,9 @@ def initialize_dp_attention(server_args: Any) -> None:
     at.override_permanently(attn_dp_size=place[3], attn_dp_rank=place[2])
 
 
-def is_dp_attention_enabled() -> bool:
-    """Returns True if attention has a dp axis of more than one rank."""
-    return bool(get_parallel().attn_dp_enabled)
-
-
 def deployment_attn_dp_size() -> int:
     """Returns the number of batches that attention's dp ranks run beside each other."""
-    return int(get_parallel().num_dp_ranks) if is_dp_attention_enabled() else 1
-
-
-def dp_gather_width() -> int:
-    """Returns the number of attention's dp ranks, whose tokens are gathered before the experts."""
-    return int(get_parallel().attn_dp_size)
-
-
-def dp_gather_slot() -> int:
-    """Returns this rank's place among those."""
-    return int(get_parallel().attn_dp_rank)
+    return int(get_parallel().num_dp_ranks) if get_parallel().attn_dp_enabled else 1
 
 
 def dp_slot_in(per_rank: Any) -> int:
@@ -59,9 +43,10 @@ def dp_slot_in(per_rank: Any) -> int:
 
     Raises InvalidArgumentError for another length.
     """
-    if len(per_rank) not in (1, dp_gather_width()):
-        raise InvalidArgumentError(f"per_rank must have {dp_gather_width()} entries, but has {len(per_rank)}")
-    return 0 if len(per_rank) == 1 else dp_gather_slot()
+    width = get_parallel().attn_dp_size
+    if len(per_rank) not in (1, width):
+        raise InvalidArgumentError(f"per_rank must have {width} entries, but has {len(per_rank)}")
+    return 0 if len(per_rank) == 1 else int(get_parallel().attn_dp_rank)
 
 
 def world_dp_gather_enabled() -> bool:
@@ -76,22 +61,7 @@ def is_allocation_symmetric() -> bool:
 
 def get_dp_tp_group() -> GroupCoordinator:
     """Returns the ranks that run one batch: attention's tp group where it has a dp axis, else the tp group."""
-    return get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
-
-
-def get_moe_cp_group() -> GroupCoordinator:
-    """Returns the experts' dp group, which is attention's cp group where that is wider."""
-    return get_parallel().moe_dp_group
-
-
-def get_moe_cp_rank() -> int:
-    """Returns this rank's position in the experts' dp group."""
-    return int(get_moe_cp_group().rank_in_group)
-
-
-def get_moe_cp_size() -> int:
-    """Returns the number of ranks in the experts' dp group."""
-    return int(get_moe_cp_group().world_size)
+    return get_parallel().attn_tp_group if get_parallel().attn_dp_enabled else get_parallel().tp_group
 
 
 def is_enable_moe_cp_allgather() -> bool:
@@ -109,47 +79,30 @@ def attn_tp_all_gather(output_list: list[Tensor], input: Tensor) -> None:
     return get_parallel().attn_tp_group.all_gather(input, output_tensor_list=output_list)
 
 
-def attn_tp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with attention's tp ranks' `input`, one behind the other."""
-    get_parallel().attn_tp_group.all_gather_into_tensor(output, input)
-
-
-def attn_cp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with attention's cp ranks' `input`, one behind the other."""
-    get_parallel().attn_cp_group.all_gather_into_tensor(output, input)
-
-
-def moe_cp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with the `input` of the experts' dp ranks, one behind the other."""
-    get_parallel().moe_dp_group.all_gather_into_tensor(output, input)
-
-
-def attn_tp_reduce_scatter_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with this rank's share of the sum over attention's tp group."""
-    get_parallel().attn_tp_group.reduce_scatter_tensor(output, input)
-
-
-def attn_cp_reduce_scatter_tensor(output: Tensor, input: Tensor) -> None:
-    """Fills `output` with this rank's share of the sum over attention's cp group."""
-    get_parallel().attn_cp_group.reduce_scatter_tensor(output, input)
-
-
-def _getter(field: str, name: str) -> Callable[[], Any]:
-    def get() -> Any:
-        return getattr(get_parallel(), field)
-
-    get.__name__ = get.__qualname__ = name
-    get.__doc__ = f"Returns `get_parallel().{field}`."
-    return get
-
-
-OLDER = {
-    f"get_attention_{axis}_{fact}": _getter(f"attn_{axis}_{fact}", f"get_attention_{axis}_{fact}")
-    for axis, facts in {
-        "tp": ("group", "rank", "size"),
-        "cp": ("group", "rank", "size"),
-        "dp": ("rank", "size"),
-    }.items()
-    for fact in facts
+_CALLS = {
+    "attn_tp_all_gather_into_tensor": "attn_tp.all_gather_into_tensor",
+    "attn_cp_all_gather_into_tensor": "attn_cp.all_gather_into_tensor",
+    "moe_cp_all_gather_into_tensor": "moe_dp.all_gather_into_tensor",
+    "attn_tp_reduce_scatter_tensor": "attn_tp.reduce_scatter_tensor",
+    "attn_cp_reduce_scatter_tensor": "attn_cp.reduce_scatter_tensor",
 }
-globals().update(OLDER)
+_GETTERS = {
+    "is_dp_attention_enabled": ("attn_dp_enabled",),
+    "dp_gather_width": ("attn_dp_size",),
+    "dp_gather_slot": ("attn_dp_rank",),
+    "get_moe_cp_group": ("moe_dp_group",),
+    "get_moe_cp_rank": ("moe_dp_group", "rank_in_group"),
+    "get_moe_cp_size": ("moe_dp_group", "world_size"),
+    "get_attention_tp_group": ("attn_tp_group",),
+    "get_attention_tp_rank": ("attn_tp_rank",),
+    "get_attention_tp_size": ("attn_tp_size",),
+    "get_attention_cp_group": ("attn_cp_group",),
+    "get_attention_cp_rank": ("attn_cp_rank",),
+    "get_attention_cp_size": ("attn_cp_size",),
+    "get_attention_dp_rank": ("attn_dp_rank",),
+    "get_attention_dp_size": ("attn_dp_size",),
+}
+"""A field of `get_parallel()`, or a fact of the group there: attention's data parallelism is a gather of its ranks'
+tokens before the experts, whose dp group is attention's cp group where that is wider."""
+globals().update(of_groups(__name__, _CALLS))
+globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})

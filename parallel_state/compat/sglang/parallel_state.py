@@ -7,11 +7,10 @@ dp. Here each is an axis, so `get_tp_group()` is our `tp_dp_cp` and `get_attn_tp
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,27 +21,28 @@ from device_communicators.base.errors import AlreadyInitializedError, GroupNotIn
 from device_communicators.base.torch_internals import default_store
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
-from parallel_state.compat.sglang import utils
-from parallel_state.compat.sglang.context import GROUPS, get_parallel
-from parallel_state.compat.sglang.coordinator import REDUCE_OP_SUM as REDUCE_OP_SUM
+from parallel_state.compat.sglang import coordinator, utils
+from parallel_state.compat.sglang.context import GROUPS, field_getter, get_parallel
 from parallel_state.compat.sglang.coordinator import GroupCoordinator, refuse_elastic
-from parallel_state.compat.sglang.coordinator import P2PWork as P2PWork
-from parallel_state.compat.sglang.coordinator import TensorMetadata as TensorMetadata
-from parallel_state.compat.sglang.coordinator import _groups as _groups
-from parallel_state.compat.sglang.coordinator import flashinfer_allreduce as flashinfer_allreduce
-from parallel_state.compat.sglang.coordinator import inplace_all_reduce as inplace_all_reduce
-from parallel_state.compat.sglang.coordinator import outplace_all_reduce as outplace_all_reduce
-from parallel_state.compat.sglang.coordinator import reg_all_gather_into_tensor as reg_all_gather_into_tensor
-from parallel_state.compat.sglang.coordinator import reg_all_to_all_single as reg_all_to_all_single
-from parallel_state.compat.sglang.coordinator import reg_reduce_scatter_tensor as reg_reduce_scatter_tensor
+from parallel_state.compat.tables import collect
 from parallel_state.functions import aliases
-from parallel_state.groups.same_node import in_the_same_node_as as _in_the_same_node_as
+from parallel_state.groups.same_node import in_the_same_node_as as in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
 
+_NAMES = {
+    coordinator: (
+        "REDUCE_OP_SUM P2PWork TensorMetadata _groups flashinfer_allreduce inplace_all_reduce outplace_all_reduce "
+        "reg_all_gather_into_tensor reg_all_to_all_single reg_reduce_scatter_tensor"
+    ),
+}
+globals().update(collect(_NAMES))
 _made: dict[str, GroupCoordinator] = {}
 """Each group that is made, by its name in the context; of equal ranks within a stage it is one."""
-_flags: dict[str, Any] = {"custom_all_reduce": True, "timeout": None, "patched": set(), "vllm": {}}
+_patched: set[str] = set()
+"""Names in the context that a scope has replaced."""
+_vllms: dict[str, Any] = {}
+"""vLLM's own getters, while they are replaced."""
 _GLOBALS = {
     **{f"_{name.upper()}": group for name, group in GROUPS.items()},
     "_SELF_PP": "self_pp_group",
@@ -52,6 +52,9 @@ _GLOBALS = {
 
 def __getattr__(name: str) -> Any:
     """SGLang's globals (`_TP`, …), which its tests and its diffusion engine read: the group, or None."""
+    if name == "_WORLD":
+        world = state.try_get_world_group()
+        return None if world is None else GroupCoordinator.of(world)
     if name in _GLOBALS:
         return _made.get(_GLOBALS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -78,9 +81,8 @@ def init_distributed_environment(
     """
     refuse_elastic(recovered_rank, 0, max_world_size)
     if state.try_get_world_group() is None:
-        _flags["timeout"] = timeout
         if dist.is_initialized():
-            state.init_distributed_environment(local_rank=local_rank, allow_pickle=True)
+            state.init_distributed_environment(local_rank=local_rank, timeout=timeout, allow_pickle=True)
         else:
             state.init_distributed_environment(
                 world_size,
@@ -98,9 +100,7 @@ def init_distributed_environment(
         raise AlreadyInitializedError(f"the world has {world.world_size} ranks, torch's group {dist.get_world_size()}")
     if moe_a2a_backend == "nixl":
         utils.set_global_tcp_store(default_store().raw)
-    if "world_group" not in _made:
-        _made["world_group"] = GroupCoordinator.over(world)
-    get_parallel().override_permanently(world_group=_made["world_group"])
+    get_parallel().override_permanently(world_group=GroupCoordinator.of(world))
 
 
 def init_world_group(
@@ -112,7 +112,7 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Returns the group of all ranks over torch's default group; every rank calls it."""
     refuse_elastic(recovered_rank, 0, max_world_size)
-    return GroupCoordinator.over(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
+    return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
 
 def init_model_parallel_group(
@@ -130,7 +130,7 @@ def init_model_parallel_group(
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
     """Returns this rank's group among lists of global ranks; every rank of the world is in one, and calls it alike."""
-    custom = _flags["custom_all_reduce"] if use_custom_allreduce is None else use_custom_allreduce
+    custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(
         group_ranks, local_rank, backend, False, False, custom, False, False, False,
         group_name=group_name, recovered_rank=recovered_rank, rank_offset=rank_offset, max_world_size=max_world_size,
@@ -168,18 +168,17 @@ def initialize_model_parallel(
         expert_tensor_parallel_size=asked.tp_size // asked.moe_ep_size // asked.moe_dp_size,
         decode_context_model_parallel_size=dcp if attn_tp % dcp == 0 else None,
         backend=backend,
-        timeout=_flags["timeout"],
         allow_pickle=True,
     )
-    get = state.get_group
-    tp = _made["tp_group"] = GroupCoordinator.over(get("tp_dp_cp"))
+    tp = _made["tp_group"] = GroupCoordinator.of(state.get_group("tp_dp_cp"))
 
     def view(name: str) -> GroupCoordinator:
-        return tp if state.get_group_ranks(name) == tp.ranks else GroupCoordinator.over(get(name))
+        is_same = state.get_group_ranks(name) == tp.ranks
+        return tp if is_same else GroupCoordinator.of(state.get_group(name))
 
     _made.update(attn_tp_group=view("tp"), attn_cp_group=view("cp"), moe_ep_group=view("ep"), moe_tp_group=view("etp"))
     _made["moe_dp_group"] = _made["attn_cp_group"] if asked.attn_cp_size > asked.moe_dp_size else view("edp")
-    _made["pp_group"] = GroupCoordinator.over(state.get_pp_group())
+    _made["pp_group"] = GroupCoordinator.of(state.get_pp_group())
     options = world.local_rank, backend or world.backend
 
     def of_neighbours(size: int, name: str) -> GroupCoordinator:
@@ -194,7 +193,7 @@ def initialize_model_parallel(
     _made["self_pp_group"] = of_neighbours(1, "self_pp")
     if duplicate_tp_group:
         duplicate = tp.group.make_sub_group(range(tp.world_size), name="pdmux_prefill_tp")
-        _made["pdmux_prefill_tp_group"] = GroupCoordinator.over(duplicate)  # type: ignore[arg-type]
+        _made["pdmux_prefill_tp_group"] = GroupCoordinator.of(duplicate)
     get_parallel().override_permanently(**{name: group for name, group in _made.items() if name in GROUPS.values()})
 
 
@@ -215,12 +214,8 @@ def destroy_model_parallel() -> None:
     """Ends the groups; the world stays. Every rank calls it; twice is fine."""
     _reset_bootstrap()
     get_parallel().clear_stamp()
-    world = _made.pop("world_group", None)
-    extra = [_made.pop(name) for name in ("pdmux_prefill_tp_group", "self_pp_group") if name in _made]
-    made = {id(group): group for group in (*extra, *_made.values())}
+    made = {id(group): group for group in _made.values()}
     _made.clear()
-    if world is not None:
-        _made["world_group"] = world
     with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are ended
         stack.callback(state.destroy_model_parallel)
         for group in made.values():
@@ -237,8 +232,6 @@ def _reset_bootstrap() -> None:
 def destroy_distributed_environment() -> None:
     """Ends the world, and torch's default group whoever made it, as SGLang's. Every rank calls it; twice is fine."""
     destroy_model_parallel()
-    _made.clear()
-    _flags["timeout"] = None
     state.destroy_distributed_environment()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -280,7 +273,7 @@ def pdmux_prefill_tp_group() -> Iterator[None]:
 def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
     """Makes `pp_group` the pipeline in the body: a draft model that isn't cut into stages. Doesn't nest."""
     values = {"pp_size": pp_group.world_size, "pp_rank": pp_group.rank_in_group, "pp_group": pp_group}
-    with _patched("pp_group", pp_group), get_parallel().override(**values):
+    with _replaced("pp_group", pp_group), get_parallel().override(**values):
         yield
 
 
@@ -299,7 +292,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
         for single in ("attn_dp", "attn_cp", "moe_ep"):
             values |= {f"{single}_size": 1, f"{single}_rank": 0}
         values |= {"attn_tp_group": tp_group, "attn_cp_group": None, "moe_ep_group": None, "moe_dp_size": 1}
-    with _patched("tp_group", tp_group), _gather_slot(owns_attention), get_parallel().override(**values):
+    with _replaced("tp_group", tp_group), _gather_slot(owns_attention), get_parallel().override(**values):
         yield
 
 
@@ -321,16 +314,16 @@ def _gather_slot(owns_attention: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _patched(name: str, group: GroupCoordinator) -> Iterator[None]:
-    if name in _flags["patched"]:
+def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
+    if name in _patched:
         raise AlreadyInitializedError(f"the {name} is patched already; patches don't nest")
-    _flags["patched"].add(name)
+    _patched.add(name)
     before = _made.get(name)
     _made[name] = group
     try:
         yield
     finally:
-        _flags["patched"].discard(name)
+        _patched.discard(name)
         _made.pop(name)
         if before is not None:
             _made[name] = before
@@ -352,10 +345,7 @@ def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
 # Flags of SGLang's kernels. The first is ours as well.
 
 
-def set_custom_all_reduce(enable: bool) -> None:
-    """Allows, or forbids, kernels of our own to groups that are made from now on."""
-    _flags["custom_all_reduce"] = enable
-    state.set_custom_all_reduce(enable)
+set_custom_all_reduce = state.set_custom_all_reduce
 
 
 def _no_such_kernel(enable: bool) -> None:
@@ -384,18 +374,13 @@ def get_mooncake_transfer_engine() -> Any | None:
     return None if theirs is None else theirs.get_mooncake_transfer_engine()
 
 
-def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, by rank of the group, True if it shares the source's memory; every rank of it calls it."""
-    return _in_the_same_node_as(pg.group if isinstance(pg, GroupCoordinator) else pg, source_rank)
-
-
 def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
     """Gives vLLM's module, if it is installed, our world, tp and pp getters; `reverse` gives its own back."""
     with contextlib.suppress(ImportError):
         import vllm.distributed.parallel_state as theirs
 
         for getter in (get_world_group, get_tp_group, get_pp_group):
-            own = _flags["vllm"].setdefault(getter.__name__, getattr(theirs, getter.__name__))
+            own = _vllms.setdefault(getter.__name__, getattr(theirs, getter.__name__))
             setattr(theirs, getter.__name__, own if reverse else getter)
 
 
@@ -408,41 +393,21 @@ def _of(name: str) -> GroupCoordinator:
     return _made[name]
 
 
-def _getter(name: str, read: Callable[[], Any], what: str) -> Callable[[], Any]:
-    def get() -> Any:
-        return read()
-
-    get.__name__ = get.__qualname__ = name
-    get.__doc__ = f"Returns {what}; GroupNotInitializedError before the group is made."
-    return get
-
-
-_FACTS = {
-    "world_size": (lambda group: getattr(get_parallel(), group).world_size, "the number of ranks in"),
-    "rank": (lambda group: getattr(get_parallel(), group).rank_in_group, "this rank's position in"),
-}
 _LONG = {
     "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "attn_tp": "attn_tensor_model_parallel",
     "attn_cp": "attn_context_model_parallel", "moe_dp": "moe_data_parallel", "moe_ep": "moe_expert_parallel",
     "moe_tp": "moe_tensor_parallel", "dcp": "dcp",
 }  # fmt: skip
-
-
-def _getters() -> dict[str, Callable[[], Any]]:
-    made = {}
-    for short, group in GROUPS.items():
-        what = f"the group `get_parallel().{group}`"
-        read = functools.partial(lambda name: getattr(get_parallel(), name), group)
-        made[f"get_{short}_group"] = _getter(f"get_{short}_group", read, what)
-        for fact, (of, text) in _FACTS.items() if short in _LONG else ():
-            name = f"get_{_LONG[short]}_{fact}"
-            made[name] = _getter(name, functools.partial(of, group), f"{text} {what}")
-    return made
-
-
-_MADE = _getters()
-globals().update(_MADE)
-get_world_group, get_tp_group, get_pp_group = _MADE["get_world_group"], _MADE["get_tp_group"], _MADE["get_pp_group"]
+_GETTERS = {
+    **{f"get_{short}_group": (group,) for short, group in GROUPS.items()},
+    **{f"get_{long}_world_size": (GROUPS[short], "world_size") for short, long in _LONG.items()},
+    **{f"get_{long}_rank": (GROUPS[short], "rank_in_group") for short, long in _LONG.items()},
+    "get_world_size": ("world_group", "world_size"),
+    "get_world_rank": ("world_group", "rank_in_group"),
+}
+"""SGLang's getters: a field of `get_parallel()`, or a fact of the group there."""
+globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})
+get_world_group, get_tp_group, get_pp_group = (globals()[f"get_{name}_group"] for name in ("world", "tp", "pp"))
 get_tensor_model_parallel_group, get_pipeline_model_parallel_group = get_tp_group, get_pp_group
 
 
@@ -454,13 +419,3 @@ def get_self_pp_group() -> GroupCoordinator:
 def get_dcp_group_no_assert() -> GroupCoordinator | None:
     """Returns the decode context-parallel group; None where there is none."""
     return _made.get("dcp_group")
-
-
-def get_world_size() -> int:
-    """Returns the number of ranks of the world."""
-    return int(get_world_group().world_size)
-
-
-def get_world_rank() -> int:
-    """Returns this rank's position in the world."""
-    return int(get_world_group().rank_in_group)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import sys
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.base.errors import InvalidArgumentError
+from parallel_state.compat.stages import layers_in
 from parallel_state.compat.stateless import StoreGroup
 from parallel_state.functions import utilities
 
@@ -71,20 +70,11 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
     Layers that don't divide evenly go to the last stages, one each, or all as SGLANG_PP_LAYER_PARTITION lists them
     (`9,11`): InvalidArgumentError where that doesn't fit. A stage alone has all layers.
     """
-    text = os.environ.get("SGLANG_PP_LAYER_PARTITION") if pp_size > 1 else None
-    if text is None:
+    layers = layers_in("SGLANG_PP_LAYER_PARTITION", num_hidden_layers, pp_size) if pp_size > 1 else None
+    if layers is None:
         layers = [num_hidden_layers // pp_size] * pp_size
         for stage in range(pp_size - num_hidden_layers % pp_size, pp_size):
             layers[stage] += 1
-    else:
-        try:
-            layers = [int(each) for each in text.split(",")]
-        except ValueError as error:
-            raise InvalidArgumentError(f"SGLANG_PP_LAYER_PARTITION must be numbers, but is {text!r}") from error
-        if len(layers) != pp_size or sum(layers) != num_hidden_layers:
-            raise InvalidArgumentError(
-                f"SGLANG_PP_LAYER_PARTITION={text} must be {pp_size} numbers that add up to {num_hidden_layers}"
-            )
     return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
 
 

@@ -14,6 +14,7 @@ library: see the setting PARALLEL_STATE_PLUGIN.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle as pickle  # vLLM's tree imports it from its utils
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -27,45 +28,18 @@ from torch import Tensor
 from device_communicators.base.errors import GroupNotInitializedError
 from device_communicators.routing.registry import unique_name
 from parallel_state import state
+from parallel_state.collectives import capture_stream
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
-from parallel_state.compat.vllm.group import GroupCoordinator, Handle, groups
-from parallel_state.compat.vllm.message_queue import MessageQueue
+from parallel_state.compat.tables import absent, collect, forward, named
+from parallel_state.compat.vllm import group, message_queue, stateless, utils
+from parallel_state.compat.vllm.group import GroupCoordinator, groups
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
-from parallel_state.compat.vllm.utils import (
-    SHM_PATH,
-    USE_SCHED_YIELD,
-    check_shm_free_space,
-    cpu_all_reduce_,
-    create_tcp_store,
-    divide,
-    ensure_divisibility,
-    from_bytes_big,
-    get_cached_tcp_store_client,
-    get_cpu_distributed_timeout_or_none,
-    get_distributed_timeout_or_none,
-    get_pp_indices,
-    get_worker_rank_suffix,
-    init_gloo_process_group,
-    is_weak_contiguous,
-    memory_fence,
-    parallel_config,
-    sched_yield,
-    split_tensor_along_last_dim,
-    stateless_destroy_torch_distributed_process_group,
-    stateless_init_torch_distributed_process_group,
-    verify_group_size_divides_partition,
-)
+from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.functions import aliases
 from parallel_state.functions.capture import graph_capture as _graph_capture
 from parallel_state.groups import same_node
-from parallel_state.state import (
-    get_node_count,
-    is_global_first_rank,
-    is_local_first_rank,
-    model_parallel_is_initialized,
-    set_custom_all_reduce,
-)
+from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
@@ -106,6 +80,28 @@ MISSING: dict[str, str] = {
         )
     },
 }  # fmt: skip
+
+
+_NAMES = {
+    utils: (
+        "SHM_PATH USE_SCHED_YIELD check_shm_free_space cpu_all_reduce_ create_tcp_store divide ensure_divisibility "
+        "from_bytes_big get_cached_tcp_store_client get_cpu_distributed_timeout_or_none "
+        "get_distributed_timeout_or_none get_pp_indices get_worker_rank_suffix init_gloo_process_group "
+        "is_weak_contiguous memory_fence sched_yield split_tensor_along_last_dim "
+        "stateless_destroy_torch_distributed_process_group stateless_init_torch_distributed_process_group "
+        "verify_group_size_divides_partition"
+    ),
+    state: (
+        "destroy_model_parallel get_node_count is_global_first_rank is_local_first_rank model_parallel_is_initialized "
+        "set_custom_all_reduce"
+    ),
+    group: "GroupCoordinator Handle",
+    message_queue: "MessageQueue",
+    stateless: "StatelessProcessGroup",
+    capture_stream: "GraphCaptureContext",
+}
+"""vLLM's names that lie elsewhere."""
+globals().update(collect(_NAMES))
 
 
 # Groups by name, as vLLM's registered ops take them.
@@ -175,14 +171,7 @@ def resume_device_comms() -> None:
     _each_communicator("resume")
 
 
-def checkpoint_prepare_distributed_state() -> None:
-    """Prepares communicators for a snapshot of the process, as suspend_device_comms."""
-    suspend_device_comms()
-
-
-def checkpoint_restore_distributed_state() -> None:
-    """Brings communicators back after a snapshot of the process."""
-    resume_device_comms()
+checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = suspend_device_comms, resume_device_comms
 
 
 # The world.
@@ -257,7 +246,7 @@ def __getattr__(name: str) -> Any:
         return globals()[f"get{name.lower()}_group"]() if model_parallel_is_initialized() else None
     if name == "_ENABLE_CUSTOM_ALL_REDUCE":
         return state._CUSTOM_ALL_REDUCE
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise absent(__name__, name, MISSING)
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
@@ -275,14 +264,9 @@ def init_model_parallel_group(
     use_all2all: bool = False,
 ) -> GroupCoordinator:
     """Returns this rank's group among lists of global ranks; every rank of the world calls it alike."""
+    with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
-        group_ranks,
-        local_rank,
-        backend,
-        use_device_communicator,
-        use_message_queue_broadcaster,
-        group_name,
-        use_all2all,
+        group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
     )
 
 
@@ -320,20 +304,11 @@ def _node_count(pg: Any) -> int:
 # The model's groups.
 
 
-def _sizes(tp: int, pp: int, pcp: int, dcp: int | None, backend: str | None) -> dict[str, Any]:
+def _divide(divide: Callable[..., None], backend: str | None, **sizes: int | None) -> None:
     config = parallel_config()
-    sizes = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "prefill_context_model_parallel_size": pcp,
-        "decode_context_model_parallel_size": dcp,
-        "backend": _usable(backend),
-        "order": "vllm",
-    }
     if config is not None:
-        sizes["data_parallel_size"] = config.data_parallel_size
-        sizes["external_data_parallel_size"] = -1
-    return sizes
+        sizes |= {"data_parallel_size": config.data_parallel_size, "external_data_parallel_size": -1}
+    divide(**sizes, backend=_usable(backend), order="vllm")
 
 
 def initialize_model_parallel(
@@ -344,16 +319,7 @@ def initialize_model_parallel(
     backend: str | None = None,
 ) -> None:
     """Divides the world, in the order ExternalDP × DP × PP × PCP × TP; what is left over is data parallel."""
-    state.initialize_model_parallel(
-        **_sizes(
-            tensor_model_parallel_size,
-            pipeline_model_parallel_size,
-            prefill_context_model_parallel_size,
-            decode_context_model_parallel_size,
-            backend,
-        ),
-        allow_pickle=True,
-    )
+    _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 
 def ensure_model_parallel_initialized(
@@ -364,22 +330,11 @@ def ensure_model_parallel_initialized(
     backend: str | None = None,
 ) -> None:
     """Divides the world unless that is done; raises ConfigMismatchError where it is by other sizes."""
-    given = (
-        tensor_model_parallel_size,
-        pipeline_model_parallel_size,
-        prefill_context_model_parallel_size,
-        decode_context_model_parallel_size,
-        backend,
-    )
+    given = locals()
     if not model_parallel_is_initialized():
-        initialize_model_parallel(*given)
+        initialize_model_parallel(**given)
     else:
-        state.ensure_model_parallel_initialized(**_sizes(*given))
-
-
-def destroy_model_parallel() -> None:
-    """Ends the model's groups; the world stays. Twice is fine."""
-    state.destroy_model_parallel()
+        _divide(state.ensure_model_parallel_initialized, **given)
 
 
 # Getters raise NotInitializedError, an AssertionError as vLLM's, which its attention layers catch.
@@ -391,27 +346,25 @@ def get_world_group() -> GroupCoordinator:
         return GroupCoordinator.of(state.get_world_group())
 
 
-def _getter(axis: str, all2all: bool = False) -> Callable[[], GroupCoordinator]:
+def _getter(axis: str, name: str = "", all2all: bool = False) -> Callable[[], GroupCoordinator]:
     def get() -> GroupCoordinator:
         try:  # without as_assertion(), which costs more than the rest
             made = state.get_group(axis)
         except GroupNotInitializedError as error:
             raise NotInitializedError(str(error)) from error
-        view = GroupCoordinator.of(made, None, all2all)
+        view = GroupCoordinator.of(made, None, True, all2all)
         if len(view.group_ranks) == 1 and view.world_size < state.get_world_group().world_size:
             view.group_ranks = state.get_parallel_groups().layout.groups(axis)
         return view
 
-    get.__doc__ = f"Returns this rank's {axis} group. Every rank of it makes the first call: it may make the group."
-    return get
+    text = f"Returns this rank's {axis} group. Every rank of it makes the first call: it may make the group."
+    return named(__name__, get, f"get_{name or axis}_group", text)
 
 
 get_tp_group, get_pp_group, get_dp_group = _getter("tp"), _getter("pp"), _getter("dp")
 get_pcp_group, get_dcp_group, get_ep_group = _getter("pcp"), _getter("dcp"), _getter("ep", all2all=True)
-get_inner_dp_world_group, get_etp_group, get_eplb_group = _getter("model"), get_tp_group, get_ep_group
-for _name in ("tp", "pp", "dp", "pcp", "dcp", "ep", "etp", "eplb", "inner_dp_world"):
-    if globals()[f"get_{_name}_group"].__name__ == "get":
-        globals()[f"get_{_name}_group"].__name__ = f"get_{_name}_group"
+get_inner_dp_world_group = _getter("model", "inner_dp_world")
+get_etp_group, get_eplb_group = get_tp_group, get_ep_group
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
@@ -459,63 +412,11 @@ def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
 # communication_op.
 
 
-def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """Returns the sum over the tensor-parallel group."""
-    return state.get_tp_group().all_reduce(input_)
-
-
-def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """Returns the tensor-parallel ranks' tensors along `dim`."""
-    return state.get_tp_group().all_gather(input_, dim)
-
-
-def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
-    """Returns this rank's slice of the sum over the tensor-parallel group."""
-    return state.get_tp_group().reduce_scatter(input_, dim)
-
-
-def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """Returns the tensor-parallel ranks' tensors on rank `dst` of that group, None on the others."""
-    return state.get_tp_group().gather(input_, dst, dim)
+for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
+    _name = f"tensor_model_parallel_{_method}"
+    globals()[_name] = forward(__name__, _name, getattr(GroupCoordinator, _method), get_tp_group, "the tp group")
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
     """Returns the dict of rank `src` of the tensor-parallel group on all of its ranks."""
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src)
-
-
-__all__ = [
-    "MISSING",
-    "NOTES",
-    "SHM_PATH",
-    "USE_SCHED_YIELD",
-    "GraphCaptureContext",
-    "GroupCoordinator",
-    "Handle",
-    "MessageQueue",
-    "StatelessProcessGroup",
-    "TensorMetadata",
-    "check_shm_free_space",
-    "cpu_all_reduce_",
-    "create_tcp_store",
-    "divide",
-    "ensure_divisibility",
-    "from_bytes_big",
-    "get_cached_tcp_store_client",
-    "get_cpu_distributed_timeout_or_none",
-    "get_distributed_timeout_or_none",
-    "get_node_count",
-    "get_pp_indices",
-    "get_worker_rank_suffix",
-    "init_gloo_process_group",
-    "is_global_first_rank",
-    "is_local_first_rank",
-    "is_weak_contiguous",
-    "memory_fence",
-    "sched_yield",
-    "set_custom_all_reduce",
-    "split_tensor_along_last_dim",
-    "stateless_destroy_torch_distributed_process_group",
-    "stateless_init_torch_distributed_process_group",
-    "verify_group_size_divides_partition",
-]  # fmt: skip

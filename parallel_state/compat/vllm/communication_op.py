@@ -1,7 +1,3 @@
-"""vLLM's `distributed.communication_op` at its own path."""
+"""vLLM's `distributed.communication_op` at its own path: names of the package above."""
 
-from parallel_state.compat.vllm import broadcast_tensor_dict as broadcast_tensor_dict
-from parallel_state.compat.vllm import tensor_model_parallel_all_gather as tensor_model_parallel_all_gather
-from parallel_state.compat.vllm import tensor_model_parallel_all_reduce as tensor_model_parallel_all_reduce
-from parallel_state.compat.vllm import tensor_model_parallel_gather as tensor_model_parallel_gather
-from parallel_state.compat.vllm import tensor_model_parallel_reduce_scatter as tensor_model_parallel_reduce_scatter
+from parallel_state.compat.vllm.parallel_state import __getattr__ as __getattr__

@@ -1,9 +1,11 @@
 """vLLM's GroupCoordinator: a view of one of ours, with vLLM's names, parameters and return types."""
 
+# mypy: disable-error-code="override"
+# An engine's names have its own parameters.
+
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -12,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_state import state
-from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.coordinator import GroupView
+from parallel_state.compat.tables import renamed
 from parallel_state.compat.vllm.message_queue import Handle as QueueHandle
 from parallel_state.compat.vllm.message_queue import MessageQueue
-from parallel_state.groups import coordinator
+from parallel_state.groups.coordinator import GroupCoordinator as Ours
 from parallel_state.messages.all_gather_group import AllGatherGroup
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
-_VIEW = "_vllm_view"
 groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 """By `unique_name`, for the ops that are called with it."""
 
@@ -32,7 +34,7 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class GroupCoordinator(coordinator.GroupCoordinator):
+class GroupCoordinator(GroupView):
     """One group as vLLM sees it; calls go the way of ours, whose facts it shares.
 
     Ranks in `src` and `dst` are ranks in the group, `rank`, `first_rank`, `next_rank` and their like global ones.
@@ -79,11 +81,10 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         self._show(made, group_ranks, use_device_communicator, use_all2all)
 
     def _show(
-        self, made: coordinator.GroupCoordinator, group_ranks: list[list[int]], has_communicator: bool, all2all: bool
+        self, made: Ours, group_ranks: list[list[int]] | None = None, has_communicator: bool = True, a2a: bool = False
     ) -> None:
-        self.__dict__.update(made.__dict__)
-        self._made = made
-        self.group_ranks = group_ranks
+        super()._show(made)
+        self.group_ranks = group_ranks or [made.ranks]
         self.device_index = self.local_rank
         self.torch_distributed_backend = self.backend
         self.cpu_timeout = timedelta(seconds=self.context.timeout_s)
@@ -91,43 +92,9 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         self.device_communicator = self if has_communicator and self.world_size > 1 else None
         self.mq_broadcaster = None
         self.use_custom_op_call = self.use_cpu_custom_send_recv = True
-        self._all2all = all2all
+        self._all2all = a2a
         self._sizes: list[int] = []
         groups[self.unique_name] = self
-
-    @classmethod
-    def of(
-        cls, made: coordinator.GroupCoordinator, group_ranks: list[list[int]] | None = None, all2all: bool = False
-    ) -> GroupCoordinator:
-        """Returns the view of one of our groups, always the same."""
-        found: GroupCoordinator | None = made.__dict__.get(_VIEW)
-        if found is None:
-            found = object.__new__(cls)
-            found._show(made, group_ranks or [made.ranks], True, all2all)
-            made.__dict__[_VIEW] = found  # there, not in a table by group: it holds the group, which would never go
-        return found
-
-    # Membership, with global ranks.
-
-    @property
-    def first_rank(self) -> int:
-        """Returns the global rank of the group's first."""
-        return self.first_global_rank
-
-    @property
-    def last_rank(self) -> int:
-        """Returns the global rank of the group's last."""
-        return self.last_global_rank
-
-    @property
-    def next_rank(self) -> int:
-        """Returns the global rank of the next, round the end."""
-        return self.next_global_rank
-
-    @property
-    def prev_rank(self) -> int:
-        """Returns the global rank of the previous, round the end."""
-        return self.prev_global_rank
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
         """Creates another process group of the same ranks; every rank of the world calls it."""
@@ -154,39 +121,23 @@ class GroupCoordinator(coordinator.GroupCoordinator):
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
         )
 
-    def graph_capture(  # type: ignore[override]
-        self, graph_capture_context: GraphCaptureContext | None = None
-    ) -> AbstractContextManager[GraphCaptureContext]:
-        """Prepares the group for CUDA graphs that are captured within it."""
-        return super().graph_capture(graph_capture_context)
+    graph_capture = renamed(
+        Ours.graph_capture,
+        "graph_capture_context",
+        "Prepares the group for CUDA graphs that are captured within it.",
+    )
 
     # Tensors.
 
-    def all_reduce(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """Returns the sum over all ranks, a new tensor."""
-        return super().all_reduce(input_)
-
-    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
-        """Concatenates the ranks' tensors along `dim`."""
-        return super().all_gather(input_, dim)
-
-    def all_gatherv(  # type: ignore[override]
-        self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
-    ) -> Any:
-        """Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."""
-        if isinstance(input_, Tensor):
-            return super().all_gatherv(input_, dim, sizes)
-        return [self.all_gatherv(each, dim, sizes) for each in input_]
-
-    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
-        """Sums over all ranks and returns this rank's slice along `dim`."""
-        return super().reduce_scatter(input_, dim)
-
-    def reduce_scatterv(  # type: ignore[override]
-        self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
-    ) -> Tensor:
-        """Sums and scatters in slices of `sizes`."""
-        return super().reduce_scatterv(input_, dim, sizes)
+    all_reduce = renamed(Ours.all_reduce, "input_", "Returns the sum over all ranks, a new tensor.")
+    all_gather = renamed(Ours.all_gather, "input_ dim", "Concatenates the ranks' tensors along `dim`.")
+    all_gatherv = renamed(
+        Ours.all_gatherv, "input_ dim sizes", "Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."
+    )
+    reduce_scatter = renamed(
+        Ours.reduce_scatter, "input_ dim", "Sums over all ranks and returns this rank's slice along `dim`."
+    )
+    reduce_scatterv = renamed(Ours.reduce_scatterv, "input_ dim sizes", "Sums and scatters in slices of `sizes`.")
 
     def reduce_scatterv_into_output(
         self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
@@ -194,65 +145,36 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Sums and scatters as reduce_scatterv, into `output`, which it returns."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
-    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Concatenates on rank `dst`; returns None on the others."""
-        return super().gather(input_, dst, dim)
-
-    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
-        """Fills every rank's tensor with that of `src`; returns it."""
-        return self.broadcast_(input_, src)
-
     def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums a CPU tensor over all ranks in place; returns it."""
         return self.all_reduce_(tensor)
 
-    def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Sends a tensor to rank `dst`, by default the next."""
-        super().send(tensor, dst)
-
-    def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:  # type: ignore[override]
-        """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""
-        return super().recv((size,) if isinstance(size, int) else size, dtype, src)
-
     # Objects and dicts.
 
-    def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Any = None) -> list[Any]:
-        """Fills every rank's list with the objects of `src`; returns it."""
-        return super().broadcast_object_list(obj_list, src)
-
-    def send_object(self, obj: Any, dst: int) -> None:  # type: ignore[override]
+    def send_object(self, obj: Any, dst: int) -> None:
         """Sends an object to rank `dst`."""
         super().send_object(obj, dst)
 
-    def recv_object(self, src: int) -> Any:  # type: ignore[override]
+    def recv_object(self, src: int) -> Any:
         """Returns the object that rank `src` sends."""
         return super().recv_object(src)
 
-    def isend_object(self, obj: Any, dst: int) -> Handle:  # type: ignore[override]
+    def isend_object(self, obj: Any, dst: int) -> Handle:
         """Starts send_object."""
         return super().isend_object(obj, dst)
 
-    def broadcast_tensor_dict(  # type: ignore[override]
-        self,
-        tensor_dict: dict[str, Any] | None = None,
-        src: int = 0,
-        group: Any = None,
-        metadata_group: Any = None,
-    ) -> dict[str, Any] | None:
-        """Returns the dict of `src` on every rank; `group` and `metadata_group` have no meaning, as in vLLM."""
-        return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)
+    send_tensor_dict = renamed(
+        Ours.send_tensor_dict,
+        "tensor_dict dst all_gather_group all_gather_tensors",
+        "Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None.",
+    )
+    recv_tensor_dict = renamed(
+        Ours.recv_tensor_dict,
+        "src all_gather_group all_gather_tensors",
+        "Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank.",
+    )
 
-    def send_tensor_dict(  # type: ignore[override]
-        self,
-        tensor_dict: dict[str, Any],
-        dst: int | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: dict[str, bool] | None = None,
-    ) -> dict[str, Any] | None:
-        """Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None."""
-        return super().send_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
-
-    def isend_tensor_dict(  # type: ignore[override]
+    def isend_tensor_dict(
         self,
         tensor_dict: dict[str, Any],
         dst: int | None = None,
@@ -262,16 +184,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Starts send_tensor_dict; returns its handles, none in a group of one rank."""
         return list(super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors))
 
-    def recv_tensor_dict(  # type: ignore[override]
-        self,
-        src: int | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: dict[str, bool] | None = None,
-    ) -> dict[str, Any] | None:
-        """Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank."""
-        return super().recv_tensor_dict(src, all_gather_group, all_gather_tensors)
-
-    def irecv_tensor_dict(  # type: ignore[override]
+    def irecv_tensor_dict(
         self,
         src: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
@@ -286,11 +199,17 @@ class GroupCoordinator(coordinator.GroupCoordinator):
     def _expert_group(self, is_sequence_parallel: bool) -> GroupCoordinator:
         return self if is_sequence_parallel else GroupCoordinator.of(state.get_dp_group())
 
-    def _dispatch(self, tensors: list[Tensor], is_sequence_parallel: bool) -> list[Tensor]:
-        group = self._expert_group(is_sequence_parallel)
-        rows = tensors[0].shape[0]
-        self._sizes = coordinator.GroupCoordinator.all_gather(group, torch.tensor([rows], device="cpu"), 0).tolist()
-        return group.all_gatherv(tensors, 0, self._sizes)
+    def _dispatch(
+        self, tensors: list[Tensor], extra_tensors: list[Tensor] | None, is_sequence_parallel: bool
+    ) -> tuple[Any, ...]:
+        """Returns all ranks' rows of the tensors; the extra ones, if there are, as a list behind them."""
+        gathered = [*tensors, *(extra_tensors or ())]
+        if self._all2all:
+            group, rows = self._expert_group(is_sequence_parallel), tensors[0].shape[0]
+            self._sizes = group.all_gather(torch.tensor([rows], device="cpu"), 0).tolist()
+            gathered = group.all_gatherv(gathered, 0, self._sizes)
+        of_own = len(tensors)
+        return (*gathered[:of_own], *([gathered[of_own:]] if extra_tensors is not None else []))
 
     def dispatch_router_logits(
         self,
@@ -300,11 +219,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
         """Returns all ranks' rows of `[tokens, …]` tensors: of the data-parallel ranks, or of this group's."""
-        if not self._all2all:
-            gathered = [hidden_states, router_logits, *(extra_tensors or ())]
-        else:
-            gathered = self._dispatch([hidden_states, router_logits, *(extra_tensors or ())], is_sequence_parallel)
-        return (*gathered[:2], *([gathered[2:]] if extra_tensors is not None else []))
+        return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 
     def dispatch(
         self,
@@ -315,10 +230,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
         """Returns what dispatch_router_logits does, of tokens whose experts are chosen."""
-        gathered = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
-        if self._all2all:
-            gathered = self._dispatch(gathered, is_sequence_parallel)
-        return (*gathered[:3], *([gathered[3:]] if extra_tensors is not None else []))
+        return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """Sums the ranks' results for the rows of the last dispatch; returns those of this rank's tokens."""
@@ -335,8 +247,3 @@ class GroupCoordinator(coordinator.GroupCoordinator):
     def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """Combines into `output`, which it returns."""
         return output.copy_(self.combine(hidden_states, is_sequence_parallel))
-
-    def destroy(self) -> None:
-        """Ends the group on this rank; every rank of it calls it."""
-        self._made.destroy()
-        self.__dict__.update({name: self._made.__dict__[name] for name in ("_destroyed", "pool", "context")})

@@ -1,8 +1,8 @@
-"""vLLM's MessageQueue over this library's ring: one writer, readers in other processes, which need no process group.
+"""vLLM's MessageQueue over this library's queue: one writer, readers in other processes, which need no process group.
 
-Readers of the writer's host share a ring of chunks in a segment, and sleep in the kernel while there is nothing to
-read: a scheduler that waits leaves its core to the workers. Readers of other hosts are connected by TCP, with a secret
-that the handle carries. Messages are pickled, as vLLM's: give a handle only to processes that may run code here.
+Readers of the writer's host share a ring in a segment, see `device_communicators.cpu.message_queue`: a scheduler that
+waits leaves its core to the workers. Readers of other hosts are connected by TCP, with a secret that the handle
+carries. Messages are pickled, as vLLM's: give a handle only to processes that may run code here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import ctypes
+import functools
 import io
-import json
 import logging
 import multiprocessing
 import os
@@ -22,8 +22,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from ctypes import c_int, c_int64
+from collections.abc import Callable, Iterator
+from ctypes import c_int64
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -32,11 +32,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.base.errors import CommunicationError, PeerDiedError, UnsupportedError, UsageError
-from device_communicators.base.host import local_namespace
+from device_communicators.base.cores import usable_cores
+from device_communicators.base.errors import (
+    CommunicationError,
+    GroupDestroyedError,
+    PeerDiedError,
+    UnsupportedError,
+    UsageError,
+)
+from device_communicators.base.host import address_towards, local_namespace
 from device_communicators.calls.memory import as_bytes, dense, dtype_refusal
+from device_communicators.calls.work import gather_bytes
 from device_communicators.cpu import native
-from device_communicators.cpu.native_build import usable_cores
+from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
+from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
 from parallel_state.groups.same_node import in_the_same_node_as
 
@@ -44,19 +53,17 @@ logger = logging.getLogger("parallel_state")
 
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 256 << 10
-_OUT_OF_BAND_BYTES = 1 << 20
-_HEAD_BYTES = 64 << 10
 _SPIN_NS, _CROWDED_SPIN_NS = 100_000, 2_000
-_DONE, _TIMED_OUT, _PEER_DIED, _INTERRUPTED = 0, 1, 2, 4
-_SLICE_S = 60.0
-_FOREVER_S = 1e9  # its writer lives, or the wait ends
+_LOG_S = 60.0
+_FOREVER_S = 1e9  # the other end lives, or the wait ends
 _GRACE_S = 0.5
 """The time in which a process that goes because its peer went may hear of it in its own way first."""
 _NAP_S = 0.001
 _STEP_S = 0.2
 """Between looks of a wait for a reader of another host at whether this end was shut down."""
+_READY = b"READY"
 _HANDLE_BYTES = 2048
-_WAITS = "no message for %d s on %s, whose other end lives: it computes, or hangs"
+_OUT_OF_BAND_BYTES = 1 << 20
 
 
 @dataclass
@@ -77,104 +84,63 @@ class Handle:
 
 
 class _Ring:
-    """One process' end of the ring: the writer's, `me` 0, or a reader's."""
+    """The segment of a queue as this process has mapped it, and its end there: the writer's, `me` 0, or a reader's."""
 
-    def __init__(self, segment: Segment, shape: tuple[int, int, int], me: int) -> None:
+    def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
-        self.readers, self.chunk_bytes, self.chunks = shape
-        self._me = me
-        self._segment = segment
-        control_bytes = self._library.ps_queue_control_bytes(self.readers)
-        self._data_offset = _PAGE_BYTES + (-(-control_bytes // _PAGE_BYTES)) * _PAGE_BYTES
-        self._size_bytes = self._data_offset + self.chunk_bytes * self.chunks
+        control_bytes = self._library.ps_queue_control_bytes(readers)
+        data_at = _PAGE_BYTES * (1 + -(-control_bytes // _PAGE_BYTES))
+        self._size_bytes = data_at + shape.data_bytes
         if me == 0:
             segment.resize(self._size_bytes)
             segment.allocate(self._size_bytes)
         self._address = self._library.ps_map(segment.descriptor, self._size_bytes, 0) or 0
         if not self._address:
             raise SegmentError(f"{self._size_bytes >> 10} KiB can't be mapped")
-        self._facts = (c_int64 * (2 * (self.readers + 1))).from_address(self._address)
+        ends = tuple(range(readers + 1))
+        self._facts = (c_int64 * (2 * len(ends))).from_address(self._address)
         """PID and its namespace of each end, the writer first."""
         self._facts[2 * me + 1] = local_namespace("pid")
         self._facts[2 * me] = os.getpid()
         segment.close()
-        self._report = native.QueueReport()
+        self._members = Members("message queue", ends, me, _FOREVER_S)
+        self._place = Place(self._address + _PAGE_BYTES, self._address + data_at, shape, ends)
         self._liveness = 0
-        self._end = 0
-        self._sides = threading.Lock()
-        self._left = False
+        self._end: Any = None
+        self._opening = threading.Lock()
 
     def pid(self, index: int) -> int:
         """Returns the process of an end, 0 for one that hasn't come."""
         return int(self._facts[2 * index])
 
-    def open(self) -> int:
-        """Returns the library's object for this end, made at the first call: then the others' processes are watched."""
-        with self._sides:
-            if not self._end:
-                own = self._facts[2 * self._me + 1]
-                count = self.readers + 1
-                pids = [self.pid(i) if self._facts[2 * i + 1] == own and i != self._me else -1 for i in range(count)]
-                if self._me:  # other readers' ends are the writer's affair
-                    pids[1:] = [-1] * self.readers
-                self._liveness = self._library.ps_liveness_new((c_int64 * count)(*pids), count)
-                crowded = len(usable_cores()) <= self.readers + 2
-                side, me = ("writer", ()) if self._me == 0 else ("reader", (self._me,))
-                self._end = getattr(self._library, f"ps_queue_{side}_new")(
-                    self._address + _PAGE_BYTES, self._address + self._data_offset, self.chunk_bytes, self.chunks,
-                    self.readers, (c_int * count)(*range(count)), *me,
-                    self._liveness, _CROWDED_SPIN_NS if crowded else _SPIN_NS, 0, self._report,
-                )  # fmt: skip
+    @property
+    def end(self) -> Any:
+        """Returns this end's Sender or Receiver, made at the first call: then the others' processes are watched."""
+        with self._opening:
+            if self._end is None:
+                ends, me = self._place.ranks, self._members.rank
+                watched = ends[1:] if me == 0 else ends[:1]  # other readers' ends are the writer's affair
+                is_near = [at in watched and self._facts[2 * at + 1] == self._facts[2 * me + 1] for at in ends]
+                pids = [self.pid(at) if near else -1 for at, near in zip(ends, is_near, strict=True)]
+                self._liveness = self._library.ps_liveness_new((c_int64 * len(ends))(*pids), len(ends))
+                crowded = len(usable_cores()) <= len(ends) + 1
+                waiting = Waiting(self._liveness, _CROWDED_SPIN_NS if crowded else _SPIN_NS, 0)
+                kind = Receiver if me else Sender
+                self._end = kind(self._library, self._members, self._place, waiting)
             return self._end
-
-    def send(self, head: bytes, bodies: list[bytes], timeout_s: float) -> int:
-        flat = [x for body in bodies for x in (ctypes.cast(ctypes.c_char_p(body), ctypes.c_void_p).value, len(body))]
-        pieces = struct.pack(f"{len(flat)}Q", *flat) if flat else None
-        return int(self._library.ps_queue_send(self.open(), head, len(head), pieces, len(bodies), 0, 0, timeout_s))
-
-    def resume(self, timeout_s: float) -> int:
-        return int(self._library.ps_queue_resume(self._end, timeout_s))
-
-    def next(self, buffer: Any, timeout_s: float) -> int:
-        address = ctypes.addressof(buffer)
-        return int(self._library.ps_queue_take(self.open(), address, len(buffer), None, 0, None, 0, timeout_s))
-
-    def read(self, into: bytearray, timeout_s: float) -> int:
-        address = ctypes.addressof((ctypes.c_char * len(into)).from_buffer(into))
-        return int(self._library.ps_queue_read(self._end, struct.pack("2Q", address, len(into)), 1, timeout_s))
-
-    @property
-    def head_bytes(self) -> int:
-        return int(self._report[2])
-
-    @property
-    def suspect(self) -> int:
-        return int(self._report[0])
-
-    def has_room(self, written: int) -> bool:
-        """Returns True if the writer's next message finds a free chunk; `written` chunks have been used."""
-        counters = self._address + _PAGE_BYTES + 128
-        return all(
-            c_int64.from_address(counters + 128 * reader).value > written - self.chunks
-            for reader in range(1, self.readers + 1)
-        )
 
     def leave(self) -> None:
         """Tells the other ends, and sends back who waits here."""
-        if self._end and not self._left:
-            self._left = True
-            getattr(self._library, f"ps_queue_{'reader' if self._me else 'writer'}_leave")(self._end)
+        if self._end is not None:
+            self._end.leave()
 
     def close(self) -> None:
-        """Frees the end, in which nobody may be any more."""
-        self.leave()
-        end, self._end = self._end, 0
-        if end:
-            getattr(self._library, f"ps_queue_{'reader' if self._me else 'writer'}_delete")(end)
+        """Frees the end and its memory, unless a thread is in it still."""
+        if self._end is not None:
+            if not self._end.close():
+                return
             self._library.ps_liveness_delete(self._liveness)
-        address, self._address = self._address, 0
-        if address:
-            self._library.ps_unmap(address, self._size_bytes)
+        self._library.ps_unmap(self._address, self._size_bytes)
 
 
 class MessageQueue:
@@ -182,8 +148,6 @@ class MessageQueue:
 
     HANDLE = Handle
     _ring: _Ring | None = None
-    _buffer: Any
-    """For the heads of messages in shared memory."""
 
     def __init__(
         self,
@@ -210,15 +174,15 @@ class MessageQueue:
         self._connections: list[Any] = []
         self._listener: Any = None
         if n_local_reader:
-            shape = (n_local_reader, min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
+            shape = Shape(min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
             try:
                 segment = Segment.make()
                 # Its name goes when all have opened it, and with this object or process at the latest.
                 self._unlink = weakref.finalize(self, _unlink, segment, os.getpid())
-                self._ring = _Ring(segment, shape, 0)
+                self._ring = _Ring(segment, shape, n_local_reader, 0)
             except (SegmentError, native.NativeUnavailableError) as error:
                 raise UnsupportedError(f"a message queue needs shared memory: {error}") from None
-            self.handle.buffer_handle = (*shape, segment.name)
+            self.handle.buffer_handle = (n_local_reader, *shape, segment.name)
         if self.n_remote_reader:
             ip = connect_ip or "127.0.0.1"
             self.handle.remote_addr_ipv6 = ":" in ip
@@ -232,7 +196,6 @@ class MessageQueue:
     def _begin(self, *, is_writer: bool) -> None:
         self._is_writer = is_writer
         self._is_local_reader = self._is_remote_reader = False
-        self._chunks_written = 0
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.shutting_down = False
@@ -248,15 +211,15 @@ class MessageQueue:
         self._is_local_reader = rank in handle.local_reader_ranks
         self._is_remote_reader = not self._is_local_reader
         if self._is_local_reader and handle.buffer_handle is not None:
-            *shape, name = handle.buffer_handle
+            readers, chunk_bytes, chunks, name = handle.buffer_handle
             try:
                 segment = Segment.open(name)
                 if segment is None:
                     raise SegmentError("this host has no such segment")
-                self._ring = _Ring(segment, tuple(shape), 1 + handle.local_reader_ranks.index(rank))  # type: ignore[arg-type]
+                me = 1 + handle.local_reader_ranks.index(rank)
+                self._ring = _Ring(segment, Shape(chunk_bytes, chunks), readers, me)
             except (SegmentError, native.NativeUnavailableError) as error:
                 raise UnsupportedError(f"the message queue of {name} can't be opened: {error}") from None
-            self._buffer = (ctypes.c_char * _HEAD_BYTES)()
         return self
 
     def export_handle(self) -> Handle:
@@ -266,8 +229,10 @@ class MessageQueue:
     def wait_until_ready(self) -> None:
         """Returns once all ends have come. Every process of the queue calls it."""
         if self._is_writer:
-            self._await(lambda: all(self._pid_of(reader) for reader in range(1, self.n_local_reader + 1)))
-            if self.n_local_reader:
+            if self._ring is not None:
+                while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
+                    self._check()
+                    time.sleep(_NAP_S)
                 self._unlink()
             while len(self._connections) < self.n_remote_reader:
                 self._accept()
@@ -291,14 +256,6 @@ class MessageQueue:
         with contextlib.suppress(multiprocessing.AuthenticationError, EOFError, ConnectionError):
             self._connections.append(self._listener.accept())
 
-    def _pid_of(self, reader: int) -> int:
-        return 1 if self._ring is None else self._ring.pid(reader)
-
-    def _await(self, is_done: Callable[[], bool]) -> None:
-        while not is_done():
-            self._check()
-            time.sleep(_NAP_S)
-
     def shutdown(self) -> None:
         """Sends back who waits in this end, with RuntimeError, and tells the others. From any thread."""
         self.shutting_down = True
@@ -318,8 +275,12 @@ class MessageQueue:
             raise UsageError("only the writer of a message queue can enqueue")
         head, bodies = _encode(obj)
         with self._lock:
+            self._check()
             if self._ring is not None:
-                self._write(self._ring, head, bodies, timeout)
+                with self._naming_ends(self._ring, "enqueue"):
+                    self._wait_for_room(self._ring.end, timeout)
+                    tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in bodies]
+                    self._ring.end.send(Message(head, tensors), "enqueue")
             try:
                 for each in self._connections:
                     for piece in (head, *bodies):
@@ -331,22 +292,13 @@ class MessageQueue:
                     operation="enqueue",
                 ) from error
 
-    def _write(self, ring: _Ring, head: bytes, bodies: list[bytes], timeout: float | None) -> None:
-        self._check()
-        if timeout is not None:
-            deadline = time.monotonic() + timeout
-            while not ring.has_room(self._chunks_written):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self} had no room for a message in {timeout:g} s")
-                time.sleep(_NAP_S)
-                self._check()
-        size_bytes = len(head) + sum(map(len, bodies))
-        self._chunks_written += max(1, -(-size_bytes // (ring.chunk_bytes - 64)))
-        status = ring.send(head, bodies, _SLICE_S)
-        while status == _TIMED_OUT:
-            logger.info(_WAITS, _SLICE_S, self)
-            status = ring.resume(_SLICE_S)
-        self._raise_for(status, "enqueue")
+    def _wait_for_room(self, sender: Sender, timeout: float | None) -> None:
+        deadline = time.monotonic() + (timeout or 0.0)
+        while timeout is not None and not sender.has_room():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self} had no room for a message in {timeout:g} s")
+            time.sleep(_NAP_S)
+            self._check()
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """Returns the next object. Raises TimeoutError after `timeout` seconds.
@@ -357,40 +309,27 @@ class MessageQueue:
         if self._is_writer:
             raise UsageError("only the readers of a message queue can dequeue")
         with self._lock:
+            self._check()
             if self._ring is None:
                 return self._receive(timeout)
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while True:
-                self._check()
-                left_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
-                status = self._ring.next(self._buffer, max(left_s, 1e-6))
-                if status != _TIMED_OUT:
-                    break
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"{self} had no message in {timeout:g} s")
-                if not indefinite:
-                    logger.info(_WAITS, _SLICE_S, self)
-            self._raise_for(status, "dequeue")
-            return self._read(self._ring)
-
-    def _read(self, ring: _Ring) -> Any:
-        def take(size_bytes: int) -> bytearray:
-            into = bytearray(size_bytes)
-            if size_bytes:
-                self._raise_for(ring.read(into, _FOREVER_S), "dequeue")
-            return into
-
-        if ring.head_bytes <= len(self._buffer):
-            head: Any = memoryview(self._buffer)[: ring.head_bytes]
-        else:
-            head = memoryview(take(ring.head_bytes))
-        return _decode(head, take)
+            with self._naming_ends(self._ring, "dequeue"):
+                receiver: Receiver = self._ring.end
+                while not receiver.poll(_LOG_S if timeout is None else timeout, "dequeue"):
+                    if timeout is not None:
+                        raise TimeoutError(f"{self} had no message in {timeout:g} s")
+                    if not indefinite:
+                        logger.info(
+                            "no message for %d s on %s, whose other end lives: it computes, or hangs", _LOG_S, self
+                        )
+                head = receiver.head()
+                data = head.data or receiver.read_on(head.head_bytes, "dequeue")
+                return _decode(data, functools.partial(_read, receiver))
 
     def _receive(self, timeout: float | None) -> Any:
         (source,) = self._connections
         try:
             if source.poll(timeout):
-                return _decode(memoryview(source.recv_bytes()), lambda size: bytearray(source.recv_bytes()))
+                return _decode(source.recv_bytes(), lambda size: bytearray(source.recv_bytes()))
         except (EOFError, OSError) as error:
             self._check()
             raise PeerDiedError(
@@ -398,26 +337,24 @@ class MessageQueue:
             ) from error
         raise TimeoutError(f"{self} had no message in {timeout:g} s")
 
-    def _raise_for(self, status: int, operation: str) -> None:
-        if status == _DONE:
-            return
-        if status == _INTERRUPTED:
-            native.load().raise_interruption()
-        deadline = time.monotonic() + _GRACE_S
-        while status == _PEER_DIED and not self.shutting_down and time.monotonic() < deadline:
-            time.sleep(_NAP_S)
-        self._check()
-        ring = self._ring
-        if status != _PEER_DIED or ring is None:
-            raise CommunicationError(f"{operation} of {self} found what is no message ({status})", operation=operation)
-        end = ring.suspect
-        who = "the writer" if end == 0 else f"the reader with rank {self.handle.local_reader_ranks[end - 1]}"
-        raise PeerDiedError(
-            f"{operation} of {self}: {who}, process {ring.pid(end)}, has ended or has closed the queue. Look at what "
-            "that process said last",
-            operation=operation,
-            suspect_ranks=(self.handle.local_reader_ranks[end - 1],) if end else (),
-        )
+    @contextlib.contextmanager
+    def _naming_ends(self, ring: _Ring, operation: str) -> Iterator[None]:
+        """Names the process of an end that has gone; after `shutdown` raises RuntimeError instead."""
+        try:
+            yield
+        except (PeerDiedError, GroupDestroyedError) as error:
+            deadline = time.monotonic() + _GRACE_S
+            while not self.shutting_down and time.monotonic() < deadline:
+                time.sleep(_NAP_S)
+            self._check()
+            ranks, end = self.handle.local_reader_ranks, getattr(error, "suspect_ranks", (0,))[0]
+            who = "the writer" if end == 0 else f"the reader with rank {ranks[end - 1]}"
+            raise PeerDiedError(
+                f"{operation} of {self}: {who}, process {ring.pid(end)}, has ended or has closed the queue. Look at "
+                "what that process said last",
+                operation=operation,
+                suspect_ranks=(ranks[end - 1],) if end else (),
+            ) from error
 
     def broadcast_object(self, obj: Any = None) -> Any:
         """Sends `obj` on the writer, which it returns there; returns the next object on readers."""
@@ -463,7 +400,7 @@ class MessageQueue:
                 local,
                 max_chunk_bytes=max_chunk_bytes,
                 max_chunks=max_chunks,
-                connect_ip=_own_ip(),
+                connect_ip=address_towards(("192.0.2.1", 9)),  # of a net for documentation: nothing is sent
             )
             handle = queue.export_handle()
         if is_stateless:
@@ -489,31 +426,11 @@ class MessageQueue:
                     each.close()
 
 
-_READY = b"READY"
-
-
 def _exchange(pg: Any, handle: Handle | None) -> list[Handle | None]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    text = b"" if handle is None else json.dumps({**vars(handle), "secret": handle.secret.hex()}).encode()
-    mine = torch.frombuffer(bytearray(text.ljust(_HANDLE_BYTES)), dtype=torch.uint8)
-    every = torch.empty(dist.get_world_size(pg) * _HANDLE_BYTES, dtype=torch.uint8, device="cpu")
-    dist.all_gather_into_tensor(every, mine, group=pg)
-    return [_handle_of(bytes(row.tolist()).strip()) for row in every.view(-1, _HANDLE_BYTES)]
-
-
-def _handle_of(text: bytes) -> Handle | None:
-    if not text:
-        return None
-    facts = json.loads(text)
-    place = facts.pop("buffer_handle")
-    facts["secret"] = bytes.fromhex(facts["secret"])
-    return Handle(**facts, buffer_handle=None if place is None else tuple(place))
-
-
-def _own_ip() -> str:
-    from device_communicators.base.host import address_towards
-
-    return address_towards(("192.0.2.1", 9)) or "127.0.0.1"  # of a net for documentation: nothing is sent
+    mine = pickle.dumps(handle).ljust(_HANDLE_BYTES, b"\0")
+    every = gather_bytes(pg, dist.get_world_size(pg), mine, lambda work: work.wait())
+    return [pickle.loads(each) for each in every]
 
 
 def _unlink(segment: Segment, pid: int) -> None:
@@ -541,15 +458,15 @@ def _reduce(tensor: Tensor) -> Any:
     return _rebuild, (pickle.PickleBuffer(data), tuple(tensor.shape), tensor.dtype)
 
 
-def _encode(obj: Any) -> tuple[bytes, list[bytes]]:
+def _encode(obj: Any) -> tuple[bytes, list[Any]]:
     """Returns the pickle with the sizes of its long buffers before it, and these."""
-    bodies: list[bytes] = []
+    bodies: list[Any] = []
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _OUT_OF_BAND_BYTES:
             return True
-        bodies.append(bytes(raw))
+        bodies.append(bytearray(raw) if raw.readonly else raw)  # torch takes no memory that is for reading alone
         return False
 
     stream = io.BytesIO()
@@ -559,8 +476,15 @@ def _encode(obj: Any) -> tuple[bytes, list[bytes]]:
     return struct.pack(f"<{len(bodies) + 1}Q", len(bodies), *map(len, bodies)) + stream.getbuffer(), bodies
 
 
-def _decode(head: memoryview, take: Callable[[int], bytearray]) -> Any:
+def _decode(head: bytes | memoryview, take: Callable[[int], bytearray]) -> Any:
     count, *_ = struct.unpack_from("<Q", head)
     sizes = struct.unpack_from(f"<{count}Q", head, 8)
-    buffers = [take(size) for size in sizes]
-    return pickle.loads(head[8 * (count + 1) :], buffers=buffers)
+    buffers = [take(size) for size in sizes]  # all of them, whatever becomes of the pickle
+    return pickle.loads(memoryview(head)[8 * (count + 1) :], buffers=buffers)
+
+
+def _read(receiver: Receiver, size_bytes: int) -> bytearray:
+    into = bytearray(size_bytes)
+    address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(into))
+    receiver.read(struct.pack("2Q", address, size_bytes), 1, "dequeue")
+    return into

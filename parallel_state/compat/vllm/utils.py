@@ -15,11 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.base.errors import CollectiveTimeoutError, InvalidArgumentError
+from device_communicators.base.errors import CollectiveTimeoutError
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.torch_internals import group_over_gloo, register_named, unregister_named
 from device_communicators.cpu.segment import DIRECTORY
 from parallel_state import state
+from parallel_state.compat.stages import layers_in
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
 from parallel_state.functions import utilities
 
@@ -78,14 +79,9 @@ def verify_group_size_divides_partition(
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
     """Returns a stage's first layer and the one after its last. VLLM_PP_LAYER_PARTITION (as 5,2) overrides them."""
-    given = os.environ.get("VLLM_PP_LAYER_PARTITION")
-    if not given:
+    layers = layers_in("VLLM_PP_LAYER_PARTITION", num_hidden_layers, pp_size)
+    if layers is None:
         return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
-    layers = [int(each) if each.strip().isdecimal() else -1 for each in given.split(",")]
-    if -1 in layers or len(layers) != pp_size or sum(layers) != num_hidden_layers:
-        raise InvalidArgumentError(
-            f"VLLM_PP_LAYER_PARTITION must be {pp_size} numbers with the sum {num_hidden_layers}, but is {given!r}"
-        )
     return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
 
 

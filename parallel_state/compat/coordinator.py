@@ -1,0 +1,64 @@
+"""The base of the engines' coordinators: one of our groups, with the calls that several engines name alike."""
+
+# mypy: disable-error-code="override"
+# An engine's names have its own parameters.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_state.compat.tables import renamed
+from parallel_state.groups.coordinator import GroupCoordinator
+
+
+class GroupView(GroupCoordinator):
+    """A group of ours under an engine's names, whose state is the group's own: both objects have one `__dict__`."""
+
+    _made: GroupCoordinator
+
+    @classmethod
+    def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
+        """Returns an engine's view of one of our groups, always the same; `facts` are those of the engine beside it."""
+        kept = f"_view {cls.__module__}"  # in the group, not in a table by group: it holds the group
+        found = made.__dict__.get(kept)
+        if found is None:
+            found = made.__dict__[kept] = object.__new__(cls)
+            found._show(made, *facts)
+        return found
+
+    def _show(self, made: GroupCoordinator) -> None:
+        self.__dict__ = made.__dict__
+        self._made = made
+
+    first_rank = GroupCoordinator.first_global_rank
+    last_rank = GroupCoordinator.last_global_rank
+    next_rank = GroupCoordinator.next_global_rank
+    prev_rank = GroupCoordinator.prev_global_rank
+
+    gather = renamed(GroupCoordinator.gather, "input_ dst dim", "Concatenates on rank `dst`; None on the others.")
+    send = renamed(GroupCoordinator.send, "tensor dst", "Sends a tensor to rank `dst`, by default the next.")
+
+    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
+        """Fills every rank's tensor with that of `src`; returns it."""
+        return self.broadcast_(input_, src)
+
+    def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
+        """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""
+        return super().recv((size,) if isinstance(size, int) else size, dtype, src)
+
+    def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Any = None) -> list[Any]:
+        """Fills every rank's list with the objects of `src`; returns it. `group` has no meaning, as in the engine."""
+        return super().broadcast_object_list(obj_list, src)
+
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: dict[str, Any] | None = None,
+        src: int = 0,
+        group: Any = None,
+        metadata_group: Any = None,
+    ) -> dict[str, Any] | None:
+        """Returns the dict of `src` on every rank; `group` and `metadata_group` have no meaning, as in the engine."""
+        return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)

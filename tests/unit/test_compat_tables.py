@@ -1,0 +1,51 @@
+"""What an engine's module is built from: names, their parameters, and the reason for a name that isn't there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+from parallel_state.compat import tables
+
+
+class Group:
+    """Calls what it is told."""
+
+    def gather(self, x: int, dst: int = 0, dim: int = -1, *, out: Any = None) -> tuple[int, int, int]:
+        """Gathers."""
+        return x, dst, dim
+
+
+def test_a_renamed_method_has_the_engines_parameters_alone() -> None:
+    gather = tables.renamed(Group.gather, "input_ dst", "Theirs.")
+    assert str(inspect.signature(gather)) == "(self, input_: 'int', dst: 'int' = 0)"
+    assert gather(Group(), input_=3, dst=1) == gather(Group(), 3, 1) == (3, 1, -1)
+    assert gather.__doc__ == "Theirs."
+    with pytest.raises(TypeError):
+        gather(Group(), 3, other=1)
+
+
+def test_a_function_forwards_to_the_group_that_there_is_then() -> None:
+    found: list[Group] = []
+    call = tables.forward("engine", "tp_gather", Group.gather, lambda: found[0], "the tp group")
+    with pytest.raises(IndexError):
+        call(1)
+    found.append(Group())
+    assert call(1, dim=2) == (1, 0, 2)
+    assert (call.__name__, call.__module__) == ("tp_gather", "engine")
+    assert list(inspect.signature(call).parameters) == ["x", "dst", "dim", "out"]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "vllm", "sglang", "deepspeed"])
+def test_a_name_that_is_missing_says_why(engine: str) -> None:
+    module = importlib.import_module(f"parallel_state.compat.{engine}")
+    for name, reason in module.MISSING.items():
+        if "." not in name:
+            with pytest.raises(AttributeError) as raised:
+                getattr(module, name)
+            assert str(raised.value) == f"module {module.__name__!r} has no attribute {name!r}: {reason}"
+    with pytest.raises(AttributeError, match=r"has no attribute '_absent'$"):
+        _ = module._absent
