@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import ranks
+from harness.collectives import count_of
 
-from parallel_state.tools.bench import ranks
-from parallel_state.tools.bench.collectives import answer, count_of, given
+from parallel_state.tools.bench.collectives import answer, given
 from tests.programs import Program, module, run_in_ranks, script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,7 @@ def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "graphs.py"
     path.write_text(
         "import sys, collectives\n"
-        "from parallel_state.tools.bench import ranks\n"
+        "from harness import ranks\n"
         "ranks.usable_modes = lambda asked, device: (list(asked), {})\n"
         "sys.exit(collectives.main())\n"
     )
@@ -97,7 +98,7 @@ def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(
         "import sys, collectives\n"
-        "from parallel_state.tools.bench import ranks\n"
+        "from harness import ranks\n"
         "ranks.collectives.torch_by_call = lambda *_: lambda x: x\n"
         "sys.exit(collectives.main())\n"
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 import gpu_proof
 import pytest
 import torch
+from harness.teams import python_path
 
 from device_communicators.peer import kernels as peer_kernels
-from parallel_state.tools.bench.teams import python_path
 from tests import nccl_stand_in
 from tests.extent import LONG
 from tests.programs import FORK_SERVERS, Program, script
