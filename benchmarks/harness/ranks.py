@@ -12,7 +12,6 @@ broadcast work in place, as does what says so; the others give new tensors.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,22 +19,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness.collectives import count_of, ours_by_op
-from harness.picture import draw
 from torch import Tensor
 
 import parallel_state as ps
 from device_communicators import Route, register_route, unique_name
-from device_communicators.base import settings
 from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.torch_internals import dynamo, functional_collectives
+from harness.collectives import count_of, ours_by_op
+from harness.picture import draw
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
 from parallel_state.tools.bench import collectives
-from parallel_state.tools.bench.collectives import Call
-from parallel_state.tools.bench.devices import Clock, captured, describe, share_gpus
+from parallel_state.tools.bench.collectives import Call, Prepared
+from parallel_state.tools.bench.devices import Captured, captured
+from parallel_state.tools.bench.ranks import GroupTeam, one_group
 from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
-from parallel_state.tools.bench.rounds import Plan, Row
+from parallel_state.tools.bench.rounds import Plan, Row, measure
 
 OPERATIONS = collectives.OPERATIONS[:-1]  # a barrier has no size
 TORCH = "torch.distributed"
@@ -114,9 +113,6 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
     return calls[operation]
 
 
-# This rank's part.
-
-
 @dataclass
 class RankRow(Row):
     """A case's samples, and what follows from them."""
@@ -128,87 +124,70 @@ class RankRow(Row):
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass
-class Candidate:
-    """A way in a mode."""
+class Ranks(GroupTeam):
+    """This rank's part: each way in each mode is a candidate, and all have the same input."""
 
-    name: str
-    run: Callable[[int], object]
-    """Makes so many calls, a multiple of `step`."""
-    check: Callable[[], Tensor]
-    """One call, on the input as it is."""
-    step: int = 1
-
-
-class Ranks:
-    """This rank's part: candidates, checks and times of one case after the other."""
-
-    def __init__(self, group: ps.GroupCoordinator, options: argparse.Namespace) -> None:
-        self.group = group
-        self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
-        self.plan = Plan(options.rounds, options.round_ms / 1e3, case_s=options.case_s)
-        self.modes, self.left_out = usable_modes(options.modes, self.device)
+    def __init__(self, group: ps.GroupCoordinator, modes: Sequence[str]) -> None:
+        super().__init__(group)
+        self.modes, self.left_out = usable_modes(modes, self.device)
         self.ways = Ways(group)
-        self.clock = Clock(self.device)
         self._compiled: dict[tuple[str, str], Any] = {}
 
-    def measure(self, operation: str, size_bytes: int, dtype: torch.dtype) -> RankRow:
-        case = {"ranks": self.size, "operation": operation, "bytes": size_bytes, "dtype": str(dtype).split(".")[1]}
-        row = RankRow(case)
-        count = count_of(operation, size_bytes, dtype, self.size)
-        self.source = collectives.given(count, self.rank, dtype, self.device)
-        self.x = self.source.clone()
-        self.zero = operation == "all_reduce"  # in place, anything else would grow
-        self.expected = collectives.answer(operation, count, self.rank, self.size, dtype, self.device)
-        candidates = [
-            candidate
-            for way in self.ways.of(operation)
-            for mode in self.modes
-            if (candidate := self._made(operation, way, mode, row)) is not None and self._right(candidate, row)
-        ]
-        calls = {each.name: self._calls(each) for each in candidates}
-        samples = self._rounds(candidates, calls)
-        for candidate in candidates:
-            if self._right(candidate, row):
-                row.us[candidate.name], row.calls[candidate.name] = samples[candidate.name], calls[candidate.name]
-        self._host(candidates, row)
+    def measure(self, operation: str, size_bytes: int, dtype: str, plan: Plan) -> RankRow:
+        case = {"ranks": self.size, "operation": operation, "bytes": size_bytes, "dtype": dtype}
+        self._refused: dict[str, str] = {}
+        row = RankRow(**vars(measure([self], case, plan)), refused=self._refused)
         for name, us in row.us.items():
             row.figures[name] = figures(operation, size_bytes, us, self.size)
-        candidates.clear()
+            if name.endswith(", eager"):
+                row.host_us[name] = self._host_us(self._prepared[name].call)
+        self._prepared.clear()
+        self._graphs.clear()
         self.clock.release()
         return row
 
-    def _made(self, operation: str, way: Way, mode: str, row: RankRow) -> Candidate | None:
-        """A way in a mode; None on every rank where it can't be had on one of them."""
-        name, x = f"{way.name}, {mode}", self.x
-        made: Candidate | None = None
+    def prepare(self, values: dict[str, Any]) -> list[str]:
+        operation = self._operation = values["operation"]
+        dtype = getattr(torch, values["dtype"])
+        count = count_of(operation, values["bytes"], dtype, self.size)
+        self._source = collectives.given(count, self.rank, dtype, self.device)
+        self._expected = collectives.answer(operation, count, self.rank, self.size, dtype, self.device)
+        self._zero = operation == "all_reduce"  # in place, anything else would grow
+        self._x = self._source.clone()
+        self._graphs: dict[Call, tuple[Captured, int]] = {}
+        self._prepared = {
+            f"{way.name}, {mode}": Prepared(call, self._x)
+            for way in self.ways.of(operation)
+            for mode in self.modes
+            if (call := self._made(way, mode)) is not None
+        }
+        return list(self._prepared)
+
+    def _made(self, way: Way, mode: str) -> Call | None:
+        """Returns a way's call in a mode; None on every rank where it can't be had on one of them."""
+        call: Call | None = None
         problem: str | None = None
         try:
             if mode == "graph":
-                made = self._graph(name, way, FEW if x.nbytes > LARGE_BYTES else MANY)
-            elif mode == "compiled" and way.compilable is not None:
-                made = _repeated(name, self._compile(operation, way), x)
-                made.check()
-            elif mode == "eager":
-                made = _repeated(name, way.call, x)
-                made.check()
+                call = self._graph(way, FEW if self._x.nbytes > LARGE_BYTES else MANY)
+            elif call := (way.call if mode == "eager" else way.compilable and self._compile(way)):
+                call(self._x)
         except UnsupportedError as error:
             problem = str(error)
         problems = [each for each in self.group.all_gather_object(problem) if each is not None]
         if problems:
-            row.refused[name] = problems[0]
-            return None
-        return made
+            self._refused[f"{way.name}, {mode}"] = problems[0]
+        return None if problems else call
 
-    def _compile(self, operation: str, way: Way) -> Callable[[Tensor], Tensor]:
+    def _compile(self, way: Way) -> Call:
         """Once for all sizes."""
-        key = operation, way.name
+        key = self._operation, way.name
         if key not in self._compiled:
             self._compiled[key] = torch.compile(way.compilable, fullgraph=True, dynamic=True)
         return self._compiled[key]
 
-    def _graph(self, name: str, way: Way, step: int) -> Candidate:
-        x, call = self.x, way.call
+    def _graph(self, way: Way, step: int) -> Call:
+        x, call = self._x, way.call
 
         def several() -> Tensor:
             for _ in range(step):
@@ -219,73 +198,29 @@ class Ranks:
             call(x)
             one, many = captured(lambda: call(x), capture.stream), captured(several, capture.stream)
 
-        def run(calls: int) -> None:
-            for _ in range(calls // step):
-                many.replay()
+        def replay(x: Tensor) -> Tensor:
+            return one.replay()
 
-        return Candidate(name, run, one.replay, step)
+        self._graphs[replay] = many, step
+        return replay
 
-    def _right(self, candidate: Candidate, row: RankRow) -> bool:
-        """Returns True if its answer is right on every rank; else the row says so, and has no figures of it."""
-        self.x.copy_(self.source)
-        y = candidate.check()
-        self.clock.finish()
-        right = y.shape == self.expected.shape and torch.equal(y, self.expected)
-        wrong = [rank for rank, each in enumerate(self.group.all_gather_object(right)) if not each]
-        if wrong:
-            row.wrong[candidate.name] = f"its answer is wrong on ranks {wrong}"
-            row.us.pop(candidate.name, None)
-        return not wrong
+    def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
+        """Replays a graph of several calls as often as so many take."""
+        if call not in self._graphs:
+            return super()._run_tight(call, x, calls)
+        graph, step = self._graphs[call]
+        replays = -(-calls // step)
+        seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)] and None)
+        return seconds * calls / (replays * step)
 
-    def _calls(self, candidate: Candidate) -> int:
-        """Returns how many calls fill a round: the same number on all ranks."""
-        least = max(2, candidate.step)
-        took = [self._timed(candidate, least) / least for _ in range(2)][-1]
-        call_s = max(self.group.all_gather_object(took))
-        wanted = min(self.plan.most_calls, int(self.plan.round_s / max(call_s, 1e-9)))
-        return max(least, wanted // candidate.step * candidate.step)
-
-    def _timed(self, candidate: Candidate, calls: int) -> float:
-        self.x.zero_() if self.zero else self.x.copy_(self.source)
-        self.clock.finish()
-        self.group.barrier()
-        candidate.run(max(candidate.step, calls // 10 // candidate.step * candidate.step))
-        return self.clock.seconds(lambda: candidate.run(calls))
-
-    def _rounds(self, candidates: Sequence[Candidate], calls: dict[str, int]) -> dict[str, list[float]]:
-        """Microseconds a call of the slowest rank, a sample for each round."""
-        mine: dict[str, list[float]] = {each.name: [] for each in candidates}
-        rounds = self.plan.rounds
-        for number in range(rounds):
-            start = number % max(1, len(candidates))
-            took = 0.0
-            for each in (*candidates[start:], *candidates[:start]):
-                seconds = self._timed(each, calls[each.name])
-                mine[each.name].append(seconds / calls[each.name] * 1e6)
-                took += seconds
-            if number + 1 >= 3 and (number + 1) * max(self.group.all_gather_object(took)) > self.plan.case_s:
-                break
-        by_rank = self.group.all_gather_object(mine)
-        return {name: [max(each) for each in zip(*(rank[name] for rank in by_rank), strict=True)] for name in mine}
-
-    def _host(self, candidates: Sequence[Candidate], row: RankRow) -> None:
-        """Rank 0's median: what differs between ranks is how long they wait, and nobody waits here."""
-        for each in candidates:
-            if each.name.endswith(", eager") and each.name in row.us:
-                self.x.zero_()
-                found: list[float] = []
-                for _ in range(HOST_ROUNDS):
-                    self.group.barrier()
-                    found += self.clock.host_seconds(partial(each.run, 1), HOST_CALLS)
-                row.host_us[each.name] = p50(found) * 1e6
-
-
-def _repeated(name: str, call: Callable[[Tensor], Tensor], x: Tensor) -> Candidate:
-    def run(calls: int) -> None:
-        for _ in range(calls):
-            call(x)
-
-    return Candidate(name, run, lambda: call(x))
+    def _host_us(self, call: Call) -> float:
+        """Returns this rank's median: what differs between ranks is how long they wait, and nobody waits here."""
+        self._x.zero_()
+        found: list[float] = []
+        for _ in range(HOST_ROUNDS):
+            self.group.barrier()
+            found += self.clock.host_seconds(partial(call, self._x), HOST_CALLS)
+        return p50(found) * 1e6
 
 
 def usable_modes(asked: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
@@ -299,9 +234,6 @@ def figures(operation: str, size_bytes: int, us: Sequence[float], ranks: int) ->
     """Returns p50 and p99 in microseconds; bandwidths by the median, in 10⁹ B/s."""
     algbw, busbw = bandwidths(operation, size_bytes, p50(us), ranks)
     return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": busbw}
-
-
-# What rank 0 writes.
 
 
 def picture(rows: Sequence[RankRow]) -> str:
@@ -326,41 +258,24 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
     """Lives one rank's life; returns if every answer was right; on the first rank, rows and left-out modes."""
-    on_gpu = options.device == "cuda"
-    sharing = share_gpus() if on_gpu else ""
-    os.environ.setdefault(settings.NCCL.name, "on")  # to be measured, whatever the default is
-    torch.set_num_threads(1)
     config = dynamo().config  # takes seconds, which whoever reads rows or asks for help would wait for
     for name in ("recompile_limit", "cache_size_limit"):  # a graph for each carrier and operation, by either name
         if hasattr(config, name):
             setattr(config, name, 256)
-    ps.init_distributed_environment(backend="nccl" if on_gpu else "gloo")
-    try:
-        ps.initialize_model_parallel(ps.get_world_group().world_size, warm_up=True)
-        group = ps.get_tp_group()
-        ranks = Ranks(group, options)
+    plan = Plan(options.rounds, options.round_ms / 1e3, case_s=options.case_s)
+    with one_group(options.device) as (group, about), torch.inference_mode():
+        ranks, rows = Ranks(group, options.modes), list[RankRow]()
         if group.is_first_rank:
-            print("\n".join(filter(None, (group.explain(), sharing))), flush=True)
-        with torch.inference_mode():
-            rows: list[RankRow] = []
-            for operation in options.operations:
-                for size in options.sizes:
-                    rows.append(ranks.measure(operation, size, getattr(torch, options.dtype)))
-                    if group.is_first_rank:
-                        _write(rows, ranks, options, sharing)  # whoever ends this early has what there was
+            print("\n".join(filter(None, (about["route"], about["sharing"]))), flush=True)
+        for operation in options.operations:
+            for size in options.sizes:
+                rows.append(ranks.measure(operation, size, options.dtype, plan))
+                if group.is_first_rank and options.json:  # whoever ends this early has what there was
+                    write_json(options.json, rows, {**recorded(options), **about, "left_out": ranks.left_out})
+                if group.is_first_rank and options.svg:
+                    options.svg.write_text(picture(rows))
         ranks.ways.close()
-        shown = (rows, ranks.left_out) if group.is_first_rank else ([], {})
-        return not any(row.wrong for row in rows), *shown
-    finally:
-        ps.destroy_distributed_environment()
-
-
-def _write(rows: Sequence[RankRow], ranks: Ranks, options: argparse.Namespace, sharing: str) -> None:
-    about = {**describe(ranks.device), "sharing": sharing, "route": ranks.group.explain(), "left_out": ranks.left_out}
-    if options.json:
-        write_json(options.json, rows, {**recorded(options), **about})
-    if options.svg:
-        options.svg.write_text(picture(rows))
+        return not any(row.wrong for row in rows), *((rows, ranks.left_out) if group.is_first_rank else ([], {}))
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:

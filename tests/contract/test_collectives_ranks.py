@@ -90,7 +90,7 @@ def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
     assert {row["case"]["operation"] for row in content["rows"]} == set(ranks.OPERATIONS)
     for row in content["rows"]:
         assert {f"{name}, graph" for name in OURS | {"torch.distributed"}} <= row["us"].keys(), row["refused"]
-        assert row["calls"]["parallel_state, graph"] % ranks.MANY == 0
+        assert min(row["us"]["parallel_state, graph"]) > 0 and "parallel_state, graph" not in row["host_us"]
 
 
 @pytest.mark.slow
@@ -107,7 +107,8 @@ def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
     assert exit_code == 1, output
     assert [row["case"]["bytes"] for row in content["rows"]] == [1024, 65536]
     for row in content["rows"]:
-        assert row["wrong"] == {"torch.distributed, eager": "its answer is wrong on ranks [0, 1]"}
+        assert list(row["wrong"]) == ["torch.distributed, eager"]
+        assert row["wrong"]["torch.distributed, eager"].endswith("on rank 0 of 2 is wrong")
         assert "torch.distributed, eager" not in row["us"]
         assert "parallel_state, eager" in row["us"]
     assert "no figures of torch.distributed, eager, 1 KiB" in output

@@ -6,11 +6,13 @@ import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import command_line
 import pytest
-from harness import page
+import torch
+from harness import page, ranks
 from harness.against import ratio_of
 from harness.against import report as report_against
 from harness.page import Findings
@@ -170,6 +172,18 @@ def test_the_table_of_every_installation_has_ratios_and_bandwidths() -> None:
     assert lines[3].split() == ["1", "MiB", "2,000", "1,049", "2,097", "1,049", "0.50", "1.00", "1.00"]
     assert lines[7].split()[-3:] == ["0.50", "–", "–"]
     assert lines[8] == "no figures of other: its answer"
+
+
+def test_a_graph_of_several_calls_gives_the_time_of_those_that_were_asked_for() -> None:
+    team, replays = object.__new__(ranks.Ranks), []
+    graph, call = SimpleNamespace(replay=lambda: replays.append(1)), torch.neg
+    team._graphs = {call: (graph, 20)}
+    team.clock = SimpleNamespace(seconds=lambda run: (run(), 2.0 * len(replays))[1])
+    assert team._run_tight(call, torch.ones(1), 18) == pytest.approx(1.8)
+    assert len(replays) == 1
+    replays.clear()
+    assert team._run_tight(call, torch.ones(1), 21) == pytest.approx(2.1)
+    assert len(replays) == 2
 
 
 # Cases that others disturbed.

@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(words)
     plan = QUICK_PLAN if options.quick else PLAN
     if options.started:
-        rows, about = ranks.run_rank(options, plan)
+        rows, about, is_first = ranks.run_rank(options, plan)
     else:
-        rows, about = ps.launch(ranks.run_rank, options.ranks, args=(options, plan), timeout=RUN_S)[0]
-    if about["rank"] == 0:
+        rows, about, is_first = ps.launch(ranks.run_rank, options.ranks, args=(options, plan), timeout=RUN_S)[0]
+    if is_first:
         print(f"{about['device']} {about['sharing']}\n{about['route']}".strip())
         print("\n".join(table(rows)), flush=True)
         if options.json is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,18 +83,23 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], ranks: int, dtype:
     ]
 
 
-def run_rank(options: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str, Any]]:
-    """Lives one rank's life. Returns the rows, and facts about group and device: the same rows on every rank."""
-    on_gpu = options.device == "cuda"
-    sharing = share_gpus() if on_gpu else ""
+@contextmanager
+def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]]]:
+    """Starts this rank and one group of all ranks. Gives the group, and what results depend on."""
+    sharing = share_gpus() if device == "cuda" else ""
     os.environ.setdefault(settings.NCCL.name, "on")  # measured, whatever the default is
     torch.set_num_threads(1)
-    ps.init_distributed_environment(backend="nccl" if on_gpu else "gloo")
+    ps.init_distributed_environment(backend="nccl" if device == "cuda" else "gloo")
     try:
         ps.initialize_model_parallel(ps.get_world_group().world_size, warm_up=True)
         group = ps.get_tp_group()
-        cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)
-        rows = [measure([OwnAndTorch(group)], case, plan) for case in cases]
-        return rows, {**describe(group.device), "sharing": sharing, "route": group.explain(), "rank": group.rank}
+        yield group, {**describe(group.device), "sharing": sharing, "route": group.explain()}
     finally:
         ps.destroy_distributed_environment()
+
+
+def run_rank(options: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str, Any], bool]:
+    """Runs in each rank. Returns the rows, which all ranks have, what they depend on, and if this is the first rank."""
+    with one_group(options.device) as (group, about):
+        cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)
+        return [measure([OwnAndTorch(group)], case, plan) for case in cases], about, group.is_first_rank
