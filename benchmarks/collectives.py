@@ -22,23 +22,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import command_line
+from harness import ranks as in_each_rank
+from harness.collectives import COPIES, OURS, VLLM
+from harness.peers import MPIS, SIZES_OF_VLLM
+from harness.picture import draw
+from harness.rounds import measure_all
+from harness.teams import Team, started
 
 from parallel_state.startup import environment
-from parallel_state.tools.bench import ranks as in_each_rank
-from parallel_state.tools.bench.collectives import COPIES, GLOO, OPERATIONS, OURS, OWN, PING_PONG, VLLM
-from parallel_state.tools.bench.peers import MPIS, SIZES_OF_VLLM
-from parallel_state.tools.bench.picture import draw
-from parallel_state.tools.bench.report import (
-    bandwidths,
-    nccl_bytes,
-    p50,
-    size_name,
-    write_json,
-)
-from parallel_state.tools.bench.rounds import Row, measure_all
-from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, PING_PONG
+from parallel_state.tools.bench.report import bandwidths, nccl_bytes, p50, size_name, write_json
+from parallel_state.tools.bench.rounds import Row
 
-TORCH, MPI = "parallel_state.tools.bench.collectives", "parallel_state.tools.bench.mpi"
+TORCH, MPI = "harness.collectives", "harness.mpi"
 """Modules of teams."""
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
 PAIRS = (

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_state.tools.bench.peers import DEFAULT, SETUP, Peers
+from harness.peers import DEFAULT, SETUP, Peers
+
 from parallel_state.tools.bench.report import figure, p50, p99, recorded, size_name
 from parallel_state.tools.bench.rounds import NOTICED, Plan, Row
 
 if TYPE_CHECKING:
-    from parallel_state.tools.bench.ranks import RankRow
+    from harness.ranks import RankRow
 
 __all__ = ["parser", "peers", "plan", "print_ranks", "print_rows", "print_table", "ratio", "recorded"]
 
@@ -84,7 +85,7 @@ def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pa
 
 def print_ranks(rows: Sequence[RankRow], left_out: dict[str, str]) -> None:
     """Prints what ranks have timed themselves."""
-    from parallel_state.tools.bench.ranks import TORCH  # whose import of torch's compiler takes a second
+    from harness.ranks import TORCH  # whose import of torch's compiler takes a second
 
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         chosen = [row for row in rows if row.case["operation"] == operation]

@@ -27,14 +27,15 @@ import command_line
 import decode_models
 import torch
 import torch.nn.functional as F  # noqa: N812
+from harness import peers
+from harness.collectives import start_ours, start_torch, use_once
+from harness.rounds import measure_all
+from harness.teams import Team, started
 from torch import Tensor
 
 import parallel_state as ps
-from parallel_state.tools.bench import peers
-from parallel_state.tools.bench.collectives import start_ours, start_torch, use_once
 from parallel_state.tools.bench.report import p50, write_json
-from parallel_state.tools.bench.rounds import Row, measure_all
-from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import Timing, timed
 
 OURS, SPINNING, GLOO, VLLM = "parallel_state", "parallel_state, spinning", "parallel_state over gloo", "vLLM"

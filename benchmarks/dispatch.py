@@ -22,13 +22,15 @@ import command_line
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from harness import peers
+from harness.collectives import VLLM, load, ours_by_op, start_ours, start_torch
+from harness.rounds import measure_all
+from harness.teams import Team, started
 from torch import Tensor
 
-from parallel_state.tools.bench import peers
-from parallel_state.tools.bench.collectives import OWN, VLLM, load, ours_by_op, start_ours, start_torch
+from parallel_state.tools.bench.collectives import OWN
 from parallel_state.tools.bench.report import size_name, write_json
-from parallel_state.tools.bench.rounds import Row, measure_all
-from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import Timing, timed
 
 __all__ = ["load", "make"]

@@ -27,13 +27,14 @@ from typing import Any
 import command_line
 import torch
 import torch.distributed as dist
+from harness.collectives import ours_by_op, start_ours
+from harness.rounds import measure_all
+from harness.teams import Team, started
 from torch import Tensor
 
 from device_communicators.cpu import native_build
-from parallel_state.tools.bench.collectives import ours_by_op, start_ours
 from parallel_state.tools.bench.report import p50, size_name, write_json
-from parallel_state.tools.bench.rounds import Row, measure_all
-from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import Timing, timed
 
 LOOPS = "C++"

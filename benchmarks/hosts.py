@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from harness import peers
 from torch import Tensor
 
 import parallel_state as ps
-from parallel_state.tools.bench import peers
 from tests.clusters.cluster import Cluster
 from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from harness.picture import Panel, draw
 from init_scaling_ranks import (
     CITED,
     GROWING,
@@ -55,7 +56,6 @@ from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.ranks import Layout
 from parallel_state.startup import stores as start_stores
-from parallel_state.tools.bench.picture import Panel, draw
 
 TRIAL_S = 120.0
 RANKS = (2, 4, 8, 16, 32, 64)

@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from harness.picture import Panel, draw
 from init_scaling import commit, machine, start_afresh
 from init_scaling_ranks import CountingStore, TrialFailedError, enter_own_network, run_ranks
 
@@ -36,7 +37,6 @@ from parallel_state.startup import stores as start_stores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.watch import StartWatch
-from parallel_state.tools.bench.picture import Panel, draw
 
 RANKS = (16, 32, 64, 128, 256, 512, 1024)
 PER_HOST = 8

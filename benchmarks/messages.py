@@ -17,13 +17,15 @@ import argparse
 from collections.abc import Sequence
 
 import command_line
+from harness.collectives import VLLM
+from harness.messages import COPY, KINDS, OBJECTS, SPEC_VIEWS, TOKENS, VIEWS, WITH_SPEC, ZMQ
+from harness.peers import SIZES_OF_VLLM
+from harness.rounds import measure_all
+from harness.teams import Team, started
 
-from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM
-from parallel_state.tools.bench.messages import COPY, KINDS, OBJECTS, SPEC_VIEWS, TOKENS, VIEWS, WITH_SPEC, ZMQ
-from parallel_state.tools.bench.peers import SIZES_OF_VLLM
+from parallel_state.tools.bench.collectives import GLOO, OWN
 from parallel_state.tools.bench.report import write_json
-from parallel_state.tools.bench.rounds import Row, measure_all
-from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.rounds import Row
 
 PEERS = (GLOO, VLLM, ZMQ, COPY)
 PAIRS = (
@@ -32,7 +34,7 @@ PAIRS = (
     (SPEC_VIEWS, WITH_SPEC),
     *((ours, peer) for ours in (OWN, WITH_SPEC, VIEWS, SPEC_VIEWS) for peer in PEERS),
 )
-MODULE = "parallel_state.tools.bench.messages"
+MODULE = "harness.messages"
 MOST_CALLS, MOST_IDLE_CALLS = 60, 10
 
 

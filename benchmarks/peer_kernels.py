@@ -35,15 +35,16 @@ from typing import Any
 
 import command_line
 import torch
+from harness.picture import draw
+from harness.rounds import measure_all
 from peer_kernels_ranks import APART, FUSED, TOGETHER, EmulatedMachine, GpuMachine, KernelTeam, Machine, Others
 
 from device_communicators.peer.group import DTYPES
 from device_communicators.peer.kernels import KernelError
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, describe
-from parallel_state.tools.bench.picture import draw
 from parallel_state.tools.bench.report import figure, p50, size_name, write_json
-from parallel_state.tools.bench.rounds import Row, measure_all
+from parallel_state.tools.bench.rounds import Row
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 NORM_SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)

@@ -43,8 +43,7 @@ from device_communicators.peer.kernels import (
 )
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, captured
-from parallel_state.tools.bench.teams import TeamError
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.worker import TeamError, Timing
 
 # Regions, and the machine.
 

@@ -24,8 +24,8 @@ COMMANDS = {
     "topology": ("parallel_state.tools.topology", "the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access"),
     "debug": ("parallel_state.tools.debug", "what each rank did last, by the records in a folder: who is missing"),
     "trace": ("parallel_state.tools.trace", "puts the ranks' traces together: arrows, and the longest waits"),
-    "bench": ("parallel_state.tools.bench.command", "a page of latency and bandwidth beside the peers that are there"),
-    "peers": ("parallel_state.tools.bench.peers", "fetches what `bench` compares with: vLLM's CPU ops, MPIs, zmq"),
+    "bench": ("parallel_state.tools.bench.command", "latency and bandwidth of this machine, beside torch.distributed"),
+    "peers": ("parallel_state.tools.bench.peers", "in a checkout: fetches what `bench --report` compares with"),
     "tune": ("parallel_state.tools.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
 }
 """Name -> module, what it is for."""

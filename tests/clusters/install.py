@@ -19,7 +19,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from parallel_state.tools.bench.peers import MPIS
+from benchmarks.harness.peers import MPIS
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "launchers"
 RAY = "ray==2.60.0"

@@ -13,8 +13,8 @@ from pathlib import Path
 import gpu_proof
 import pytest
 import torch
+from harness.teams import python_path
 
-from parallel_state.tools.bench.teams import python_path
 from tests.extent import LONG
 from tests.internals import nccl_stand_in
 from tests.programs import FORK_SERVERS, Program, script

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.teams import python_path
 
-from parallel_state.tools.bench.teams import python_path
 from tests.gpu.ranks import DRY, needs_a_gpu
 from tests.programs import FORK_SERVERS, Program, module, script
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from harness.teams import python_path
 
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.kernels import KernelError
-from parallel_state.tools.bench.teams import python_path
 from tests.gpu.ranks import needs_a_gpu
 
 ROOT = Path(__file__).resolve().parents[2]

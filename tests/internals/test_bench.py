@@ -6,19 +6,23 @@ import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import command_line
 import pytest
+import torch
+from harness import page, ranks
+from harness.against import ratio_of
+from harness.against import report as report_against
+from harness.page import Findings
+from harness.picture import draw
+from harness.rounds import Strangers, measure_all
+from harness.teams import python_path
 
-from parallel_state.tools.bench import page, report
-from parallel_state.tools.bench.against import ratio_of
-from parallel_state.tools.bench.against import report as report_against
-from parallel_state.tools.bench.page import Findings
-from parallel_state.tools.bench.picture import draw
-from parallel_state.tools.bench.rounds import Plan, Row, Strangers, measure, measure_all, samples_us
-from parallel_state.tools.bench.teams import TeamError, python_path
-from parallel_state.tools.bench.worker import Timing, WrongAnswer
+from parallel_state.tools.bench import command, report
+from parallel_state.tools.bench.rounds import Plan, Row, measure, samples_us
+from parallel_state.tools.bench.worker import TeamError, Timing, WrongAnswer
 
 PLAN = Plan(rounds=5, round_s=0.001)
 
@@ -158,6 +162,28 @@ def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -
     algbw, busbw = report.bandwidths(operation, 1 << 20, 1048.576, 8)
     assert (algbw, busbw) == (pytest.approx(1.0), pytest.approx(factor))
     assert report.nccl_bytes(operation, 1 << 20, 8) == (8 << 20 if operation == "all_gather" else 1 << 20)
+
+
+def test_the_table_of_every_installation_has_ratios_and_bandwidths() -> None:
+    case = {"operation": "all_reduce", "bytes": 1 << 20, "ranks": 2, "dtype": "bfloat16"}
+    us = {"parallel_state": [2000.0], "parallel_state, in place": [1048.576], "torch, gloo": [2097.152]}
+    lines = command.table([Row(case, us), Row({**case, "operation": "object"}, us, wrong={"other": "its answer"})])
+    assert lines[1] == "all_reduce, 2 ranks, bfloat16: us"
+    assert lines[3].split() == ["1", "MiB", "2,000", "1,049", "2,097", "1,049", "0.50", "1.00", "1.00"]
+    assert lines[7].split()[-3:] == ["0.50", "–", "–"]
+    assert lines[8] == "no figures of other: its answer"
+
+
+def test_a_graph_of_several_calls_gives_the_time_of_those_that_were_asked_for() -> None:
+    team, replays = object.__new__(ranks.Ranks), []
+    graph, call = SimpleNamespace(replay=lambda: replays.append(1)), torch.neg
+    team._graphs = {call: (graph, 20)}
+    team.clock = SimpleNamespace(seconds=lambda run: (run(), 2.0 * len(replays))[1])
+    assert team._run_tight(call, torch.ones(1), 18) == pytest.approx(1.8)
+    assert len(replays) == 1
+    replays.clear()
+    assert team._run_tight(call, torch.ones(1), 21) == pytest.approx(2.1)
+    assert len(replays) == 2
 
 
 # Cases that others disturbed.

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import page
+from harness.messages import KINDS
+from harness.page import FILES
+from harness.peers import VLLM_TORCH
 
 from parallel_state.__main__ import main
-from parallel_state.tools.bench import page
-from parallel_state.tools.bench.messages import KINDS
-from parallel_state.tools.bench.page import FILES
-from parallel_state.tools.bench.peers import VLLM_TORCH
+from parallel_state.tools.bench import command
 from tests.extent import LONG
 from tests.internals.test_bench import findings
 from tests.programs import Program, module
@@ -28,9 +29,10 @@ RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 BEFORE = """
 import torch._inductor.compile_fx, torch.distributed.fsdp
 from dataclasses import replace
-from parallel_state.tools.bench import command, through_torch
+import report
+from harness import through_torch
 
-command.QUICK_PLAN = replace(command.QUICK_PLAN, rounds=3, round_s=0.0, repeat_s=0.0)
+report.QUICK_PLAN = replace(report.QUICK_PLAN, rounds=3, round_s=0.0, repeat_s=0.0)
 through_torch._WIDTH, through_torch._DEPTH = 64, 2
 """
 """Imports once what the ranks of a team would import each. Each candidate runs, no time is looked at."""
@@ -38,6 +40,40 @@ through_torch._WIDTH, through_torch._DEPTH = 64, 2
 
 def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+
+
+@pytest.mark.slow
+def test_what_every_installation_has(tmp_path: Path) -> None:
+    """A table and samples, in ranks of its own, of collectives and of what goes there and back."""
+    operations, file = ("all_reduce", "all_gather", "barrier", "ping_pong", "object"), tmp_path / "found.json"
+    words = ["--quick", "--ranks", "2", "--sizes", "1000", "65536", "--operations", *operations, "--json", str(file)]
+    program = Program(module("parallel_state", ["bench", *words]), environment())
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
+    content = json.loads(file.read_text())
+    cases = [(row["case"]["operation"], row["case"]["bytes"]) for row in content["rows"]]
+    assert cases == [(each, size) for each in operations for size in ((0,) if each == "barrier" else (992, 65536))]
+    for row in content["rows"]:
+        in_place = ["parallel_state, in place"] if row["case"]["operation"] == "all_reduce" else []
+        assert list(row["us"]) == ["parallel_state", *in_place, "torch, gloo"]
+        assert row["wrong"] == {}
+        assert all(len(samples) >= 3 and min(samples) > 0 for samples in row["us"].values())
+    assert content["settings"]["route"].startswith("group 'tp:0'")
+    assert "all_reduce, 2 ranks, bfloat16: us" in out
+    assert "object, there and back, 2 ranks, bfloat16: us" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [("bench --report DIR", "report"), ("bench --against=HEAD", "report"), ("peers setup", "harness/peers")],
+)
+def test_what_needs_a_checkout_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, script: str
+) -> None:
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    assert main(words.split()) == 2
+    said = f"this needs a checkout of parallel_state: `python benchmarks/{script}.py …` there"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -102,10 +138,11 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
         ("--report setup.py", {}, "--report: setup.py is no folder"),
         ("--ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
         ("--sizes 0", {}, "--sizes must be positive"),
-        ("", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
+        ("--no-peers", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
         ("", RANK, "LOCAL_RANK is not"),
+        ("--no-peers --ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
     ],
-    ids=["report", "ranks", "sizes", "launcher", "half a launcher"],
+    ids=["report", "ranks", "sizes", "launcher", "half a launcher", "ranks of a page"],
 )
 def test_what_cannot_work_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,

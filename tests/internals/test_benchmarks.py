@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.teams import Team, started
 
 from device_communicators.cpu import native_build
 from parallel_state.tools.bench.rounds import Plan, measure
-from parallel_state.tools.bench.teams import Team, started
 from tests.extent import LONG
 from tests.internals.compiled import plain_library
 from tests.programs import Program, script

@@ -59,8 +59,6 @@ MAY_HOLD_RAW = {
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_connect": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_tcp_store": "made within a deadline",
-    "parallel_state/tools/bench/teams.py:Team.__init__": "serves a store, asks it nothing",
-    "parallel_state/tools/bench/teams.py:Team._torch_variables": "serves a store, asks it nothing",
     "parallel_state/launch/worker.py:_take_secret": "kept for the rank",
     "parallel_state/launch/store.py:meeting_point": "serves a store; asked through a bounded one",
     "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",

@@ -28,7 +28,7 @@ MAY_PICKLE = (
 """By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and vLLM's queue,
 whose callers pass any object: it is taken by who asks for vLLM's names, of which `pickle` is one. What torch's
 flight recorder analyser reads is written, and not read."""
-MEASURES_PICKLING = "parallel_state/tools/bench/messages.py"
+MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own way of sending objects, between processes that it starts itself."""
 
 

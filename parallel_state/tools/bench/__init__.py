@@ -1,4 +1,4 @@
-"""Measures several ways to do the same, each in processes of its own, in turns, and writes a page about it.
+"""Measures several ways to do the same, in turns: the command `bench`, and what `tune` and `benchmarks/` share with it.
 
-A candidate that fails is left out alone, with its reason; figures of a wrong answer are never printed or drawn.
+A candidate that fails is left out alone, with its reason; figures of a wrong answer are never printed.
 """

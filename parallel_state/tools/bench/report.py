@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel_state.tools.bench.rounds import Row
-from parallel_state.tools.bench.worker import ROOT
 
+ROOT = Path(__file__).resolve().parents[3]
+"""The folder of both packages: a checkout, or site-packages."""
 PACKAGES = ("torch", "parallel-state", "numpy", "msgspec")
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,

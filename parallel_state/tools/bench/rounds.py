@@ -6,20 +6,15 @@ Every rank makes the same number of calls. A round's sample is the slowest rank'
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parallel_state.tools.bench.teams import Team, TeamError
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.worker import TeamError, Timing
 
 NOTICED = 0.1
 """Cores; where others used more meanwhile, a case counts as disturbed."""
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Row:
 
 
 class _Candidate(NamedTuple):
-    team: Team
+    team: Any
     name: str
 
 
@@ -114,7 +109,7 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
     return [] if timings is None else samples_us(timings, calls)
 
 
-def _ask(teams: list[Any], row: Row, team: Team, name: str, method: str, *arguments: Any) -> list[Any] | None:
+def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
     """Returns the ranks' answers; for `prepare` the first rank's, which all have. None of a team that is out."""
     if team not in teams:
         return None
@@ -135,71 +130,3 @@ def samples_us(timings: Sequence[Timing], calls: int) -> list[float]:
         return [max(timing.elapsed_s for timing in timings) / calls * 1e6]
     ends = [timing.ends_ns for timing in timings if timing.ends_ns]
     return [(max(moments) - start) / 1e3 for start, *moments in zip(starts[0], *ends, strict=True)]
-
-
-def measure_all(
-    teams: list[Any],
-    cases: Sequence[dict[str, Any]],
-    plan: Plan,
-    keep: Callable[[list[Row]], object] = lambda rows: None,
-) -> list[Row]:
-    """Measures all cases, one after the other, with a line on stderr where that takes long.
-
-    A case may limit its calls in a round: `most_calls`. Cases that others disturbed are measured again afterwards, the
-    most disturbed first, as long as `plan.repeat_s` lasts. `keep` is given the rows so far after each case.
-    """
-    rows: list[Row] = []
-    shown = time.monotonic()
-    for number, case in enumerate(cases):
-        rows.append(_watched(teams, case, plan))
-        keep(rows)
-        if sys.stderr.isatty() or time.monotonic() - shown > 10:
-            shown = time.monotonic()
-            print(f"{number + 1} of {len(cases)} cases", file=sys.stderr, flush=True)
-    end = time.monotonic() + plan.repeat_s
-    for at in sorted(range(len(rows)), key=lambda at: -(rows[at].strangers_cores or 0.0)):
-        while teams and rows[at].disturbed and rows[at].repeats < 3 and time.monotonic() < end:
-            again = _watched(teams, rows[at].case, plan)
-            quieter = (again.strangers_cores or 0.0) < (rows[at].strangers_cores or 0.0) or bool(again.wrong)
-            again.repeats = rows[at].repeats = rows[at].repeats + 1
-            rows[at] = again if quieter else rows[at]
-            keep(rows)
-    return rows
-
-
-def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    strangers = Strangers(teams)
-    row = measure(teams, case, replace(plan, most_calls=case.get("most_calls", plan.most_calls)))
-    row.strangers_cores = strangers.cores()
-    return row
-
-
-class Strangers:
-    """Counts the cores that processes other than this one and the teams' ranks keep busy, from its making on."""
-
-    def __init__(self, teams: Sequence[Team]) -> None:
-        self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]
-        self.started_s = time.monotonic()
-        self.before_s = self._others_s()
-
-    def cores(self) -> float | None:
-        """Returns None where the system doesn't tell, or a rank has ended."""
-        now_s = self._others_s()
-        if now_s is None or self.before_s is None:
-            return None
-        cores = (now_s - self.before_s) / (time.monotonic() - self.started_s)
-        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)  # ticks are too coarse for what ends at once
-
-    def _others_s(self) -> float | None:
-        try:
-            ticks = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
-            user, nice, system, _idle, _io, irq, softirq, steal = (int(each) for each in ticks[:8])
-            own = sum(_used_ticks(pid) for pid in self.pids)
-        except (OSError, ValueError):
-            return None
-        return (user + nice + system + irq + softirq + steal - own) / _TICKS
-
-
-def _used_ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])

@@ -21,9 +21,10 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from parallel_state.tools.bench.worker import ROOT
+from parallel_state.tools.bench.report import ROOT
+from parallel_state.tools.bench.worker import TeamError
 
-WORKER = Path(__file__).resolve().with_name("worker.py").relative_to(ROOT)
+WORKER = Path(__file__).resolve().with_name("worker.py")
 START_S = 120.0
 END_S = 5.0
 
@@ -31,15 +32,6 @@ END_S = 5.0
 def python_path(*folders: Path) -> str:
     """Returns PYTHONPATH with these folders first: behind them may be what this machine's Python lacks."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-class TeamError(RuntimeError):
-    """A team failed, or didn't answer in time."""
-
-    @property
-    def reason(self) -> str:
-        """The last line that says something: of a traceback that is the exception."""
-        return next((line.strip() for line in reversed(str(self).splitlines()) if line.strip()), "no reason was given")
 
 
 class Team:
@@ -58,7 +50,7 @@ class Team:
     ) -> None:
         """`launcher`: the command that starts all ranks when a script's arguments follow, else one process each.
 
-        `root` has both packages: this tree, or another version of it with the same benchmark.
+        `root` has both packages: this tree's, or another version of them with this one's `tools/bench`.
         """
         self.name = name
         self.size = size
@@ -76,7 +68,7 @@ class Team:
         self._socket.bind(address)
         self._socket.listen(size)
         self._root = root
-        script = ["-u", str(root / WORKER), address, module, name]
+        script = ["-u", str(WORKER), address, module, name, str(root)]
         common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         if launcher is not None:
             self._start([*launcher, *script], common)
@@ -195,6 +187,11 @@ class Team:
                 process.kill()
 
 
+def last_line(text: str) -> str:
+    """Returns the last line that says something: of a traceback that is the exception."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason was given")
+
+
 def _ending(code: int) -> str:
     with contextlib.suppress(ValueError):
         if code < 0:
@@ -228,6 +225,6 @@ def _succeeds(step: Callable[[Team], None], team: Team, left_out: dict[str, str]
     except TeamError as error:
         print(f"left out: {error}", file=sys.stderr)
         if left_out is not None:
-            left_out[team.name] = error.reason
+            left_out[team.name] = last_line(str(error))
         return False
     return True

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_state.tools.bench import peers
+from harness import peers
 from parallel_state.tools.bench.collectives import PING_PONG, Exchange, TensorTeam, beside, ping_pong
 
 TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state.tools.bench import peers
-from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM, load, start_ours, start_torch
+from harness import peers
+from harness.collectives import VLLM, load, start_ours, start_torch
+from parallel_state.tools.bench.collectives import GLOO, OWN
 from parallel_state.tools.bench.worker import Timing
 
 __all__ = ["load", "make"]

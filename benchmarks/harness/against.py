@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import InvalidArgumentError
+from harness.rounds import measure_all
+from harness.teams import Team, started
 from parallel_state.tools.bench.collectives import OWN
-from parallel_state.tools.bench.report import figure, p50, size_name
-from parallel_state.tools.bench.rounds import NOTICED, Plan, Row, measure_all
-from parallel_state.tools.bench.teams import Team, started
-from parallel_state.tools.bench.worker import ROOT
+from parallel_state.tools.bench.report import ROOT, figure, p50, size_name
+from parallel_state.tools.bench.rounds import NOTICED, Plan, Row
 
 PACKAGES = ("parallel_state", "device_communicators")
 BENCH = Path("parallel_state/tools/bench")
-MODULE = "parallel_state.tools.bench.collectives"
+MODULE = "harness.collectives"
 NOW, BEFORE = "now", "before"
 LIMIT = 1.03
 """A ratio whose interval lies above it is a version that has become slower."""

@@ -1,0 +1,291 @@
+"""This library beside the peers that are there, as a page to show to a colleague: `bench` with one of these options.
+
+    python -m parallel_state bench --report DIR              some six minutes on two cores
+    python -m parallel_state bench --quick --report DIR      few sizes, half a minute
+    python -m parallel_state bench --against COMMIT          this tree beside a commit, as ratios
+
+Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, the same calls of
+torch.distributed over its backend "parallel_state" and over gloo, and start-up.
+Peers are gloo through torch.distributed, NCCL by itself and through torch where there are GPUs, an MPI of this Python's
+mpi4py, and what `python -m parallel_state peers setup` has fetched: Intel MPI, MPICH, Open MPI, vLLM's CPU
+ops and queue, zmq. One that can't run here is left out, and the page says why. DIR gets index.html, report.svg,
+table.txt (nccl-tests' table) and report.json; the report of an earlier run there is replaced at the end.
+
+The exit code is 1 where a candidate failed or an answer was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness import page, ranks
+from harness.collectives import VLLM
+from harness.messages import ZMQ, case_bytes
+from harness.page import Findings
+from harness.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peers
+from harness.rounds import measure_all
+from harness.teams import Team, started
+from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, LAYERS, STEPS
+
+from device_communicators.base.errors import InvalidArgumentError, SettingError
+from parallel_state.startup import environment
+from parallel_state.tools.bench import ranks as in_ranks
+from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN
+from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, complete
+from parallel_state.tools.bench.report import circumstances, recorded
+from parallel_state.tools.bench.rounds import Plan, Row
+
+PROGRAM = "python -m parallel_state bench"
+PARTS = ("collectives", "messages", "torch", "start-up")
+QUICK_OPERATIONS = ("all_reduce", "all_gather")
+ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
+"""Of candidates of one library, those that the page shows."""
+PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
+QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
+STARTS = 5
+MODULES = "harness"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=formatter)
+    parser.add_argument("--report", type=Path, metavar="DIR", help="where the page goes; without it, the table only")
+    parser.add_argument("--quick", action="store_true", help="few sizes and rounds, to see that it works")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, or cores, from 2 to 4")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the collectives")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
+    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank gives (on GPUs as nccl-tests count)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--peers", type=Path, default=DEFAULT, metavar="DIR", help=f"where `{SETUP}` put them")
+    parser.add_argument("--no-peers", action="store_true", help="torch.distributed only")
+    parser.add_argument("--against", metavar="COMMIT", help="this tree's collectives beside that commit's, in turns")
+    options = parser.parse_args(arguments)
+    if (problem := complete(options)) is not None:
+        parser.error(problem)
+    try:
+        if environment.detect(rendezvous=False).world_size > 1:
+            parser.error("it starts ranks of its own; under torchrun there is benchmarks/collectives.py")
+    except SettingError as error:
+        parser.error(str(error))
+    if options.against and (options.report is not None or options.device != "cpu" or options.parts != PARTS):
+        parser.error("--against prints ratios of the collectives on the CPU: leave out --report and --parts")
+    if options.report is not None and (problem := page.problem_of(options.report)) is not None:
+        parser.error(f"--report: {problem}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(words)
+    if options.against:
+        return _compare(options)
+    findings = Findings(
+        {
+            **circumstances(),
+            "settings": recorded(options),
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "command": " ".join([PROGRAM, *_without_paths(words)]),
+        }
+    )
+    try:
+        Bench(options, findings).run()
+    except KeyboardInterrupt:
+        findings.interrupted = True
+        print("interrupted", file=sys.stderr)
+    print(page.table(findings.part("collectives")), end="")
+    for _, text in page.notices(findings):
+        print(text)
+    for name, reason in findings.left_out.items():
+        print(f"left out: {name}: {reason}")
+    if options.report is not None:
+        _write(options.report, findings)
+    if findings.interrupted:
+        return 130
+    return 1 if findings.wrong else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from harness import against  # needs git and tar, which a report doesn't
+
+    plan = replace(QUICK_PLAN if options.quick else PLAN, rounds=20 if options.quick else 60)
+    try:
+        rows = against.measure(options.against, cases_of(options), options.ranks, {"only": ONLY}, plan)
+    except InvalidArgumentError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    lines, code = against.report(rows)
+    print("\n".join(lines))
+    return code
+
+
+def cases_of(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Returns the cases of the collectives within a host."""
+    operations = options.operations or (QUICK_OPERATIONS if options.quick else OPERATIONS)
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    return in_ranks.cases_of(operations, sizes, options.ranks, options.dtype)
+
+
+def _without_paths(words: Sequence[str]) -> list[str]:
+    """Returns the arguments as a page for others shows them."""
+    after = ("", *words)
+    return ["DIR" if before in ("--report", "--peers") else word for before, word in zip(after, words, strict=False)]
+
+
+def _write(folder: Path, findings: Findings) -> None:
+    """Writes the page; an earlier report isn't given up for a run that was interrupted."""
+    before = page.date_of(folder)
+    if findings.interrupted and (before is not None or not findings.rows):
+        print(f"nothing was written to {folder}" + (f": the report of {before} stays" if before else ""))
+        return
+    page.write(folder, findings)
+    print(f"{folder / 'index.html'}" + (f" (replaced the report of {before})" if before else ""))
+
+
+class Bench:
+    """One run: chooses the libraries, and adds what it finds to the findings as it comes."""
+
+    def __init__(self, options: argparse.Namespace, findings: Findings) -> None:
+        self.options, self.findings = options, findings
+        self.plan = QUICK_PLAN if options.quick else PLAN
+        self.peers = Peers(options.peers.resolve(), with_own_mpi=not options.no_peers)
+        self.settings = {"vllm": str(self.peers.root), "site": str(self.peers.site), "only": ONLY}
+        self.starts: dict[str, list[float]] = {}
+
+    def run(self) -> None:
+        if self.options.no_peers:
+            self.findings.left_out["vLLM, zmq, MPI"] = "--no-peers"
+        else:
+            for name in self.peers.missing():
+                self.findings.left_out[name] = f"not there: {SETUP}"
+        try:
+            if "collectives" in self.options.parts:
+                if self.options.device == "cuda":
+                    self.collectives_on_gpus()
+                else:
+                    self.collectives()
+            if "messages" in self.options.parts:
+                self.messages()
+            if "torch" in self.options.parts:
+                self.through_torch()
+            if "start-up" in self.options.parts:
+                self.start_up()
+        finally:
+            if self.starts and "start-up" in self.options.parts:
+                case = {"part": "start-up", "ranks": self.options.ranks}
+                self.findings.rows.append(Row(case, us=self.starts))
+
+    def collectives(self) -> None:
+        self._measure(self._teams_of_collectives(), cases_of(self.options))
+
+    def collectives_on_gpus(self) -> None:
+        """Has ranks on GPUs time each communicator themselves: NCCL, ours and torch's. Not run on a GPU."""
+        options = argparse.Namespace(**vars(self.options))
+        options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
+        options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
+        options.operations = [
+            each
+            for each in self.options.operations or (QUICK_OPERATIONS if self.options.quick else ranks.OPERATIONS)
+            if each in ranks.OPERATIONS
+        ]
+        options.sizes = self.options.sizes or (QUICK_SIZES if self.options.quick else ranks.SIZES)
+        with tempfile.TemporaryDirectory(prefix="bench_") as folder:
+            options.json = Path(folder) / "found.json"
+            try:
+                ranks.main(options)
+            finally:
+                if options.json.exists():  # whatever was measured until it ended
+                    content = json.loads(options.json.read_text())
+                    self.findings.used[OWN] = content["settings"]["route"]
+                    self.findings.used[ranks.TORCH] = f"NCCL {content['settings'].get('nccl', '')}"
+                    for row in content["rows"]:
+                        case = {**row.pop("case"), "part": "collectives", "device": content["settings"]["device"]}
+                        self.findings.rows.append(ranks.RankRow(case, **row))
+
+    def messages(self) -> None:
+        common = {"part": "messages", "readers": self.options.ranks - 1, "idle_ms": 0, "most_calls": 60}
+        objects = ("1 KB", "10 KB") if self.options.quick else ("1 KB", "10 KB", "1 MB many", "1 MB blob")
+        cases = [{**common, "kind": "object", "what": what} for what in objects]
+        if not self.options.quick:
+            cases.append({**cases[0], "idle_ms": 5, "most_calls": 10})
+        cases += [{**common, "kind": kind, "what": "decode"} for kind in ("pipeline", "broadcast")]
+        cases += [{**common, "kind": kind, "what": "prefill"} for kind in ("pipeline", "broadcast")]
+        # A pipeline's transfer is between two ranks: its readers are those of two.
+        cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
+        for case in cases:
+            case["bytes"] = case_bytes(case["kind"], case["what"])
+        with_zmq = not self.options.no_peers and self.peers.site is not None
+        names = [OWN, GLOO, *self._vllm(), *[ZMQ] * with_zmq]
+        self._measure([self._team(name, "messages") for name in names], cases)
+
+    def through_torch(self) -> None:
+        common = {"part": "torch", "ranks": self.options.ranks, "dtype": self.options.dtype}
+        sizes = self.options.sizes or ((1 << 13,) if self.options.quick else (1 << 13, 1 << 20, 1 << 24))
+        known = ("all_reduce",) if self.options.quick else ("all_reduce", "all_gather", "reduce_scatter")
+        cases: list[dict[str, object]] = [
+            {**common, "kind": kind, "operation": operation, "bytes": size}
+            for operation in known
+            if operation in (self.options.operations or known)
+            for kind in CALLS
+            for size in sizes
+        ]
+        cases += [{**common, "kind": kind, "what": "21 M parameters"} for kind in STEPS if not self.options.quick]
+        teams = [self._team(name, "through_torch", environment=ENVIRONMENTS.get(name)) for name in BACKENDS]
+        self._measure(teams, cases)
+
+    def start_up(self) -> None:
+        """Starts everybody again, as often as samples are missing; each start is checked by its first collective."""
+        while self.starts and min(map(len, self.starts.values())) < (1 if self.options.quick else STARTS):
+            self._measure(self._teams_of_collectives(), [])
+        if not self.starts:
+            self._measure(self._teams_of_collectives(), [])
+
+    def _vllm(self) -> list[str]:
+        if self.options.no_peers or self.peers.vllm is None:
+            return []
+        if self.options.ranks not in SIZES_OF_VLLM:
+            self.findings.left_out[VLLM] = f"its CPU ops know {SIZES_OF_VLLM} ranks, but not {self.options.ranks}"
+            return []
+        return [VLLM]
+
+    def _team(self, name: str, module: str, **named: Any) -> Team:
+        return Team(name, f"{MODULES}.{module}", self.options.ranks, self.settings, **named)
+
+    def _teams_of_collectives(self) -> list[Team]:
+        teams = [self._team(name, "collectives") for name in (OWN, GLOO, *self._vllm())]
+        for mpi in self.peers.mpis if not self.options.no_peers else ():
+            launcher = mpi.command(self.peers.root, self.options.ranks, [])
+            teams.append(self._team(mpi.name, "mpi", launcher=launcher, environment=mpi.environment()))
+        return teams
+
+    def _measure(self, teams: Sequence[Team], cases: Sequence[dict[str, Any]]) -> None:
+        """Adds the rows to the findings as they come, so that an interrupted run has what there was."""
+        before = list(self.findings.rows)
+
+        def keep(rows: list[Row]) -> None:
+            self.findings.rows[:] = [*before, *rows]
+
+        with started(teams, self.findings.left_out) as ready:
+            for team in ready:
+                if (team.name != ZMQ and cases and cases[0]["part"] == "collectives") or not cases:
+                    self.starts.setdefault(team.name, []).append(team.start_s * 1e6)
+                if cases and cases[0]["part"] == "collectives":
+                    self.findings.used[team.name] = str(team.ask("about")[0])
+                if team.name == LAYERS:
+                    self.findings.used[LAYERS] = str(team.ask("about")[0])
+                self.findings.used.setdefault(team.name, "messages only")
+            share = replace(self.plan, repeat_s=self.plan.repeat_s / 2) if len(self.options.parts) > 1 else self.plan
+            keep(measure_all(ready, cases, share, keep))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
