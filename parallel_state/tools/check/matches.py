@@ -174,6 +174,7 @@ _WORDS: dict[str, Callable[[Evidence, Group], Any]] = {
     "count": lambda _, group: len(group),
     "host": lambda evidence, group: evidence.host(group[0]),
     "ranks": lambda _, group: named(ranks_of(group)),
+    "hosts": lambda evidence, group: list(dict.fromkeys(map(evidence.host, group))),
     "ranks_and_hosts": _ranks_and_hosts,
     "hosts_and_pids": lambda evidence, group: " and ".join(f"{evidence.host(each)} (pid {each.pid})" for each in group),
     "interfaces": lambda _, group: _interfaces(group[0]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -101,29 +101,12 @@ def missing(evidence: Evidence) -> Iterator[Match]:
         yield Match(absent=ranks, place=place, ranks=ranks)
 
 
-def in_the_world(evidence: Evidence, group: Group) -> bool:
-    """Returns True for ranks of the world; others have a rule of their own."""
-    return any(facts.place.rank < evidence.world_size for facts in group)
-
-
-def beyond_the_world(evidence: Evidence, group: Group) -> bool:
-    return evidence.met and group[0].place.rank >= evidence.world_size
-
-
-def lost(evidence: Evidence) -> list[Match]:
-    return [Match([evidence.of(number)], stage=stage) for number, stage in evidence.lost.items()]
-
-
 def wrong_local_size(evidence: Evidence, ranks: Group) -> Words | None:
     sizes = {each.place.local_world_size for each in ranks if each.place.local_world_size is not None}
     count = len(ranks_of(ranks))
     if evidence.missing or not sizes or sizes == {count}:
         return None
     return {"number": count, "sizes": ", ".join(map(str, sorted(sizes)))}
-
-
-def no_layout(evidence: Evidence) -> list[Match]:
-    return [Match(error=evidence.layout)] if isinstance(evidence.layout, LayoutError) else []
 
 
 def across_hosts(evidence: Evidence) -> Iterator[Match]:
@@ -294,12 +277,6 @@ def slower_interfaces(evidence: Evidence) -> Iterator[Match]:
         best = max(usable, key=lambda other: other.speed_mbit, default=each)
         if each.speed_mbit and best.speed_mbit > 2 * each.speed_mbit:
             yield Match(ranks, taken=each, taken_gbit=each.speed_mbit / 1000, best=best, gbit=best.speed_mbit / 1000)
-
-
-def same_hostnames(evidence: Evidence) -> Iterator[Match]:
-    for names in grouped(evidence.hosts, lambda unique: evidence.hosts[unique][0].network.hostname).values():
-        if len(names) > 1:
-            yield Match(evidence.on(names), number=len(names))
 
 
 def ports_down(evidence: Evidence, ranks: Group) -> Words | None:
@@ -481,7 +458,6 @@ def crippled(facts: Facts) -> list[str]:
 
 _SHM_BYTES = 512 << 20
 _SHM_FREE_BYTES = 128 << 20
-_TMP_BYTES = 64 << 20
 _MEMLOCK_BYTES = 1 << 30
 _MEMLOCK_LEAST_BYTES = 64 << 10
 """The kernel's default before 5.16."""
@@ -494,10 +470,6 @@ _COMPARED_LIMITS = {
     "the limit of processes": "processes",
     "the limit of address space": "address_space_bytes",
 }
-
-
-def shm_mount(facts: Facts) -> Hashable:
-    return facts.limits.shm_problem, facts.limits.shm_device
 
 
 def shm_state(group: Group) -> str:
@@ -514,10 +486,6 @@ def several_shm(evidence: Evidence, ranks: Group) -> Words | None:
     devices = grouped(ranks, lambda facts: facts.limits.shm_device)
     parts = "; ".join(named(ranks_of(group)) for group in devices.values())
     return {"number": len(devices), "parts": parts} if len(devices) > 1 else None
-
-
-def no_temporary_files(facts: Facts) -> bool:
-    return bool(facts.limits.tmp_problem) or 0 <= facts.limits.tmp_free_bytes < _TMP_BYTES
 
 
 def few_files(evidence: Evidence, group: Group) -> Words | None:
@@ -649,12 +617,6 @@ def no_driver(evidence: Evidence, ranks: Group) -> Words | None:
 def shared_gpu(evidence: Evidence, group: Group) -> Words | None:
     allowed = group[0].place.variables.get("PARALLEL_STATE_SHARE_GPUS", "").lower() in ("on", "1", "true")
     return {"severity": INFO if allowed else ""} if len(group) > 1 else None
-
-
-def some_without_gpus(evidence: Evidence) -> Iterator[Match]:
-    without = [each for each in evidence.arrivals if not each.gpus.visible]
-    if 0 < len(without) < len(evidence.arrivals):
-        yield Match(without)
 
 
 def model_of(facts: Facts) -> str:

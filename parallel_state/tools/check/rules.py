@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from device_communicators.errors import LayoutError
 from parallel_state.tools.check import predicates as find
 from parallel_state.tools.check.evidence import Evidence, ranks_of
 from parallel_state.tools.check.findings import ERROR, INFO, SEVERITIES, WARNING, Finding
@@ -48,7 +49,8 @@ def by_session(evidence: Evidence) -> Iterator[Match]:
 RULES: dict[str, Rule] = {
     # The launcher and the meeting.
     "environment": Rule(ERROR, "the launcher's variables can't be read",
-        alike(lambda facts: filter(None, [facts.place.problem]), find.in_the_world),
+        alike(lambda facts: filter(None, [facts.place.problem]),
+              lambda evidence, group: any(facts.place.rank < evidence.world_size for facts in group)),
         "{key}",
         "init_distributed_environment() would raise the same error.",
         "Start all ranks with one launcher (torchrun, srun, mpirun), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR "
@@ -92,7 +94,8 @@ RULES: dict[str, Rule] = {
         "One of them is turned away, or they overwrite each other's data.",
         "Set RANK per process, as launchers do; look for `export RANK=…` in a profile, and for a job started twice."),
     "rank-extra": Rule(ERROR, "a rank that the world doesn't have",
-        alike(lambda facts: [facts.place.rank], find.beyond_the_world),
+        alike(lambda facts: [facts.place.rank],
+              lambda evidence, group: evidence.met and group[0].place.rank >= evidence.world_size),
         "rank {place.rank} came from {hosts_and_pids}, but the world has {world_size} ranks",
         "It can't join, and its node has one process more than the others count on.",
         "Start exactly WORLD_SIZE processes with ranks from 0, or raise WORLD_SIZE on all of them."),
@@ -107,12 +110,12 @@ RULES: dict[str, Rule] = {
         "Node boundaries, GPUs and interfaces are derived from it.",
         "Start as many processes per host as LOCAL_WORLD_SIZE (--nproc-per-node, --ntasks-per-node) says."),
     "rank-lost": Rule(ERROR, "a rank came, and then ended or hung",
-        find.lost,
+        lambda evidence: [Match([evidence.of(number)], stage=stage) for number, stage in evidence.lost.items()],
         "rank {place.rank} (pid {pid}) gave no answer any more; its last news: {stage}",
         "The job would lose it in the same way.",
         "Look at its log and at `dmesg` on its host (out of memory, a signal), and run the check again."),
     "layout": Rule(ERROR, "the sizes don't fit the world",
-        find.no_layout,
+        lambda evidence: [Match(error=evidence.layout)] if isinstance(evidence.layout, LayoutError) else [],
         "{error}",
         "initialize_model_parallel() would raise the same error.",
         "Change the sizes or the number of ranks; `python -m parallel_state plan --world-size N …` tries them."),
@@ -217,8 +220,8 @@ RULES: dict[str, Rule] = {
         "Small messages pass and large ones vanish: the start works, and the first large tensor hangs.",
         "Set one MTU on all of them (`ip link set DEV mtu 9000`), as the switch allows."),
     "hostname-twice": Rule(WARNING, "two hosts have the same name",
-        find.same_hostnames,
-        "{number} hosts are called {network.hostname}",
+        alike(lambda facts: [facts.network.hostname], lambda evidence, group: len(set(map(evidence.host, group))) > 1),
+        "{hosts:number} hosts are called {key}",
         "NCCL and logs tell hosts apart by name.",
         "Give each host, or container, a name of its own (`--hostname`)."),
     "infiniband-down": Rule(WARNING, "an InfiniBand port isn't active",
@@ -331,18 +334,21 @@ RULES: dict[str, Rule] = {
         "Unset it, unless it is needed."),
     # Limits.
     "shm-missing": Rule(ERROR, "/dev/shm can't be used",
-        groups(find.shm_mount, lambda _, group: find.shm_state(group) == "missing"),
+        groups(lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+               lambda _, group: find.shm_state(group) == "missing"),
         "/dev/shm of {host}: {limits.shm_problem}",
         "Ranks of one host share memory there; without it they go over loopback sockets, and NCCL fails.",
         "Mount a tmpfs at /dev/shm with mode 1777; in a container `--ipc=host` or `--shm-size=8g`."),
     "shm-small": Rule(ERROR, "/dev/shm is too small",
-        groups(find.shm_mount, lambda _, group: find.shm_state(group) == "small"),
+        groups(lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+               lambda _, group: find.shm_state(group) == "small"),
         "/dev/shm of {host} has {limits.shm_bytes:size}, and {limits.shm_free_bytes:size} free",
         "Containers get 64 MB by default. NCCL, data loaders and this package put buffers there; beyond it a process "
         "gets SIGBUS.",
         "Start the container with `--shm-size=8g` or `--ipc=host`; in Kubernetes an emptyDir with medium: Memory."),
     "shm-full": Rule(ERROR, "/dev/shm is full",
-        groups(find.shm_mount, lambda _, group: find.shm_state(group) == "full"),
+        groups(lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+               lambda _, group: find.shm_state(group) == "full"),
         "/dev/shm of {host} has {limits.shm_free_bytes:size} of {limits.shm_bytes:size} free",
         "Segments can't be made; who writes to one that doesn't fit gets SIGBUS.",
         "Remove what dead jobs left there (`ls -l /dev/shm`), or make it larger (`mount -o remount,size=…`)."),
@@ -352,7 +358,7 @@ RULES: dict[str, Rule] = {
         "They are in different containers and can't share memory: all goes over sockets.",
         "Run them in one container, or with `--ipc=host`."),
     "tmp-full": Rule(WARNING, "the folder for temporary files is full or can't be written",
-        some(find.no_temporary_files),
+        some(lambda facts: bool(facts.limits.tmp_problem) or 0 <= facts.limits.tmp_free_bytes < 64 << 20),
         "{limits.tmp_folder} on {host}: {limits:free}",
         "Compilers and torch put files there.",
         "Free some, or let TMPDIR name a folder with room."),
@@ -456,7 +462,8 @@ RULES: dict[str, Rule] = {
         "NCCL refuses it, and both get half of its memory.",
         "Give each rank its own: CUDA_VISIBLE_DEVICES, --gpus-per-task, LOCAL_RANK; or PARALLEL_STATE_SHARE_GPUS=on."),
     "gpu-somewhere": Rule(ERROR, "some ranks have GPUs and others have none",
-        find.some_without_gpus,
+        alike(lambda facts: ["no GPU"] if not facts.gpus.visible else [],
+              lambda evidence, group: len(group) < len(evidence.arrivals)),
         "{ranks_and_hosts} see no GPU, the others do",
         "Ranks would choose different backends.",
         "Look at the driver on the hosts without (`nvidia-smi`), or hide all GPUs with CUDA_VISIBLE_DEVICES=."),
