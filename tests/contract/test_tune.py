@@ -33,7 +33,7 @@ Spoil = Callable[[StandInPeerMemory, Event], None]
 
 
 def _tuned(env: dict[str, str], spoil: Spoil) -> tuple[Thresholds | str, list[Any]]:
-    """The row, or the error; and the times of each operation. `spoil` also gets an event that the proof's start sets."""
+    """The row, or the error; and the times of each operation. The proof's start sets the event that `spoil` gets."""
     os.environ.update(env)
     group = ps.get_tp_group()
     peers = StandInPeerMemory(group.context, thresholds=UNBOUNDED)
