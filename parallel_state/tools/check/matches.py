@@ -42,16 +42,12 @@ Test = Callable[[Evidence, Group], Words | bool | None]
 """Returns what a rule's format needs to know of a group, or True where that is in the facts; else a false value."""
 
 
-def always(evidence: Evidence, group: Group) -> bool:
-    return True
-
-
 def hosts(test: Test) -> Predicate:
     """Tests the ranks of each host."""
     return lambda evidence: _tested(evidence, evidence.hosts.values(), test)
 
 
-def groups(key: Callable[[Facts], Hashable], test: Test = always) -> Predicate:
+def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
     """Tests each group of a host's ranks that have the same key; those whose key is None are in no group."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
@@ -67,7 +63,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
     return groups(lambda facts: test(facts) or None)
 
 
-def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = always) -> Predicate:
+def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
     """Tests, for each key that any rank has, all ranks that have it; its word is `key`."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
@@ -152,14 +148,6 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _on_ranks(values: Mapping[str, list[int]]) -> str:
-    return "; ".join(f"{value} on {named(ranks)}" for value, ranks in values.items())
-
-
-def _on_hosts(values: Mapping[str, list[str]]) -> str:
-    return "; ".join(f"{value} on {', '.join(names)}" for value, names in values.items())
-
-
 def _free(limits: Limits) -> str:
     """Of the folder for temporary files."""
     return limits.tmp_problem or f"{_size(limits.tmp_free_bytes)} free"
@@ -182,6 +170,13 @@ _WORDS: dict[str, Callable[[Evidence, Group], Any]] = {
 }
 """Of a group. `host` is the first rank's."""
 _FORMS: dict[str, Callable[[Any], str]] = {
-    "size": _size, "rate": rate, "cores": _cores, "ranks": named, "on_ranks": _on_ranks, "on_hosts": _on_hosts,
-    "list": ", ".join, "number": lambda items: str(len(items)), "free": _free,
-}  # fmt: skip
+    "size": _size,
+    "rate": rate,
+    "cores": _cores,
+    "ranks": named,
+    "list": ", ".join,
+    "number": lambda items: str(len(items)),
+    "free": _free,
+    "on_ranks": lambda values: "; ".join(f"{value} on {named(ranks)}" for value, ranks in values.items()),
+    "on_hosts": lambda values: "; ".join(f"{value} on {', '.join(names)}" for value, names in values.items()),
+}

@@ -23,7 +23,7 @@ from parallel_state.tools.check.evidence import (
     ranks_of,
     runs_of,
 )
-from parallel_state.tools.check.facts import Facts, GpuPath, Interface, Place
+from parallel_state.tools.check.facts import Facts, Interface, Place
 from parallel_state.tools.check.findings import INFO, WARNING, named, rate
 from parallel_state.tools.check.matches import Group, Match, Words, differing
 
@@ -97,8 +97,8 @@ def world_sizes(evidence: Evidence) -> Iterator[Match]:
 def missing(evidence: Evidence) -> Iterator[Match]:
     smallest = min((each.place.world_size for each in evidence.arrivals), default=0)
     absent = [rank for rank in evidence.missing if rank < smallest] if evidence.met else []
-    for place, ranks in grouped(absent, evidence.expected_host).items():
-        yield Match(absent=ranks, place=place, ranks=ranks)
+    for where, ranks in grouped(absent, evidence.expected_host).items():
+        yield Match(absent=ranks, where=where, ranks=ranks)
 
 
 def wrong_local_size(evidence: Evidence, ranks: Group) -> Words | None:
@@ -221,18 +221,16 @@ def missing_interfaces(evidence: Evidence) -> Iterator[Match]:
 
 def bridges(evidence: Evidence) -> Iterator[Match]:
     reached = [evidence.of(link.target) for link in evidence.links if not link.problem]
-    for ranks in evidence.hosts.values() if evidence.spans_hosts else ():
+    for ranks in evidence.hosts.values():
         facts = ranks[0]
+        if not evidence.spans_hosts or any(facts is other for other in reached):
+            continue
         taken = {"gloo": facts.network.gloo_interface}
         if facts.gpus.visible:
             taken["NCCL"] = facts.network.nccl_interface
         for library, name in taken.items():
             each = interface_of(facts, name)
-            if (
-                each is not None
-                and each.kind in ("bridge", "container")
-                and all(facts is not other for other in reached)
-            ):
+            if each is not None and each.kind in ("bridge", "container"):
                 yield Match(ranks, library=library, taken=each)
 
 
@@ -583,11 +581,6 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
     return {"nodes": numbers[0]} if len(ranks) > 1 and min(numbers) > 1 else None
 
 
-def saves_power(evidence: Evidence, ranks: Group) -> bool:
-    cpu = ranks[0].cpu
-    return cpu.governor in ("powersave", "ondemand", "conservative") and "Intel" not in cpu.model
-
-
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
     """The best of many repetitions: what else runs on the core for a while doesn't count, a slow core does."""
     runs = {number: runs_of(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
@@ -627,19 +620,15 @@ def _most_nvlinks(ranks: Group) -> int:
     return max((path.nvlinks for path in ranks[0].gpus.paths), default=0)
 
 
-def _pair(path: GpuPath) -> str:
-    return f"GPU{path.one}–GPU{path.two}"
-
-
 def fewer_nvlinks(evidence: Evidence, ranks: Group) -> Words | None:
     most = _most_nvlinks(ranks)
-    fewer = [f"{_pair(path)}: {path.nvlinks}" for path in ranks[0].gpus.paths if 0 <= path.nvlinks < most]
+    fewer = [f"{path}: {path.nvlinks}" for path in ranks[0].gpus.paths if 0 <= path.nvlinks < most]
     return {"most": most, "fewer": ", ".join(fewer[:4])} if fewer else None
 
 
 def no_peer_access(evidence: Evidence, ranks: Group) -> Words | None:
     paths = ranks[0].gpus.paths
-    refused = [f"{_pair(path)}: {path.peer_problem}" for path in paths if path.peer_problem]
+    refused = [f"{path}: {path.peer_problem}" for path in paths if path.peer_problem]
     return {"refused": len(refused), "pairs": len(paths), "first": refused[0]} if refused else None
 
 

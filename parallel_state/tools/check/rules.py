@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = {
         "port."),
     "rank-missing": Rule(ERROR, "a rank never came",
         find.missing,
-        "{absent:ranks} of {world_size} never came; should have been started on {place}",
+        "{absent:ranks} of {world_size} never came; should have been started on {where}",
         "All others would wait for it until the start's deadline, then fail.",
         "Look at the launcher's log on that host: not started, ended early, or kept away by a firewall or another "
         "MASTER_ADDR."),
@@ -446,7 +446,8 @@ RULES: dict[str, Rule] = {
         "A rank that wanders, or whose memory is far away, loses bandwidth.",
         "Bind ranks to NUMA nodes: `PARALLEL_STATE_CORES=share`, `srun --cpu-bind=ldoms`, `mpirun --map-by numa`."),
     "governor": Rule(INFO, "the CPU's governor saves power",
-        hosts(find.saves_power),
+        hosts(lambda _, ranks: ranks[0].cpu.governor in ("powersave", "ondemand", "conservative")
+              and "Intel" not in ranks[0].cpu.model),
         "the governor on {host} is {cpu.governor}",
         "Cores sleep and clock down between collectives: latencies grow and scatter.",
         "`cpupower frequency-set -g performance`."),
