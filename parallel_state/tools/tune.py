@@ -36,9 +36,10 @@ from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
 from parallel_state.collectives.capture_stream import side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.bench import rounds
 from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, TensorTeam, answer, beside, given
 from parallel_state.tools.bench.devices import Captured, Clock, captured, share_gpus
+from parallel_state.tools.bench.rounds import Plan as CasePlan
+from parallel_state.tools.bench.rounds import measure
 from parallel_state.tools.bench.worker import Timing
 
 SIZES = tuple(1 << power for power in range(10, 27))
@@ -69,12 +70,11 @@ Times = Mapping[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Says how long and how much is measured and proven."""
+class Plan(CasePlan):
+    """Sets how long and how much is measured and proven."""
 
-    sizes: Sequence[int] = SIZES
     rounds: int = 20
-    round_s: float = 0.005
+    sizes: Sequence[int] = SIZES
     proof_calls: int = PROOF_CALLS
 
 
@@ -155,8 +155,7 @@ class Tuning:
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
         """Returns medians of the slowest rank's microseconds. Candidates that are wrong on a rank have none."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
-        plan = rounds.Plan(self.plan.rounds, self.plan.round_s)
-        row = rounds.measure([Candidates(self.group, self.candidates(operation))], case, plan)
+        row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
 
     # Proving.
@@ -368,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--proof-calls", type=int, default=PROOF_CALLS, help="fewer prove less")
     parser.add_argument("--out", type=Path, help="instead of the user's rows")
     options = parser.parse_args(arguments)
-    options.plan = Plan(tuple(options.sizes), options.rounds, proof_calls=options.proof_calls)
+    options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
     gpus = torch.cuda.device_count()
     if gpus == 0:
