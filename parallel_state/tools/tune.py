@@ -190,7 +190,7 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns this rank's input, each element `number` larger than the harness has it, and the answer."""
+        """Returns this rank's input and answer. Each element of the input is `number` larger than the harness's."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -218,7 +218,7 @@ class Tuning:
 
 
 class Candidates(TensorTeam):
-    """This rank's part in measuring one operation's candidates by the benchmark's harness."""
+    """Measures one operation's candidates with the benchmark's harness; every rank makes one."""
 
     name = "tune"
 
@@ -229,7 +229,7 @@ class Candidates(TensorTeam):
         self._graphs: dict[Call, Captured] = {}
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Has all ranks call the method; returns what each returned, in rank order."""
+        """Calls the method on all ranks and returns their results in rank order."""
         mine = getattr(self, method)(*arguments)
         if isinstance(mine, Timing):
             return [Timing(elapsed_s) for elapsed_s in self._group.all_gather_object(mine.elapsed_s)]
@@ -242,7 +242,7 @@ class Candidates(TensorTeam):
         self._clock.finish()
 
     def check(self, name: str) -> str | None:
-        """Captures the candidate as well, once it was right on all ranks."""
+        """Checks a candidate's answer, and captures the candidate in a graph once it was right on all ranks."""
         problem = super().check(name)
         call, x = self._prepared[name]
         if any(self._group.all_gather_object(problem is not None)) or call in self._graphs:
@@ -265,14 +265,14 @@ class Candidates(TensorTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the graph as often as it takes to make so many calls."""
+        """Replays the graph until at least `calls` calls are made, and scales the time to `calls`."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self._clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
 
 
 def _collective(operation: str) -> str:
-    """Returns the collective by whose answer the operation is checked."""
+    """Returns the harness's name of the operation's collective."""
     return "all_reduce" if operation == FUSED else operation
 
 

@@ -1,4 +1,4 @@
-"""Findings as reports have them: their severities, exit codes and words. `rules` has the table of what is found."""
+"""Findings of a report: severities, exit codes, and how ranks and rates are written. The table is in `rules`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Predicates over the evidence: ways to go through the ranks, each yielding the groups of ranks that a rule is about.
+"""Selects the groups of ranks for which a rule holds, and fills in the rule's text.
 
-A predicate is a function of the evidence that yields `Match`es. Most are made here from a test of one group: of each
-host (`hosts`), of the ranks of a host that have the same key (`groups`), of all ranks that have it (`alike`).
+A predicate takes the evidence and yields matches. Most predicates are built here from a test of one group: the ranks of
+each host (`hosts`), the ranks of one host with the same key (`groups`), or all ranks with a key (`alike`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Words = Mapping[str, Any]
 
 
 class Match:
-    """One group of ranks of which a rule holds, and `words` for the rule's format."""
+    """A group of ranks for which a rule holds, with `words` for the rule's text."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Match:
         fix: str = "",
         **words: Any,
     ) -> None:
-        """`ranks`, `hosts`: of the finding, where it isn't about all of `group`; `severity`, `fix`: not the rule's."""
+        """`ranks` and `hosts` replace those of `group` in the finding; `severity` and `fix` replace the rule's."""
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
 
 
 Predicate = Callable[[Evidence], Iterable[Match]]
 Test = Callable[[Evidence, Group], Words | bool | None]
-"""Returns what a rule's format needs to know of a group, or True where that is in the facts; else a false value."""
+"""Returns the words that the text needs beside the facts, or True if it needs none. A false value: no match."""
 
 
 def hosts(test: Test) -> Predicate:
@@ -48,7 +48,7 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests each group of a host's ranks that have the same key; those whose key is None are in no group."""
+    """Tests each group of ranks of one host with the same key. Ranks whose key is None are in no group."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -59,12 +59,12 @@ def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group
 
 
 def some(test: Callable[[Facts], bool]) -> Predicate:
-    """Finds those of each host's ranks that pass the test, together."""
+    """Matches, on each host, the ranks that pass the test."""
     return groups(lambda facts: test(facts) or None)
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests, for each key that any rank has, all ranks that have it; its word is `key`."""
+    """Tests, for each key, all ranks that have it. The text may use `key`."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
@@ -74,20 +74,20 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
     return find
 
 
-def any_said(read: Callable[[Facts], str]) -> Predicate:
-    """Finds all ranks of which `read` says something, together; `said` is what it says of the first, with `more`."""
+def described_by(read: Callable[[Facts], str]) -> Predicate:
+    """Matches the ranks for which `read` returns text. `description` is the first rank's, `more` counts the others."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         group = [facts for facts in evidence.arrivals if read(facts)]
         if group:
             more = f" (and alike on {len(group) - 1} more)" if len(group) > 1 else ""
-            yield Match(group, said=read(group[0]), more=more)
+            yield Match(group, description=read(group[0]), more=more)
 
     return find
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Finds the ranks with the rarer `values` where those that are known differ."""
+    """Matches the ranks with the rarer values if known values differ. `values` lists each value with its ranks."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -114,9 +114,10 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Returns a rule's format, filled in.
+    """Fills in a rule's text.
 
-    It may name the match's words, the facts of the group's first rank, `_WORDS`, and forms of `_FORMS` behind a colon.
+    A field is a word of the match, one of `_WORDS`, or a fact of the group's first rank. Its format may be one of
+    `_FORMS`.
     """
     return _Formatter(evidence, match.group).vformat(found, (), match.words)
 
@@ -149,7 +150,7 @@ def _size(count: int) -> str:
 
 
 def _free(limits: Limits) -> str:
-    """Of the folder for temporary files."""
+    """Describes the free space of the folder for temporary files."""
     return limits.tmp_problem or f"{_size(limits.tmp_free_bytes)} free"
 
 
@@ -168,7 +169,7 @@ _WORDS: dict[str, Callable[[Evidence, Group], Any]] = {
     "interfaces": lambda _, group: _interfaces(group[0]),
     "ranks_of_host": lambda evidence, group: len(evidence.hosts[evidence.host(group[0])]),
 }
-"""Of a group. `host` is the first rank's."""
+"""Words of a group. `host` is the host of its first rank."""
 _FORMS: dict[str, Callable[[Any], str]] = {
     "size": _size,
     "rate": rate,

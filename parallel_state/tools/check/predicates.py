@@ -1,4 +1,4 @@
-"""Predicates of `rules` that take more than a line."""
+"""Predicates of `rules` that are longer than a line."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Returns MASTER_ADDR where it is one for several hosts, and no launcher serves the store there."""
+    """Returns MASTER_ADDR if several hosts have the same one and no launcher serves the store."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""
@@ -314,7 +314,7 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Yields links with a problem of this kind; `blocked` is any that isn't `stranger` or `broken`."""
+    """Yields links with a problem of this kind; `blocked` is any kind but `stranger` and `broken`."""
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)
@@ -341,7 +341,7 @@ def _speeds(evidence: Evidence) -> dict[tuple[int, int], float]:
 
 
 def _expected_speeds(evidence: Evidence) -> dict[tuple[int, int], str]:
-    """Returns, for links that are slower than the others and then for those slower than their interface, than what."""
+    """Returns the expected speed of each slow link, in words: first by the other links, then by its interface."""
     speeds = _speeds(evidence)
     odd = outliers(speeds, _SLOW, high=False)
     found = {pair: f"the median of all links is {rate(middle)}" for pair, _, middle in odd}
@@ -425,7 +425,7 @@ _CRIPPLING = {
 
 
 def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
-    """Finds that no rank has the compiled part, or that they differ."""
+    """Matches all ranks if `none` and no rank has the compiled part; else those whose parts differ."""
     looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     if any(facts.versions.compiled for facts in looked) or not looked:
         return [] if none else differing(_compiled)(evidence)

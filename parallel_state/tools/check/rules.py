@@ -1,9 +1,8 @@
-"""The rules of `check`, one row each: severity, what it is about, where it holds, what is found, why, what to do.
+"""The rules of `check`, one row each: severity, subject, predicate, and three texts: what is found, why, what to do.
 
-A rule holds of the groups of ranks that its predicate yields (`matches`; those that take more than a line are in
-`predicates`); what is found is a format over the facts of such a group. None asks the system or waits. Rows with
-`by_session` have no predicate: the session meets such a thing on its way, and says itself what it found.
-`docs/check.md` shows the table.
+What is found is a format over the facts of the ranks that the predicate matches (`matches.text_of`). Predicates longer
+than a line are in `predicates`. No rule asks the system or waits. A row with `by_session` has no predicate: the session
+itself detects the problem. `docs/check.md` shows the table.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from parallel_state.tools.check.matches import (
     Match,
     Predicate,
     alike,
-    any_said,
+    described_by,
     differing,
     groups,
     hosts,
@@ -36,13 +35,13 @@ class Rule(NamedTuple):
     about: str
     where: Predicate
     found: str
-    """Format, as `matches.text_of` fills it in."""
+    """The format that `matches.text_of` fills in."""
     why: str
     fix: str
 
 
 def by_session(evidence: Evidence) -> Iterator[Match]:
-    """Yields nothing, for what only the session can find."""
+    """Matches nothing: the session itself detects the problem."""
     yield from ()
 
 
@@ -56,14 +55,14 @@ RULES: dict[str, Rule] = {
         "Start all ranks with one launcher (torchrun, srun, mpirun), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR "
         "and MASTER_PORT."),
     "launchers-contradict": Rule(ERROR, "variables of two launchers disagree about rank or world size",
-        any_said(find.contradiction),
-        "rank {place.rank}: {said}{more}",
+        described_by(find.contradiction),
+        "rank {place.rank}: {description}{more}",
         "A rank takes its number from the first of them: ranks come twice, or wait for a world of another size.",
         "Unset the stale variables before the start (`env -u RANK -u WORLD_SIZE -u LOCAL_RANK …`), or start through "
         "one launcher."),
     "launcher-stale": Rule(WARNING, "variables of a launcher that isn't above this process",
-        any_said(find.stale_launcher),
-        "rank {place.rank}: {said}{more}",
+        described_by(find.stale_launcher),
+        "rank {place.rank}: {description}{more}",
         "They were exported by another session: ports and addresses in them lead to a job that is over.",
         "Start from a clean shell, or unset them: `env -u NAME …`."),
     "host-not-in-job": Rule(WARNING, "SLURM's node list doesn't have this host",
@@ -539,14 +538,14 @@ RULES: dict[str, Rule] = {
 def finding(
     code: str, found: str, ranks: Iterable[int] = (), hosts: Iterable[str] = (), *, severity: str = "", fix: str = ""
 ) -> Finding:
-    """Returns a finding of a row of the table; `severity` and `fix` where this one differs."""
+    """Returns a finding of a row of the table; `severity` and `fix` replace the row's."""
     rule = RULES[code]
     where = sorted(set(ranks)), list(dict.fromkeys(hosts))
     return Finding(severity or rule.severity, code, found, rule.why, fix or rule.fix, *where)
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    """Returns what the rules find, in the order of the table."""
+    """Returns the findings of all rules, in the order of the table."""
     return [_found(code, rule, evidence, match) for code, rule in RULES.items() for match in rule.where(evidence)]
 
 
