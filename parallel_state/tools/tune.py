@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import logging
 import math
 import os
 import random
@@ -34,14 +33,16 @@ import parallel_state as ps
 from device_communicators import CATALOG, Communicator, Request
 from device_communicators.base import settings
 from device_communicators.base.torch_internals import keep_cuda_busy
-from device_communicators.cuda import nccl_library
-from device_communicators.machine import group_topology
 from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
+from parallel_state.collectives.capture_stream import side_stream
 from parallel_state.startup import environment
-
-logger = logging.getLogger("parallel_state")
+from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, TensorTeam, answer, beside, given
+from parallel_state.tools.bench.devices import Captured, Clock, captured, share_gpus
+from parallel_state.tools.bench.rounds import Plan as CasePlan
+from parallel_state.tools.bench.rounds import measure
+from parallel_state.tools.bench.worker import Timing
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
@@ -55,8 +56,8 @@ ORDERS = {
 }
 PROOF_CALLS = 100_000
 CALLS_IN_A_GRAPH = 20
-HIDDEN, ROWS = 4096, 4
-"""The longest row of a norm; the rows of a matrix that all_gather gathers along its last dim."""
+HIDDEN = 4096
+"""The longest row of a norm."""
 RUN_S = 3600.0
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _UNBOUNDED: dict[str, Any] = {
@@ -71,12 +72,11 @@ Times = Mapping[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Says how long and how much is measured and proven."""
+class Plan(CasePlan):
+    """Sets how long and how much is measured and proven."""
 
-    sizes: Sequence[int] = SIZES
     rounds: int = 20
-    round_s: float = 0.005
+    sizes: Sequence[int] = SIZES
     proof_calls: int = PROOF_CALLS
 
 
@@ -130,7 +130,7 @@ class Tuning:
 
     # Measuring.
 
-    def candidates(self, operation: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    def candidates(self, operation: str) -> dict[str, Call]:
         call, other, torchs = CALLS[operation], self._other, self._torchs
         found = {name: self._only(call, name) for name in ORDERS[operation] if name != OTHER}
         found[OTHER] = lambda x: call(other, x)
@@ -138,14 +138,14 @@ class Tuning:
             found[TORCHS] = lambda x: call(torchs, x)
         return found
 
-    def _only(self, call: Callable[[Communicator, Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
+    def _only(self, call: Callable[[Communicator, Tensor], Tensor], name: str) -> Call:
         """Returns the call with thresholds by which it has this kernel at every size."""
         kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
         kinds.update({each: each for each in ALGORITHMS})
         never = {bound: 0 for bound, kind in kinds.items() if kind != name}
         return self._by(call, Thresholds(**{**_UNBOUNDED, **never}))
 
-    def _by(self, call: Callable[[Communicator, Tensor], Tensor], thresholds: Thresholds) -> Callable[[Tensor], Tensor]:
+    def _by(self, call: Callable[[Communicator, Tensor], Tensor], thresholds: Thresholds) -> Call:
         admission = replace(self._peers.group.admission, pinned=None, thresholds=thresholds)
 
         def chosen(x: Tensor) -> Tensor:
@@ -154,81 +154,11 @@ class Tuning:
 
         return chosen
 
-    @torch.inference_mode()
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
         """Returns medians of the slowest rank's microseconds. Candidates that are wrong on a rank have none."""
-        dtype = torch.bfloat16
-        numel = max(1, size_bytes // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
-        x, expected = self._given(operation, numel, 0, self.rank), self._answer(operation, numel, 0)
-        runs: dict[str, Callable[[int], None]] = {}
-        for name, call in self.candidates(operation).items():
-            run: Any = None
-            problem = _problem(call, x, expected)
-            if not any(self._gather(problem)):
-                run, problem = _attempt(self._repeated, call, x)
-            problems = self._gather(problem)
-            if any(problems):
-                logger.warning("%s by %s is left out: %s", operation, name, problems)
-            else:
-                runs[name] = run
-        calls = {name: self._calls(run) for name, run in runs.items()}
-        us: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(self.plan.rounds):
-            for name, run in runs.items():
-                us[name].append(max(self._gather(self._seconds(run, calls[name]))) / calls[name] * 1e6)
-        return {name: statistics.median(each) for name, each in us.items()}
-
-    def _given(self, operation: str, numel: int, number: int, rank: int) -> Tensor:
-        flat = (torch.arange(numel, device=self.device) % 7 + rank + number % 5).to(torch.bfloat16)
-        return flat.view(ROWS, -1) if operation == "all_gather" else flat
-
-    def _answer(self, operation: str, numel: int, number: int) -> Tensor:
-        inputs = [self._given(operation, numel, number, rank) for rank in range(self.size)]
-        if operation == "all_gather":
-            return torch.cat(inputs, 1)
-        total = torch.stack([each.float() for each in inputs]).sum(0).to(torch.bfloat16)
-        return total.view(self.size, -1)[self.rank] if operation == "reduce_scatter" else total
-
-    def _repeated(self, call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[int], None]:
-        """Returns a function that makes so many calls, on a GPU by replays of a graph with CALLS_IN_A_GRAPH of them."""
-        if self.device.type != "cuda":
-
-            def run(calls: int) -> None:
-                for _ in range(calls):
-                    call(x)
-
-            return run
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS_IN_A_GRAPH):
-                call(x)
-
-        def replay(calls: int) -> None:
-            for _ in range(calls // CALLS_IN_A_GRAPH):
-                graph.replay()
-
-        return replay
-
-    def _calls(self, run: Callable[[int], None]) -> int:
-        """Returns as many calls as fill a round, the same on all ranks."""
-        once = max(self._gather(self._seconds(run, CALLS_IN_A_GRAPH)))
-        return CALLS_IN_A_GRAPH * max(1, min(1000, int(self.plan.round_s / max(once, 1e-7))))
-
-    def _seconds(self, run: Callable[[int], None], calls: int) -> float:
-        self._finish()
-        self.group.barrier()
-        started = time.perf_counter()
-        run(calls)
-        self._finish()
-        return time.perf_counter() - started
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _gather(self, mine: Any) -> list[Any]:
-        """Returns each rank's value, in rank order."""
-        return list(self.group.all_gather_object(mine))
+        case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
+        row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
+        return {name: statistics.median(us) for name, us in row.us.items()}
 
     # Proving.
 
@@ -247,14 +177,12 @@ class Tuning:
             which, number = same.randrange(len(cases)), same.randrange(5)
             operation, numel = cases[which]
             if (operation, numel, number) not in answers:
-                answers[operation, numel, number] = (
-                    self._given(operation, numel, number, self.rank), self._answer(operation, numel, number),
-                )  # fmt: skip
+                answers[operation, numel, number] = self._case(operation, numel, number)
             x, expected = answers[operation, numel, number]
             if own.random() < 0.02:
                 self._be_late(own)
             wrong[which] += (calls[operation](x) != expected).any()
-        counts = self._gather([int(each) for each in wrong])
+        counts = self.group.all_gather_object([int(each) for each in wrong])
         for rank, each in enumerate(counts):
             if any(each):
                 operation, numel = cases[max(range(len(cases)), key=each.__getitem__)]
@@ -262,6 +190,16 @@ class Tuning:
                     f"no row is written: of {self.plan.proof_calls} calls {sum(each)} were wrong on rank {rank}, most "
                     f"of them {operation} of {numel} elements; report this with `python -m parallel_state topology`"
                 )
+
+    def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
+        """Returns this rank's input and answer. Each element of the input is `number` larger than the harness's."""
+        name, kind = _collective(operation), (torch.bfloat16, self.device)
+        x = given(numel, self.rank + number, *kind)
+        expected = answer(name, numel, self.rank, self.size, *kind)
+        if name == "all_gather":
+            x = x.view(ROWS, -1)
+            return x, beside(expected, self.size, tuple(x.shape)) + number
+        return x, expected + number * self.size
 
     def _proof_sizes(self, operation: str, chosen: Thresholds) -> list[int]:
         """Returns numbers of elements: the smallest, and around each bound, up to 1 MiB."""
@@ -281,17 +219,63 @@ class Tuning:
             time.sleep(own.random() * 2e-4)
 
 
-def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Returns what the call returned, or None and what went wrong."""
-    try:
-        return call(*arguments), None
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+class Candidates(TensorTeam):
+    """Measures one operation's candidates with the benchmark's harness; every rank makes one."""
+
+    name = "tune"
+
+    def __init__(self, group: ps.GroupCoordinator, calls: Mapping[str, Call]) -> None:
+        self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
+        self._group, self._candidates = group, calls
+        self._clock = Clock(group.device)
+        self._graphs: dict[Call, Captured] = {}
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls the method on all ranks and returns their results in rank order."""
+        mine = getattr(self, method)(*arguments)
+        if isinstance(mine, Timing):
+            return [Timing(elapsed_s) for elapsed_s in self._group.all_gather_object(mine.elapsed_s)]
+        return list(self._group.all_gather_object(mine))
+
+    def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
+        return {name: Exchange(call) for name, call in self._candidates.items()}
+
+    def finish(self) -> None:
+        self._clock.finish()
+
+    def check(self, name: str) -> str | None:
+        """Checks a candidate's answer, and captures the candidate in a graph once it was right on all ranks."""
+        problem = super().check(name)
+        call, x = self._prepared[name]
+        if any(self._group.all_gather_object(problem is not None)) or call in self._graphs:
+            return None if problem is None else str(problem)
+        try:
+            self._graphs[call] = self._capture(call, x)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    @torch.inference_mode()
+    def _capture(self, call: Call, x: Tensor) -> Captured:
+        def several() -> Tensor:
+            for _ in range(CALLS_IN_A_GRAPH):
+                y = call(x)
+            return y
+
+        with side_stream(self.device) as capture:
+            call(x)
+            return captured(several, capture.stream)
+
+    def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
+        """Replays the graph until at least `calls` calls are made, and scales the time to `calls`."""
+        graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
+        seconds = self._clock.seconds(lambda: [graph.replay() for _ in range(replays)])
+        return seconds * calls / (replays * CALLS_IN_A_GRAPH)
 
 
-def _problem(call: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> str | None:
-    found, problem = _attempt(call, x)
-    return problem or (None if torch.equal(found.view(-1), expected.reshape(-1)) else "a wrong answer")
+def _collective(operation: str) -> str:
+    """Returns the harness's name of the operation's collective."""
+    return "all_reduce" if operation == FUSED else operation
 
 
 def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
@@ -341,7 +325,7 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     ranks = place.local_world_size or place.world_size
     os.environ.update({settings.NCCL.name: "on", settings.PEER_MEMORY.name: "off"})  # ours is made below, unbounded
     if gpus < ranks:
-        group_topology.share_gpus(place.local_rank, ranks, gpus, nccl_library.load().version)
+        share_gpus()
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     torch.set_num_threads(1)
     ps.init_distributed_environment(backend="nccl")
@@ -385,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--proof-calls", type=int, default=PROOF_CALLS, help="fewer prove less")
     parser.add_argument("--out", type=Path, help="instead of the user's rows")
     options = parser.parse_args(arguments)
-    options.plan = Plan(tuple(options.sizes), options.rounds, proof_calls=options.proof_calls)
+    options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
     gpus = torch.cuda.device_count()
     if gpus == 0:

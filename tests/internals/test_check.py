@@ -26,7 +26,7 @@ from parallel_state.tools.check.facts import (
     Measured,
     Traffic,
 )
-from parallel_state.tools.check.findings import EXIT_CODES, KINDS, SEVERITIES, worst
+from parallel_state.tools.check.findings import EXIT_CODES, SEVERITIES, worst
 from parallel_state.tools.check.links import schedule
 from parallel_state.tools.check.session import Options, Report, Session
 
@@ -162,6 +162,38 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
         _set("versions.driver", "580.65", 3)(arrivals)]),
     "no compiled part": ("compiled-missing", "no compiler", (2,), lambda arrivals: [
         _set("versions.compiled", "")(arrivals), _set("versions.compiled_problem", "no compiler")(arrivals)]),
+    "package": ("version-package", "is 0.2.0 on ranks 0, 2, 3 (node0, node1); 0.1.0 on rank 1 (node0)", (2, 2),
+                _set("versions.package", "0.1.0", 1)),
+    "Python": ("version-python", "Python is 3.11 on rank 0 (node0); 3.10 on rank 1 (node0)", (2,),
+               _set("versions.python", "3.10.4", 1)),
+    "compiled parts": ("version-compiled", "missing (no compiler) on rank 1", (2,), lambda arrivals: [
+        _set("versions.compiled", "", 1)(arrivals), _set("versions.compiled_problem", "no compiler", 1)(arrivals)]),
+    "a setting that can't be read": ("setting-wrong", "PARALLEL_STATE_X must be {a}", (2,), _set(
+        "settings_wrong", ["PARALLEL_STATE_X must be {a}"])),
+    "an unknown setting": ("setting-unknown", "PARALLEL_STATE_TIMOUT_S", (2,), _set(
+        "settings_unknown", ["PARALLEL_STATE_TIMOUT_S"], 1)),
+    "settings differ": ("settings-differ", "NCCL_ALGO is unset on ranks 0, 2, 3 (node0, node1); Tree on rank 1 (node0)",
+                        (2, 2), _variables({"NCCL_ALGO": "Tree"}, 1)),
+    "no shm": ("shm-missing", "/dev/shm of node0: Permission denied", (2,), _set(
+        "limits.shm_problem", "Permission denied")),
+    "full tmp": ("tmp-full", "/tmp on node0: 1000 bytes free", (2,), _set("limits.tmp_free_bytes", 1000)),
+    "no tmp": ("tmp-full", "/tmp on node0: Read-only file system", (2,), _set(
+        "limits.tmp_problem", "Read-only file system", 1)),
+    "limits differ": ("limits-differ", "the limit of processes is unlimited on rank 0 (node0); 9000 on rank 1 (node0)",
+                      (2,), _set("limits.processes", 9000, 1)),
+    "address space": ("address-space-limited", "may map 16 GiB", (2,), _set("limits.address_space_bytes", 16 << 30)),
+    "file size": ("file-size-limited", "files of 100 MiB", (2,), _set("limits.file_size_bytes", 100 << 20)),
+    "gloo's interface": ("interface-missing", "eth7 on node0, but that interface isn't there; there are eth0", (1,),
+                         _variables({"GLOO_SOCKET_IFNAME": "eth7"})),
+    "NCCL's interface": ("interface-missing", "=ib on node0 fits no interface", (1,), lambda arrivals: [
+        _variables({"NCCL_SOCKET_IFNAME": "ib"})(arrivals), _set("network.nccl_interface", "")(arrivals)]),
+    "another job's nodes": ("host-not-in-job", "node0 isn't in gpu[1-2]", (1,), lambda arrivals: [
+        _variables({"SLURM_JOB_NODELIST": "gpu[1-2]"})(arrivals), _set("place.source", "slurm")(arrivals)]),
+    "a local rank twice": ("local-rank-twice", "ranks 0, 1 on node0 all have local rank 0", (2,), _set(
+        "place.local_rank", 0)),
+    "local size": ("local-size-wrong", "node0 has 2 ranks, but LOCAL_WORLD_SIZE there is 4", (2,), _set(
+        "place.local_world_size", 4)),
+    "environment": ("environment", "RANK isn't a number", (2,), _set("place.problem", "RANK isn't a number")),
     "small shm": ("shm-small", "64 MiB", (2, 2), _set("limits.shm_bytes", 64 << 20, 2, 3)),
     "full shm": ("shm-full", "10 MiB", (2, 2), _set("limits.shm_free_bytes", 10 << 20, 2, 3)),
     "split shm": ("shm-split", "node0 has 2", (2,), _set("limits.shm_device", 7, 1)),
@@ -215,6 +247,14 @@ def test_a_rule_names_what_is_wrong(name: str) -> None:
     found = findings(arrivals)
     assert any(words in text for text in found.get(code, ())), found
     assert len(found) <= 3, "one fault, and not a list of what follows from it"
+
+
+def test_sizes_that_dont_fit_and_groups_that_span_hosts() -> None:
+    (text,) = findings(job(2, 2), sizes={"tp": 3})["layout"]
+    assert "4" in text and "3" in text
+    assert findings(job(2, 2), sizes={"tp": 2}) == {}
+    (text,) = findings(job(3, 1), sizes={"tp": 2})["axis-across-hosts"]
+    assert text == "1 of 2 tp groups span hosts: ranks 2, 3"
 
 
 def test_ranks_that_could_not_be_launched_are_told_of(
@@ -488,16 +528,15 @@ def test_the_exit_code_is_that_of_the_worst() -> None:
     assert worst([]) == ""
 
 
-def test_each_code_of_the_table_is_used_and_documented() -> None:
-    folder = ROOT / "parallel_state/tools/check"
-    used = set()
-    for path in folder.glob("*.py"):
-        if path.name != "findings.py":
-            used |= {
-                node.value
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.Constant) and node.value in KINDS
-            }
-    assert used == set(KINDS)
+def _codes_in(*paths: Path) -> set[str]:
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and node.value in rules.RULES}
+
+
+def test_each_rule_is_found_by_facts_or_by_the_session_and_documented() -> None:
+    by_session = {code for code, rule in rules.RULES.items() if rule.where is rules.by_session}
+    others = [path for path in (ROOT / "parallel_state/tools/check").glob("*.py") if path.name != "rules.py"]
+    assert by_session <= _codes_in(*others)
+    assert set(rules.RULES) - by_session <= _codes_in(Path(__file__)), "rules that no test here finds"
     rows = [line for line in (ROOT / "docs/check.md").read_text().splitlines() if line.startswith("| `")]
-    assert rows == [f"| `{code}` | {kind.severity} | {kind.about} | {kind.fix} |" for code, kind in KINDS.items()]
+    assert rows == [f"| `{code}` | {rule.severity} | {rule.about} | {rule.fix} |" for code, rule in rules.RULES.items()]

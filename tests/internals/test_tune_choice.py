@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import replace
 from itertools import combinations_with_replacement
@@ -19,6 +18,7 @@ from device_communicators.hierarchical.shared_memory import SharedMemoryCommunic
 from device_communicators.peer.thresholds import Conditions, load
 from device_communicators.process_group.device import DeviceGroupCommunicator
 from parallel_state import __main__ as commands
+from parallel_state.tools.bench.devices import Captured
 from parallel_state.tools.tune import (
     CALLS_IN_A_GRAPH,
     FUSED,
@@ -26,8 +26,8 @@ from parallel_state.tools.tune import (
     OTHER,
     TORCHS,
     UNBOUNDED,
+    Candidates,
     TuneError,
-    Tuning,
     boundaries,
     choose,
     other_of,
@@ -141,15 +141,23 @@ def test_on_gpus_nobody_is_compared_with_who_carries_only_tensors_of_the_host() 
         other_of([host], "cuda")
 
 
-def test_calls_are_captured_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning, calls, replays = object.__new__(Tuning), [], []
-    tuning.device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replays.append(1)))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    run = tuning._repeated(lambda x: calls.append(x) or x, torch.ones(1))
-    assert len(calls) == CALLS_IN_A_GRAPH
-    run(3 * CALLS_IN_A_GRAPH)
-    assert (len(calls), len(replays)) == (CALLS_IN_A_GRAPH, 3)
+def test_calls_are_captured_by_the_graph() -> None:
+    group: Any = SimpleNamespace(rank_in_group=0, world_size=1, device=torch.device("cpu"))
+    group.all_gather_object = lambda mine: [mine]
+    calls: list[bool] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        calls.append(Captured.standing_in)
+        return x.clone()
+
+    team = Candidates(group, {"push": call})
+    case = {"operation": "all_reduce", "bytes": 1024, "dtype": "bfloat16", "loop": "tight"}
+    assert team.ask("prepare", case) == [["push"]]
+    assert team.ask("check", "push") == [None]
+    assert calls == [False, False, *[True] * CALLS_IN_A_GRAPH], "checked, made on the graph's stream, and captured"
+    assert team.ask("check", "push") == [None] and len(calls) == CALLS_IN_A_GRAPH + 3, "captured once"
+    (timing,) = team.ask("run", "push", 2 * CALLS_IN_A_GRAPH + 1)
+    assert len(calls) == 5 * CALLS_IN_A_GRAPH + 3 and timing.elapsed_s > 0, "a graph to warm up, and three"
 
 
 def test_without_a_gpu_there_is_nothing_to_tune(

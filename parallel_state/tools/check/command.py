@@ -31,7 +31,7 @@ from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup import environment
 from parallel_state.tools.check import page, rules, system
 from parallel_state.tools.check.evidence import Evidence
-from parallel_state.tools.check.findings import ERROR, EXIT_CODES, finding
+from parallel_state.tools.check.findings import ERROR, EXIT_CODES
 from parallel_state.tools.check.session import Options, Outcome, Report, Session
 from parallel_state.tools.plan.command import STDOUT, add_sizes, write
 
@@ -172,7 +172,7 @@ def _not_launched(ranks: int, options: Options, error: ParallelStateError, began
     text = re.split(r"\nwhere (?:it|rank \d+) was:", str(error))[0].strip()
     facts.place.local_world_size = ranks
     evidence = Evidence([facts], ranks, options.sizes, options.order, met=False)
-    found = [finding("launch-failed", text, hosts=[facts.network.hostname]), *rules.judge(evidence)]
+    found = [rules.finding("launch-failed", text, hosts=[facts.network.hostname]), *rules.judge(evidence)]
     return session.report(evidence, found)
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from device_communicators.base.errors import SettingError
+from device_communicators.base.errors import LayoutError, SettingError
+from parallel_state.layout.ranks import Layout
+from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup.environment import expand_hostlist
-from parallel_state.tools.check.facts import Facts, Interface, Link, Measured, Traffic
-from parallel_state.tools.check.findings import Finding, finding, named
+from parallel_state.tools.check.facts import CpuRun, Facts, GroupTraffic, Interface, Link, Measured, Traffic
+from parallel_state.tools.check.findings import named
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -68,11 +70,6 @@ class Evidence:
     def on(self, hosts: Iterable[str]) -> list[Facts]:
         return [facts for name in hosts for facts in self.hosts[name]]
 
-    def about(self, code: str, text: str, group: Iterable[Facts], *, severity: str = "") -> Finding:
-        """Returns a finding about the ranks of `group`, and their hosts."""
-        group = list(group)
-        return finding(code, text, ranks_of(group), map(self.host, group), severity=severity)
-
     @cached_property
     def missing(self) -> list[int]:
         return sorted(set(range(self.world_size)) - set(self.ranks))
@@ -80,6 +77,26 @@ class Evidence:
     @property
     def several_hosts(self) -> bool:
         return len(self.hosts) > 1
+
+    @property
+    def spans_hosts(self) -> bool:
+        """True if the job is on several hosts, as far as this rank can know."""
+        place = self.arrivals[0].place
+        return self.several_hosts or (not self.met and 0 < (place.local_world_size or 0) < place.world_size)
+
+    @cached_property
+    def layout(self) -> Layout | LayoutError:
+        try:
+            return resolve_layout(self.world_size, self.sizes, *filter(None, (self.order,)))
+        except LayoutError as error:
+            return error
+
+    @cached_property
+    def meeting_places(self) -> dict[str, list[int]]:
+        """Ranks by the address and port to which they go."""
+        places = {each.place.rank: each.place for each in self.arrivals if each.place.world_size > 1}
+        found = by_value({rank: f"{each.master_addr}:{each.master_port}" for rank, each in places.items()})
+        return {where: ranks for where, ranks in found.items() if not where.startswith(":")}
 
     @cached_property
     def links(self) -> list[Link]:
@@ -180,3 +197,21 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
     """Returns the keys of each value, the most frequent value first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
+
+
+def runs_of(evidence: Evidence, number: int) -> list[CpuRun]:
+    """Returns what a rank measured of its core, before and after the traffic."""
+    measured, traffic = evidence.measured.get(number), evidence.traffic.get(number)
+    return [*(measured.cpu if measured else ()), *(traffic.cpu if traffic else ())]
+
+
+def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
+    """Returns each kind's groups, by ranks, with the slowest figures of any of their ranks."""
+    found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
+    for traffic in evidence.traffic.values():
+        for group in traffic.groups:
+            known = found.setdefault(group.kind, {})
+            before = known.get(tuple(group.ranks))
+            if before is None or group.latency_us > before.latency_us:
+                known[tuple(group.ranks)] = group
+    return found

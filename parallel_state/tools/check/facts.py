@@ -135,6 +135,9 @@ class GpuPath(msgspec.Struct):
     pcie: str = ""
     peer_problem: str = ""
 
+    def __str__(self) -> str:
+        return f"GPU{self.one}–GPU{self.two}"
+
 
 class Gpus(msgspec.Struct):
     """The host's GPUs, and this rank's."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TextIO
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
+from parallel_state.tools.check.evidence import groups_of_kind, runs_of
 from parallel_state.tools.check.facts import Facts, Link
 from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
-from parallel_state.tools.check.rules_speed import groups_of_kind, runs_of
 from parallel_state.tools.check.session import Report
 
 _COLOURS = {ERROR: "red", WARNING: "yellow", INFO: "cyan"}

@@ -1,200 +1,561 @@
-"""The rules: each looks at the evidence and yields findings. None asks the system or waits; the table is `RULES`.
+"""The rules of `check`, one row each: severity, subject, predicate, and three texts: what is found, why, what to do.
 
-A rule says what was found, of whom; severity, why it matters and what to do come from its row in `findings`. A rule of
-the start runs before any group is made: one of its errors means that the traffic isn't tried.
+What is found is a format over the facts of the ranks that the predicate matches (`matches.text_of`). Predicates longer
+than a line are in `predicates`. No rule asks the system or waits. A row with `by_session` has no predicate: the session
+itself detects the problem. `docs/check.md` shows the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from device_communicators.base.errors import LayoutError
-from parallel_state.layout.resolution import resolve_layout
-from parallel_state.tools.check import rules_machine, rules_network, rules_speed
-from parallel_state.tools.check.evidence import Evidence, grouped, hostlist, ranks_of
-from parallel_state.tools.check.facts import Facts
-from parallel_state.tools.check.findings import INFO, Finding, finding, named
-
-Rule = Callable[[Evidence], Iterator[Finding]]
-
-_FAMILIES = {
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "PMI": ("PMI_RANK", "PMI_SIZE"),
-}
-_LAUNCHERS = {
-    "TORCHELASTIC_RUN_ID": ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torchx", "accelerate"),
-    "SLURM_STEP_ID": ("slurmstepd", "srun", "slurm"),
-    "OMPI_COMM_WORLD_RANK": ("mpirun", "mpiexec", "orted", "prted", "prterun", "orterun", "srun", "slurmstepd"),
-    "MPI_LOCALRANKID": ("mpirun", "mpiexec", "hydra", "srun", "slurmstepd"),
-}
-"""What must be among the processes above one that has the variable; a container's start hides them."""
-_INITS = ("systemd", "init")
-
-
-def environment(evidence: Evidence) -> Iterator[Finding]:
-    wrong = [facts for facts in evidence.arrivals if facts.place.problem]
-    for text, group in grouped(wrong, lambda facts: facts.place.problem).items():
-        if any(facts.place.rank < evidence.world_size for facts in group):  # the others have a code of their own
-            yield evidence.about("environment", text, group)
-
-
-def launchers_contradict(evidence: Evidence) -> Iterator[Finding]:
-    yield from _of_many(evidence, "launchers-contradict", _contradiction)
-
-
-def _contradiction(facts: Facts) -> str:
-    env = facts.place.variables
-    present = {name: (env[rank], env[size]) for name, (rank, size) in _FAMILIES.items() if rank in env and size in env}
-    # torchrun, once per node below srun, numbers its processes anew; so do MPIs whose proxies srun starts.
-    if "TORCHELASTIC_RUN_ID" in env or "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
-        present.pop("SLURM", None)
-    if ("TORCHELASTIC_RUN_ID" in env and facts.place.agent_store) or len(set(present.values())) < 2:
-        return ""
-    return "; ".join(f"{name} says rank {rank} of {size}" for name, (rank, size) in present.items())
-
-
-def launcher_stale(evidence: Evidence) -> Iterator[Finding]:
-    yield from _of_many(evidence, "launcher-stale", _stale)
-
-
-def _stale(facts: Facts) -> str:
-    above = facts.place.started_by
-    if not above or above[-1] not in _INITS:  # the way up is cut off, as in a container: nothing can be said
-        return ""
-    for variable, names in _LAUNCHERS.items():
-        if variable in facts.place.variables and not any(name in each for name in names for each in above):
-            value = facts.place.variables[variable]
-            return f"{variable}={value} is set, but above this process is {', '.join(above[:4])}"
-    return ""
-
-
-def _of_many(evidence: Evidence, code: str, read: Callable[[Facts], str]) -> Iterator[Finding]:
-    """Yields one finding for all ranks of which `read` says something, in the words of the first."""
-    group = [facts for facts in evidence.arrivals if read(facts)]
-    if group:
-        more = f" (and alike on {len(group) - 1} more)" if len(group) > 1 else ""
-        text = f"rank {group[0].place.rank}: {read(group[0])}{more}"
-        yield evidence.about(code, text, group)
-
-
-def host_not_in_job(evidence: Evidence) -> Iterator[Finding]:
-    for name, ranks in evidence.hosts.items():
-        place = ranks[0].place
-        nodes = place.variables.get("SLURM_STEP_NODELIST") or place.variables.get("SLURM_JOB_NODELIST", "")
-        here = {ranks[0].network.hostname.split(".")[0], place.variables.get("SLURMD_NODENAME", "")}
-        if place.source == "slurm" and nodes and not here & set(hostlist(nodes)):
-            yield evidence.about("host-not-in-job", f"{name} isn't in {nodes}", ranks)
-
-
-def single_rank(evidence: Evidence) -> Iterator[Finding]:
-    if len(evidence.arrivals) != 1 or evidence.world_size != 1:
-        return
-    env = evidence.arrivals[0].place.variables
-    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if env.get(name, "1").isdecimal() and int(env.get(name, "1")) > 1:
-            yield finding("single-rank", f"{name} is {env[name]}, but this process is rank 0 of 1", [0])
-            return
-
-
-def world_size_differs(evidence: Evidence) -> Iterator[Finding]:
-    # Of a rank whose environment can't be read the size isn't known, but where it is beyond the world.
-    known = [each for each in evidence.arrivals if not each.place.problem or each.place.rank >= evidence.world_size]
-    sizes = grouped(known, lambda facts: facts.place.world_size)
-    if len(sizes) > 1:
-        words = "; ".join(
-            f"{size} on {named(ranks_of(group))} ({', '.join(dict.fromkeys(map(evidence.host, group)))})"
-            for size, group in sizes.items()
-        )
-        _, fewest = min(sizes.items(), key=lambda item: len(item[1]))
-        yield evidence.about("world-size-differs", f"the world size is {words}", fewest)
-
-
-def ranks_of_the_world(evidence: Evidence) -> Iterator[Finding]:
-    """Missing, twice, and beyond the world."""
-    if not evidence.met:
-        return
-    hosts: dict[str, list[int]] = {}
-    smallest = min((each.place.world_size for each in evidence.arrivals), default=0)
-    for rank in (each for each in evidence.missing if each < smallest):
-        hosts.setdefault(evidence.expected_host(rank), []).append(rank)
-    for where, ranks in hosts.items():
-        text = f"{named(ranks)} of {evidence.world_size} never came; should have been started on {where}"
-        yield finding("rank-missing", text, ranks)
-    for rank, each in sorted(grouped(evidence.arrivals, lambda facts: facts.place.rank).items()):
-        places = " and ".join(f"{evidence.host(facts)} (pid {facts.pid})" for facts in each)
-        if len(each) > 1:
-            yield evidence.about("rank-twice", f"rank {rank} came {len(each)} times: {places}", each)
-        if rank >= evidence.world_size:
-            text = f"rank {rank} came from {places}, but the world has {evidence.world_size} ranks"
-            yield evidence.about("rank-extra", text, each)
-
-
-def local_ranks(evidence: Evidence) -> Iterator[Finding]:
-    for name, ranks in evidence.hosts.items():
-        for number, group in grouped(ranks, lambda facts: facts.place.local_rank).items():
-            if len(ranks_of(group)) > 1:
-                text = f"{named(ranks_of(group))} on {name} all have local rank {number}"
-                yield evidence.about("local-rank-twice", text, group)
-        sizes = {each.place.local_world_size for each in ranks if each.place.local_world_size is not None}
-        count = len(ranks_of(ranks))
-        if not evidence.missing and sizes and sizes != {count}:
-            text = f"{name} has {count} ranks, but LOCAL_WORLD_SIZE there is {', '.join(map(str, sorted(sizes)))}"
-            yield evidence.about("local-size-wrong", text, ranks)
-
-
-def layout(evidence: Evidence) -> Iterator[Finding]:
-    try:
-        resolved = resolve_layout(evidence.world_size, evidence.sizes, *filter(None, (evidence.order,)))
-    except LayoutError as error:
-        yield finding("layout", str(error))
-        return
-    if evidence.missing or not evidence.several_hosts or "tp" not in resolved.names or resolved.size("tp") == 1:
-        return
-    facts = {each.place.rank: each for each in evidence.arrivals}
-    groups = resolved.groups("tp")
-    spanning = [ranks for ranks in groups if len({evidence.host(facts[rank]) for rank in ranks}) > 1]
-    if spanning:
-        most = max(len(ranks) for ranks in evidence.hosts.values())
-        text = f"{len(spanning)} of {len(groups)} tp groups span hosts: {named(spanning[0])}"
-        # A tp group that no host could hold was meant so.
-        severity = "" if resolved.size("tp") <= most else INFO
-        yield evidence.about("axis-across-hosts", text, map(facts.__getitem__, spanning[0]), severity=severity)
-
-
-def lost(evidence: Evidence) -> Iterator[Finding]:
-    for number, stage in evidence.lost.items():
-        facts = evidence.of(number)
-        text = f"rank {facts.place.rank} (pid {facts.pid}) gave no answer any more; its last news: {stage}"
-        yield evidence.about("rank-lost", text, [facts])
-
-
-def late_facts(evidence: Evidence) -> Iterator[Finding]:
-    late = [facts for facts in evidence.arrivals if facts.late]
-    for said, group in grouped(late, lambda facts: tuple(facts.late.items())).items():
-        yield evidence.about("check-late", "; ".join(f"{name}: {why}" for name, why in said), group)
-
-
-START: tuple[Rule, ...] = (
-    environment,
-    launchers_contradict,
-    launcher_stale,
-    host_not_in_job,
-    single_rank,
-    world_size_differs,
-    ranks_of_the_world,
-    local_ranks,
-    layout,
-    *rules_network.START,
-    *rules_machine.RULES,
-    late_facts,
+from parallel_state.tools.check import predicates as find
+from parallel_state.tools.check.evidence import Evidence, ranks_of
+from parallel_state.tools.check.findings import ERROR, INFO, SEVERITIES, WARNING, Finding
+from parallel_state.tools.check.matches import (
+    Match,
+    Predicate,
+    alike,
+    described_by,
+    differing,
+    groups,
+    hosts,
+    some,
+    text_of,
 )
-"""Over what ranks know of themselves."""
-MEASURED: tuple[Rule, ...] = (*rules_network.MEASURED, *rules_speed.MEASURED)
-TRAFFIC: tuple[Rule, ...] = (*rules_speed.TRAFFIC, lost)
-RULES = (*START, *MEASURED, *TRAFFIC)
 
 
-def judge(evidence: Evidence, rules: Sequence[Rule] = RULES) -> list[Finding]:
-    return [found for rule in rules for found in rule(evidence)]
+class Rule(NamedTuple):
+    """One row of the table."""
+
+    severity: str
+    about: str
+    where: Predicate
+    found: str
+    """The format that `matches.text_of` fills in."""
+    why: str
+    fix: str
+
+
+def by_session(evidence: Evidence) -> Iterator[Match]:
+    """Matches nothing: the session itself detects the problem."""
+    yield from ()
+
+
+RULES: dict[str, Rule] = {
+    # The launcher and the meeting.
+    "environment": Rule(ERROR, "the launcher's variables can't be read",
+        alike(lambda facts: filter(None, [facts.place.problem]),
+              lambda evidence, group: any(facts.place.rank < evidence.world_size for facts in group)),
+        "{key}",
+        "init_distributed_environment() would raise the same error.",
+        "Start all ranks with one launcher (torchrun, srun, mpirun), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR "
+        "and MASTER_PORT."),
+    "launchers-contradict": Rule(ERROR, "variables of two launchers disagree about rank or world size",
+        described_by(find.contradiction),
+        "rank {place.rank}: {description}{more}",
+        "A rank takes its number from the first of them: ranks come twice, or wait for a world of another size.",
+        "Unset the stale variables before the start (`env -u RANK -u WORLD_SIZE -u LOCAL_RANK …`), or start through "
+        "one launcher."),
+    "launcher-stale": Rule(WARNING, "variables of a launcher that isn't above this process",
+        described_by(find.stale_launcher),
+        "rank {place.rank}: {description}{more}",
+        "They were exported by another session: ports and addresses in them lead to a job that is over.",
+        "Start from a clean shell, or unset them: `env -u NAME …`."),
+    "host-not-in-job": Rule(WARNING, "SLURM's node list doesn't have this host",
+        hosts(find.outside_the_job),
+        "{host} isn't in {nodes}",
+        "The SLURM variables are those of another job; rank 0's address is derived from them.",
+        "Unset the SLURM_* variables, or start with srun inside the job."),
+    "single-rank": Rule(WARNING, "a launcher's process that would run alone",
+        find.one_of_many,
+        "{name} is {size}, but this process is rank 0 of 1",
+        "Each process would be rank 0 of 1: nothing is parallel, and nobody notices.",
+        "Let the launcher pass its variables on (srun, mpirun -x, torchrun), or set RANK and WORLD_SIZE."),
+    "world-size-differs": Rule(ERROR, "ranks were started with different world sizes",
+        find.world_sizes,
+        "the world size is {sizes}",
+        "Some ranks wait for others that don't exist, until the start's deadline.",
+        "Give every node the same --nnodes / --nproc-per-node / WORLD_SIZE, and end ranks of another job at this "
+        "port."),
+    "rank-missing": Rule(ERROR, "a rank never came",
+        find.missing,
+        "{absent:ranks} of {world_size} never came; should have been started on {where}",
+        "All others would wait for it until the start's deadline, then fail.",
+        "Look at the launcher's log on that host: not started, ended early, or kept away by a firewall or another "
+        "MASTER_ADDR."),
+    "rank-twice": Rule(ERROR, "several processes have the same rank",
+        alike(lambda facts: [facts.place.rank], lambda evidence, group: evidence.met and len(group) > 1),
+        "rank {place.rank} came {count} times: {hosts_and_pids}",
+        "One of them is turned away, or they overwrite each other's data.",
+        "Set RANK per process, as launchers do; look for `export RANK=…` in a profile, and for a job started twice."),
+    "rank-extra": Rule(ERROR, "a rank that the world doesn't have",
+        alike(lambda facts: [facts.place.rank],
+              lambda evidence, group: evidence.met and group[0].place.rank >= evidence.world_size),
+        "rank {place.rank} came from {hosts_and_pids}, but the world has {world_size} ranks",
+        "It can't join, and its node has one process more than the others count on.",
+        "Start exactly WORLD_SIZE processes with ranks from 0, or raise WORLD_SIZE on all of them."),
+    "local-rank-twice": Rule(ERROR, "two ranks of one host have the same local rank",
+        groups(lambda facts: facts.place.local_rank, lambda _, group: len(ranks_of(group)) > 1),
+        "{ranks} on {host} all have local rank {place.local_rank}",
+        "They take the same GPU, and the same cores where they are bound by it.",
+        "Let the launcher number the ranks of each host from 0: LOCAL_RANK must be 0, 1, … on each."),
+    "local-size-wrong": Rule(ERROR, "LOCAL_WORLD_SIZE isn't the number of ranks on the host",
+        hosts(find.wrong_local_size),
+        "{host} has {number} ranks, but LOCAL_WORLD_SIZE there is {sizes}",
+        "Node boundaries, GPUs and interfaces are derived from it.",
+        "Start as many processes per host as LOCAL_WORLD_SIZE (--nproc-per-node, --ntasks-per-node) says."),
+    "rank-lost": Rule(ERROR, "a rank came, and then ended or hung",
+        lambda evidence: [Match([evidence.of(number)], stage=stage) for number, stage in evidence.lost.items()],
+        "rank {place.rank} (pid {pid}) gave no answer any more; its last news: {stage}",
+        "The job would lose it in the same way.",
+        "Look at its log and at `dmesg` on its host (out of memory, a signal), and run the check again."),
+    "layout": Rule(ERROR, "the sizes don't fit the world",
+        lambda evidence: [Match(error=evidence.layout)] if isinstance(evidence.layout, LayoutError) else [],
+        "{error}",
+        "initialize_model_parallel() would raise the same error.",
+        "Change the sizes or the number of ranks; `python -m parallel_state plan --world-size N …` tries them."),
+    "launch-failed": Rule(ERROR, "local ranks can't be started",
+        by_session, "",
+        "Nothing can run here in several processes.",
+        "Mend what the error says, then run the check again."),
+    # Where they meet.
+    "port-taken": Rule(ERROR, "another program holds MASTER_PORT",
+        by_session, "",
+        "Rank 0 can't serve the store there, and the others may talk to a stranger.",
+        "Choose another MASTER_PORT, the same on every rank, or end what listens there."),
+    "port-unusable": Rule(ERROR, "rank 0 may not listen on MASTER_PORT",
+        by_session, "",
+        "Nobody can meet there.",
+        "Choose a port from 1024 to 65535."),
+    "port-ephemeral": Rule(INFO, "MASTER_PORT is one that the kernel gives to outgoing connections",
+        find.ephemeral_port,
+        "MASTER_PORT is {port}",
+        "Any program's connection may hold it at the moment of the start.",
+        "Choose a port outside net.ipv4.ip_local_port_range, as 29500."),
+    "master-unresolved": Rule(ERROR, "MASTER_ADDR doesn't resolve",
+        find.unresolved_master,
+        "{problem}",
+        "The ranks can't find rank 0.",
+        "Set MASTER_ADDR to an address that every host knows, or mend DNS or /etc/hosts."),
+    "master-refused": Rule(ERROR, "nobody listens where the ranks should meet",
+        by_session, "",
+        "The ranks wait until the start's deadline.",
+        "Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT are equal everywhere."),
+    "master-silent": Rule(ERROR, "packets to the meeting place get no answer",
+        by_session, "",
+        "A firewall drops them, or the address is of a network that this host isn't in.",
+        "Open the port between the hosts, or set MASTER_ADDR to rank 0's address in the network that all share."),
+    "master-unreachable": Rule(ERROR, "there is no way to the meeting place",
+        by_session, "",
+        "This host has no route to that address.",
+        "Set MASTER_ADDR to rank 0's address in the network that all hosts share; look at `ip route get ADDRESS`."),
+    "master-stranger": Rule(ERROR, "a stranger listens where the ranks should meet",
+        by_session, "",
+        "The ranks would talk to it until the start's deadline.",
+        "Choose another MASTER_PORT, the same on every rank, or end what listens there (`ss -ltnp`)."),
+    "master-elsewhere": Rule(ERROR, "MASTER_ADDR isn't an address of rank 0's host",
+        by_session, "",
+        "Rank 0 serves the store where nobody looks for it.",
+        "Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0."),
+    "master-loopback": Rule(ERROR, "MASTER_ADDR is a loopback address, and ranks are on several hosts",
+        find.master_is_loopback,
+        "MASTER_ADDR is {master}, and ranks are on {names}",
+        "Each host looks for rank 0 on itself.",
+        "Set MASTER_ADDR to rank 0's address in the network that all hosts share."),
+    "master-differs": Rule(ERROR, "ranks have different MASTER_ADDR or MASTER_PORT",
+        find.masters_differ,
+        "the ranks should meet at {places:on_ranks}",
+        "They don't meet, or not all of them.",
+        "Set the same MASTER_ADDR and MASTER_PORT on every rank."),
+    "master-resolves-differently": Rule(WARNING, "MASTER_ADDR resolves to different addresses",
+        find.master_resolves_differently,
+        "{master} is {answers:on_ranks}",
+        "Hosts look for rank 0 at different places: with an entry for 127.0.1.1, on themselves.",
+        "Set MASTER_ADDR to a numeric address, or mend /etc/hosts."),
+    # Names, addresses, interfaces.
+    "address-loopback": Rule(ERROR, "a host would announce a loopback address",
+        hosts(find.announces_loopback),
+        "gloo on {host} announces {network.gloo_address}: its own name {network.hostname} resolves to {own}; "
+        "interfaces there: {interfaces}",
+        "gloo tells other hosts the address of the host's own name; at 127.x they find themselves.",
+        "Set GLOO_SOCKET_IFNAME there to the interface that leads to the others, or mend its name in /etc/hosts."),
+    "address-shared": Rule(ERROR, "two hosts announce the same address",
+        find.shared_addresses,
+        "{address} is announced by {chosen}",
+        "It is a bridge or container network that each host has for itself: ranks connect to the wrong host.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other hosts."),
+    "address-unknown": Rule(ERROR, "no address is found at which others reach a host",
+        hosts(find.announces_nothing),
+        "gloo finds no address on {host}",
+        "gloo takes the address of the host's own name, and that isn't one of its interfaces'.",
+        "Set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, or mend the name in /etc/hosts."),
+    "interface-missing": Rule(ERROR, "a variable names an interface that isn't there, or is down",
+        find.missing_interfaces,
+        "{setting} on {host}{problem}; there are {interfaces}",
+        "gloo and NCCL fail at the start.",
+        "Name one that is up, or unset the variable."),
+    "interface-bridge": Rule(WARNING, "gloo or NCCL would take a bridge or a container's network",
+        find.bridges,
+        "{library} on {host} takes {taken.name}, a {taken.kind}; there are {interfaces}",
+        "Such a network mostly ends at its host.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other hosts."),
+    "networks-differ": Rule(WARNING, "the hosts' chosen interfaces aren't in one network",
+        find.different_networks,
+        "gloo's interfaces are in {networks}",
+        "Traffic takes a router or a slow network, or doesn't arrive.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the network that all hosts share."),
+    "interface-slower": Rule(WARNING, "a faster interface is there and isn't taken",
+        find.slower_interfaces,
+        "gloo on {host} takes {taken.name} ({taken_gbit:g} Gb/s), and {best.name} has {gbit:g} Gb/s",
+        "Traffic over TCP takes the slow one.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fast one."),
+    "mtu-differs": Rule(WARNING, "the chosen interfaces have different MTUs",
+        find.different_mtus,
+        "the MTU of gloo's interface is {mtus:on_hosts}",
+        "Small messages pass and large ones vanish: the start works, and the first large tensor hangs.",
+        "Set one MTU on all of them (`ip link set DEV mtu 9000`), as the switch allows."),
+    "hostname-twice": Rule(WARNING, "two hosts have the same name",
+        alike(lambda facts: [facts.network.hostname], lambda evidence, group: len(set(map(evidence.host, group))) > 1),
+        "{hosts:number} hosts are called {key}",
+        "NCCL and logs tell hosts apart by name.",
+        "Give each host, or container, a name of its own (`--hostname`)."),
+    "infiniband-down": Rule(WARNING, "an InfiniBand port isn't active",
+        hosts(find.ports_down),
+        "on {host} {down}",
+        "NCCL takes fewer rails, or falls back to TCP, on this host; all others wait for it.",
+        "Look at `ibstat`, the cable and the subnet manager; or leave the port out with NCCL_IB_HCA on all hosts."),
+    "infiniband-differs": Rule(WARNING, "hosts have different InfiniBand ports",
+        find.ports_differ,
+        "{ports:on_hosts}",
+        "The host with the fewest sets the pace.",
+        "Look at `ibstat` on the hosts, or leave the difference out with NCCL_IB_HCA."),
+    # Links.
+    "link-blocked": Rule(ERROR, "one host doesn't reach another one",
+        partial(find.failed_links, kind="blocked"),
+        "{way}: {problem}; {ends}",
+        "gloo and NCCL connect every two ranks, on ports of the kernel's choice, in either direction.",
+        "Open all TCP ports between the hosts in both directions, or set GLOO_SOCKET_IFNAME to the network where they "
+        "are open."),
+    "link-stranger": Rule(ERROR, "at a host's address another one answers",
+        partial(find.failed_links, kind="stranger"),
+        "{way}: {problem}; {ends}",
+        "Two hosts have one address: ranks would connect to the wrong one.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other hosts."),
+    "link-broken": Rule(ERROR, "a connection between two hosts broke while data passed",
+        partial(find.failed_links, kind="broken"),
+        "{way}: {problem}; {ends}",
+        "Small messages pass and large ones don't: often a different MTU on the way, or a connection limit.",
+        "Try `ping -M do -s 8972 HOST`, and set one MTU everywhere; look at `ip -s link` for errors."),
+    "link-slow": Rule(WARNING, "a link is slower than the others, or than its interface",
+        find.slow_links,
+        "{way} carries {speed:rate}, {expected}",
+        "Each collective between hosts goes at the pace of the slowest link.",
+        "Look at `ethtool DEV` (speed, duplex), at the cable and switch port, and at who else uses it."),
+    "link-latency": Rule(WARNING, "a link takes longer than the others",
+        find.late_links,
+        "a round trip on {way} takes {rtt_us:.0f} µs, the median of all links is {middle_us:.0f} µs",
+        "Small collectives go at the pace of the slowest link.",
+        "Look at the way to that host (`traceroute`), at its load, and at its interface's interrupt settings."),
+    "network-slow": Rule(WARNING, "the hosts' network carries less than a gigabit per second",
+        find.slow_network,
+        "the best of {number} links carries {best:rate}; the slowest is {way} with {worst:rate}",
+        "Tensors between hosts take seconds.",
+        "Take the fast interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or lift its limit (`tc qdisc`, `ethtool`)."),
+    "link-loss": Rule(WARNING, "packets are lost between two hosts",
+        find.lossy_links,
+        "of {link.segments} packets on {way} {link.retransmitted} ({share:.1%}) were sent again",
+        "TCP sends again after a pause, and every rank waits for it.",
+        "Look at `ip -s link` and `ethtool -S DEV` for drops on both hosts and the switch, and replace cable or port."),
+    "clock-offset": Rule(WARNING, "clocks differ",
+        find.clocks,
+        "the clock of {clock} is {offset} that of {other}",
+        "Logs and traces of ranks can't be laid beside each other; certificates and locks by time fail.",
+        "Let chrony or systemd-timesyncd set the clock of that host (`timedatectl`)."),
+    # Versions and settings.
+    "version-torch": Rule(ERROR, "torch differs between ranks",
+        differing(lambda facts: facts.versions.torch),
+        "torch is {values}",
+        "Bytes on the wire and defaults differ between versions: hangs and wrong results.",
+        "Install one version everywhere; look at which environment each host activates."),
+    "version-package": Rule(ERROR, "parallel_state differs between ranks",
+        differing(lambda facts: facts.versions.package),
+        "parallel_state is {values}",
+        "Ranks of different versions make different calls.",
+        "Install one version everywhere."),
+    "version-compiled": Rule(ERROR, "the compiled part differs between ranks, or some have none",
+        partial(find.compiled_parts, none=False),
+        "the compiled part is {values}",
+        "Ranks take different routes: they would refuse to start, or fall back to gloo.",
+        "Install one version everywhere, with a C++ compiler or a wheel; rm -r ~/.cache/parallel_state compiles anew."),
+    "version-nccl": Rule(ERROR, "NCCL differs between ranks",
+        differing(lambda facts: facts.versions.nccl),
+        "NCCL is {values}",
+        "NCCL refuses to connect different versions, or hangs.",
+        "Install one torch build everywhere, and unset PARALLEL_STATE_NCCL_LIBRARY and LD_PRELOAD of another libnccl."),
+    "version-driver": Rule(WARNING, "the GPU driver differs between hosts",
+        differing(lambda facts: facts.versions.driver),
+        "the GPU driver is {values}",
+        "Features of peer memory and NVLink differ, and NCCL takes what all have.",
+        "Install one driver on all hosts."),
+    "version-python": Rule(WARNING, "Python differs between ranks",
+        differing(lambda facts: ".".join(facts.versions.python.split(".")[:2])),
+        "Python is {values}",
+        "Pickled objects and bytecode of one may fail on the other.",
+        "Activate the same environment on all hosts."),
+    "compiled-missing": Rule(WARNING, "the compiled part isn't there",
+        partial(find.compiled_parts, none=True),
+        "{versions.compiled_problem}",
+        "Collectives on the CPU go over gloo, many times slower than shared memory.",
+        "Install a C++ compiler, or a wheel that brings the library; the reason says what failed."),
+    "setting-wrong": Rule(ERROR, "a PARALLEL_STATE_ variable can't be read",
+        alike(lambda facts: facts.settings_wrong),
+        "{key}",
+        "The job raises SettingError when it comes to it.",
+        "Give it a value as the message says, or unset it."),
+    "setting-unknown": Rule(WARNING, "a PARALLEL_STATE_ variable that nobody knows",
+        alike(lambda facts: facts.settings_unknown),
+        "{key}",
+        "It has no effect: most likely a typing error.",
+        "Compare it with docs/settings.md."),
+    "settings-differ": Rule(WARNING, "a variable of NCCL, gloo or this package differs between ranks",
+        find.settings_differ,
+        "{what} is {values}",
+        "Ranks choose different algorithms or transports: a hang, or an error at the start.",
+        "Set it alike on every rank."),
+    "nccl-crippled": Rule(INFO, "a variable turns a fast path of NCCL off",
+        alike(find.crippled, lambda evidence, _: any(facts.gpus.visible for facts in evidence.arrivals)),
+        "{key}",
+        "It is often left over from a search for an error.",
+        "Unset it, unless it is needed."),
+    # Limits.
+    "shm-missing": Rule(ERROR, "/dev/shm can't be used",
+        groups(lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+               lambda _, group: find.shm_state(group) == "missing"),
+        "/dev/shm of {host}: {limits.shm_problem}",
+        "Ranks of one host share memory there; without it they go over loopback sockets, and NCCL fails.",
+        "Mount a tmpfs at /dev/shm with mode 1777; in a container `--ipc=host` or `--shm-size=8g`."),
+    "shm-small": Rule(ERROR, "/dev/shm is too small",
+        groups(lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+               lambda _, group: find.shm_state(group) == "small"),
+        "/dev/shm of {host} has {limits.shm_bytes:size}, and {limits.shm_free_bytes:size} free",
+        "Containers get 64 MB by default. NCCL, data loaders and this package put buffers there; beyond it a process "
+        "gets SIGBUS.",
+        "Start the container with `--shm-size=8g` or `--ipc=host`; in Kubernetes an emptyDir with medium: Memory."),
+    "shm-full": Rule(ERROR, "/dev/shm is full",
+        groups(lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+               lambda _, group: find.shm_state(group) == "full"),
+        "/dev/shm of {host} has {limits.shm_free_bytes:size} of {limits.shm_bytes:size} free",
+        "Segments can't be made; who writes to one that doesn't fit gets SIGBUS.",
+        "Remove what dead jobs left there (`ls -l /dev/shm`), or make it larger (`mount -o remount,size=…`)."),
+    "shm-split": Rule(WARNING, "ranks of one host have different /dev/shm",
+        hosts(find.several_shm),
+        "{host} has {number}: of {parts}",
+        "They are in different containers and can't share memory: all goes over sockets.",
+        "Run them in one container, or with `--ipc=host`."),
+    "tmp-full": Rule(WARNING, "the folder for temporary files is full or can't be written",
+        some(lambda facts: bool(facts.limits.tmp_problem) or 0 <= facts.limits.tmp_free_bytes < 64 << 20),
+        "{limits.tmp_folder} on {host}: {limits:free}",
+        "Compilers and torch put files there.",
+        "Free some, or let TMPDIR name a folder with room."),
+    "files-low": Rule(ERROR, "too few open files are allowed",
+        groups(lambda facts: facts.limits.files_hard, find.few_files),
+        "ranks on {host} may open {limits.files_hard} files (hard limit), have {limits.files_open} open, and need "
+        "{needed}",
+        "Each pair of ranks takes a socket in each group; gloo ends the process where it can't open one.",
+        "Raise the hard limit: `ulimit -Hn 65536`, /etc/security/limits.conf, LimitNOFILE= of slurmd or the service."),
+    "memlock-low": Rule(WARNING, "little memory may be locked",
+        groups(lambda facts: facts.limits.memlock_bytes, find.little_memlock),
+        "ranks on {host} may lock {limits.memlock_bytes:size}{rdma}",
+        "RDMA and GPU drivers lock what they transfer: NCCL fails with `ibv_reg_mr` or falls back to TCP.",
+        "`ulimit -l unlimited`: /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd, `--ulimit memlock=-1`."),
+    "limits-differ": Rule(WARNING, "limits differ between ranks",
+        find.limits_differ,
+        "{what} is {values}",
+        "One host fails where the others work; its service or profile sets other limits.",
+        "Compare `ulimit -a` as the launcher starts it; set limits in the launcher's service on every host."),
+    "processes-low": Rule(WARNING, "few processes and threads are allowed",
+        find.few_processes,
+        "{owner} on {host} may start {left} more, and {count} ranks need about {needed}",
+        "Each rank has dozens of threads; the next one can't be started.",
+        "Raise `ulimit -u`, or the container's --pids-limit."),
+    "address-space-limited": Rule(WARNING, "address space is limited",
+        some(lambda facts: 0 <= facts.limits.address_space_bytes < 64 << 30),
+        "ranks on {host} may map {limits.address_space_bytes:size}",
+        "torch and CUDA map far more than they use: allocations fail early.",
+        "`ulimit -v unlimited`."),
+    "file-size-limited": Rule(WARNING, "the size of files is limited",
+        some(lambda facts: 0 <= facts.limits.file_size_bytes < 1 << 30),
+        "ranks on {host} may write files of {limits.file_size_bytes:size}",
+        "Segments of shared memory and checkpoints are files; at the limit a process gets SIGXFSZ.",
+        "`ulimit -f unlimited`."),
+    "memory-low": Rule(WARNING, "little memory is left for the ranks of a host",
+        hosts(find.little_memory),
+        "{what} {left:size} for {count} ranks on {host}",
+        "A rank is killed when it runs out, and all others fail.",
+        "Ask the scheduler for more (--mem), or start fewer ranks per host."),
+    "users-differ": Rule(ERROR, "ranks of one host run as different users",
+        hosts(find.several_users),
+        "on {host} {users}",
+        "Segments of shared memory are readable by their owner only.",
+        "Start all ranks as one user."),
+    # Cores.
+    "cores-shared": Rule(WARNING, "ranks are bound to the same core",
+        partial(find.crowded, bound=True),
+        "{count} ranks on {host} may only use {cores:cores}",
+        "Each waits while the other one runs: collectives take time slices of milliseconds.",
+        "Bind each rank to cores of its own (PARALLEL_STATE_CORES=share, srun --cpu-bind=cores), or don't bind."),
+    "cores-few": Rule(INFO, "more ranks than cores",
+        partial(find.crowded, bound=False),
+        "{count} ranks on {host} may only use {cores:cores}",
+        "Ranks that wait for each other take turns: a collective takes time slices instead of microseconds.",
+        "Start fewer ranks here, or ask the scheduler for more cores per task (--cpus-per-task)."),
+    "smt-shared": Rule(WARNING, "ranks are bound to two threads of one physical core",
+        find.same_physical_core,
+        "{ranks} on {host} are on cores {cores}, of one physical core",
+        "They share its units, while other cores are idle.",
+        "Bind by core, not by thread: `srun --hint=nomultithread`, `mpirun --map-by core`."),
+    "cpu-quota": Rule(WARNING, "the cgroup gives the ranks less CPU time than one core each",
+        groups(lambda facts: facts.cpu.cgroup if facts.cpu.quota_cores >= 0 else None, lambda _,
+               group: group[0].cpu.quota_cores < len(group)),
+        "{count} ranks on {host} have {cpu.quota_cores:g} cores together, by {cpu.cgroup}",
+        "The kernel stops all of them for the rest of each period: a collective takes 100 ms.",
+        "Raise the container's limit (`--cpus`, Kubernetes' limits.cpu) to at least one core per rank."),
+    "cpu-throttled": Rule(WARNING, "the cgroup's limit stopped a rank during the measurement",
+        find.throttled,
+        "the kernel stopped {ranks} on {host} in {periods} periods",
+        "A stopped rank keeps all others waiting.",
+        "Raise the container's limit (`--cpus`, Kubernetes' limits.cpu), or start fewer threads."),
+    "rank-slow": Rule(WARNING, "a rank computes slower than the others",
+        find.slow_cores,
+        "rank {place.rank} takes {took_ms:.2f} ms for work that takes the median rank {middle_ms:.2f} ms",
+        "In every collective the others wait for it.",
+        "Look at that host: frequency and governor (`cpupower frequency-info`), temperature, other load (`top`)."),
+    "threads-many": Rule(WARNING, "torch's threads are more than twice the cores",
+        hosts(find.many_threads),
+        "torch has {total} threads in {count} ranks on {host}, for {usable} cores",
+        "Ranks that compute at the same time slow each other down.",
+        "Set OMP_NUM_THREADS to the cores of a host divided by its ranks."),
+    "numa-unbound": Rule(INFO, "ranks may run on any NUMA node",
+        hosts(find.any_numa_node),
+        "ranks on {host} may run on any of {nodes} NUMA nodes",
+        "A rank that wanders, or whose memory is far away, loses bandwidth.",
+        "Bind ranks to NUMA nodes: `PARALLEL_STATE_CORES=share`, `srun --cpu-bind=ldoms`, `mpirun --map-by numa`."),
+    "governor": Rule(INFO, "the CPU's governor saves power",
+        hosts(lambda _, ranks: ranks[0].cpu.governor in ("powersave", "ondemand", "conservative")
+              and "Intel" not in ranks[0].cpu.model),
+        "the governor on {host} is {cpu.governor}",
+        "Cores sleep and clock down between collectives: latencies grow and scatter.",
+        "`cpupower frequency-set -g performance`."),
+    # GPUs.
+    "gpu-few": Rule(ERROR, "a host has fewer visible GPUs than ranks",
+        some(lambda facts: bool(facts.gpus.visible) and not facts.gpus.own),
+        "{host} has {gpus.visible:number} visible GPUs for {ranks_of_host} ranks",
+        "A rank without a GPU fails at the start.",
+        "Start fewer ranks per host, or make more visible (CUDA_VISIBLE_DEVICES, --gpus-per-node)."),
+    "gpu-shared": Rule(ERROR, "two ranks take the same GPU",
+        groups(lambda facts: facts.gpus.own or None, find.shared_gpu),
+        "{ranks} on {host} all take {gpus.own}",
+        "NCCL refuses it, and both get half of its memory.",
+        "Give each rank its own: CUDA_VISIBLE_DEVICES, --gpus-per-task, LOCAL_RANK; or PARALLEL_STATE_SHARE_GPUS=on."),
+    "gpu-somewhere": Rule(ERROR, "some ranks have GPUs and others have none",
+        alike(lambda facts: ["no GPU"] if not facts.gpus.visible else [],
+              lambda evidence, group: len(group) < len(evidence.arrivals)),
+        "{ranks_and_hosts} see no GPU, the others do",
+        "Ranks would choose different backends.",
+        "Look at the driver on the hosts without (`nvidia-smi`), or hide all GPUs with CUDA_VISIBLE_DEVICES=."),
+    "gpu-models": Rule(WARNING, "ranks have GPUs of different models",
+        differing(find.model_of),
+        "the GPU is {values}",
+        "The slowest sets the pace, and the smallest memory the sizes.",
+        "Ask the scheduler for one model (--constraint, --gres=gpu:MODEL:N)."),
+    "gpu-driver": Rule(ERROR, "GPUs are there, but the driver doesn't answer, or torch has no CUDA",
+        hosts(find.no_driver),
+        "{host} has {devices} GPUs, but {reason}",
+        "Everything would run on the CPU.",
+        "Install a torch build for CUDA and a driver that fits; in a container the NVIDIA runtime (`--gpus all`)."),
+    "nvlink-uneven": Rule(WARNING, "some GPUs of a host have fewer NVLinks between them than others",
+        hosts(find.fewer_nvlinks),
+        "on {host} others have {most} NVLinks: {fewer}",
+        "Collectives take the slowest way.",
+        "Look at `nvidia-smi nvlink -s` for links that are down, or put tensor-parallel groups on GPUs with NVLink."),
+    "peer-access": Rule(WARNING, "GPUs of a host can't access each other's memory",
+        hosts(find.no_peer_access),
+        "on {host} {refused} of {pairs} pairs, such as {first}",
+        "Data goes through the host's memory.",
+        "Look at `python -m parallel_state topology`; turn ACS off, and start the fabric manager on NVSwitch "
+        "machines."),
+    "acs-redirect": Rule(WARNING, "PCI bridges send traffic between GPUs through the CPU",
+        hosts(find.redirecting_bridges),
+        "{number} bridges of {host} ({iommu} an IOMMU): {names}",
+        "Peer access over PCIe loses bandwidth, or hangs.",
+        "Turn ACS off on these bridges (`setpci -s BDF ECAP_ACS+6.w=0000`), or in the BIOS on machines without "
+        "guests."),
+    "gpu-far": Rule(WARNING, "a rank is bound to cores that are far from its GPU",
+        find.far_from_gpu,
+        "rank {place.rank} on {host} is bound to {cpu.affinity:cores}; next to its GPU{gpu.index} are "
+        "{gpu.cores:cores}",
+        "Copies and launches cross the link between the sockets.",
+        "Bind by the GPU's NUMA node: `srun --gpu-bind=closest`, or the cores of `nvidia-smi topo -m`."),
+    # Traffic.
+    "axis-across-hosts": Rule(WARNING, "a tensor-parallel group spans hosts",
+        find.across_hosts,
+        "{spanning} of {groups} tp groups span hosts: {ranks}",
+        "It communicates in every layer: over the network that is slow.",
+        "Choose --tp at most the ranks per host, and the order so that its ranks are neighbours."),
+    "start-failed": Rule(ERROR, "the job can't be started",
+        partial(find.failures, starting=True),
+        "{stage}, rank {rank}: {problem}{more}",
+        "The job would fail with the same error.",
+        "The error says what to do."),
+    "traffic-failed": Rule(ERROR, "a collective failed",
+        partial(find.failures, starting=False),
+        "{stage}, rank {rank}: {problem}{more}",
+        "The job would fail with the same error.",
+        "The error says what to do; `python -m parallel_state debug` shows the records of a run with "
+        "PARALLEL_STATE_DEBUG_DIR."),
+    "traffic-wrong": Rule(ERROR, "a collective gave a wrong answer",
+        find.wrong_answers,
+        "{within.kind} group of {within.ranks:ranks}, over {within.route}, on rank {place.rank}: {within.wrong:list}",
+        "Results of the job would be wrong without a sign.",
+        "Report it with this page. Another route: PARALLEL_STATE_SHARED_MEMORY=off, PARALLEL_STATE_PEER_MEMORY=off."),
+    "group-slow": Rule(WARNING, "a group is slower than others of its kind",
+        find.slow_groups,
+        "{what}, the median {usual}",
+        "All others wait for it in the next step.",
+        "Look at the hosts and links of its ranks."),
+    "check-late": Rule(WARNING, "not everything could be looked at in time",
+        alike(lambda facts: filter(None, ["; ".join(f"{name}: {why}" for name, why in facts.late.items())])),
+        "{key}",
+        "What is missing may be wrong.",
+        "Run it again with a longer --timeout; what is slow here is slow in the job, too."),
+}  # fmt: skip
+
+
+def finding(
+    code: str, found: str, ranks: Iterable[int] = (), hosts: Iterable[str] = (), *, severity: str = "", fix: str = ""
+) -> Finding:
+    """Returns a finding of a row of the table; `severity` and `fix` replace the row's."""
+    rule = RULES[code]
+    where = sorted(set(ranks)), list(dict.fromkeys(hosts))
+    return Finding(severity or rule.severity, code, found, rule.why, fix or rule.fix, *where)
+
+
+def judge(evidence: Evidence) -> list[Finding]:
+    """Returns the findings of all rules, in the order of the table."""
+    return [_found(code, rule, evidence, match) for code, rule in RULES.items() for match in rule.where(evidence)]
+
+
+def _found(code: str, rule: Rule, evidence: Evidence, match: Match) -> Finding:
+    ranks = ranks_of(match.group) if match.ranks is None else match.ranks
+    hosts = map(evidence.host, match.group) if match.hosts is None else match.hosts
+    return finding(code, text_of(rule.found, evidence, match), ranks, hosts, severity=match.severity, fix=match.fix)
+
+
+def sorted_by_severity(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the errors first, in the order of the table within each severity."""
+    order = list(RULES)
+    return sorted(findings, key=lambda each: (-SEVERITIES.index(each.severity), order.index(each.code), each.ranks))

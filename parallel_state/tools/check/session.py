@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from parallel_state.startup.watch import in_thread
-from parallel_state.tools.check import links, rules, system, traffic
+from parallel_state.tools.check import links, system, traffic
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.facts import Facts, Link, Measured, Traffic
-from parallel_state.tools.check.findings import ERROR, EXIT_CODES, Finding, finding, sorted_by_severity, worst
+from parallel_state.tools.check.findings import ERROR, EXIT_CODES, Finding, worst
 from parallel_state.tools.check.meeting import NotMetError, Plan, open_meeting
+from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
@@ -126,7 +127,7 @@ class Session:
         )
         if self.facts.place.problem:
             found = tuple(each for each in found if each.code != "environment")
-        report = self.report(evidence, [*found, *rules.judge(evidence)])
+        report = self.report(evidence, [*found, *judge(evidence)])
         return Outcome(report.exit_code, report, met=False)
 
     def _lead(self) -> Outcome:
@@ -145,8 +146,7 @@ class Session:
         measured |= meeting.take_all("measured", len(arrivals), Measured, until, skip=own)
         lost = {number: "measuring" for number in range(1, len(arrivals) + 1) if number not in measured}
         evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, {}, lost)
-        before = rules.judge(evidence, (*rules.START, *rules.MEASURED))
-        go = complete and not lost and not any(each.severity == ERROR for each in before)
+        go = complete and not any(each.severity == ERROR for each in judge(evidence))
         # Every rank must give the groups the same timeout.
         left_s = round(max(2.0, self.deadline - _END_S - 0.5 - time.monotonic()), 3) if go else 0.0
         meeting.put("go", left_s)
@@ -159,7 +159,7 @@ class Session:
                     lost[number] = meeting.take(f"stage/{number}", str, time.monotonic()) or "nothing"
         arrivals = meeting.arrivals(arrivals)  # one more may have come meanwhile
         evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, found, lost)
-        report = self.report(evidence, rules.judge(evidence))
+        report = self.report(evidence, judge(evidence))
         meeting.put("end", report.exit_code)
         others = len(arrivals) - 1 - len(lost)
         meeting.meet("heard", 0, others, time.monotonic() + _END_S)

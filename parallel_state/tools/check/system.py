@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from device_communicators.base import host, settings
+from device_communicators.base.cores import parse_list
 from device_communicators.base.errors import ParallelStateError, SettingError
 from device_communicators.cpu import native, native_build
 from parallel_state.startup import binding, environment, interfaces
@@ -468,21 +469,13 @@ def cpu() -> Cpu:
     model = re.search(r"^model name\s*: (.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
     found.model = model[1] if model else platform.machine()
     for core in affinity:
-        siblings = _cores(_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
+        siblings = parse_list(_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
         if len(siblings) > 1:
             found.siblings[str(core)] = siblings
     for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-        found.numa_nodes[node.name.removeprefix("node")] = _cores(_text(node / "cpulist"))
+        found.numa_nodes[node.name.removeprefix("node")] = parse_list(_text(node / "cpulist"))
     found.quota_cores, found.cgroup = cpu_quota()
     found.governor = _text(f"/sys/devices/system/cpu/cpu{affinity[0]}/cpufreq/scaling_governor") if affinity else ""
-    return found
-
-
-def _cores(text: str) -> list[int]:
-    found: list[int] = []
-    for part in filter(None, text.split(",")):
-        low, _, high = part.partition("-")
-        found.extend(range(_number(low), _number(high or low) + 1))
     return found
 
 

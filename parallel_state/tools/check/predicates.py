@@ -1,0 +1,690 @@
+"""Predicates of `rules` that are longer than a line."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from device_communicators.base.cores import spans
+from device_communicators.base.errors import LayoutError, format_ranks
+from device_communicators.base.host import is_loopback
+from parallel_state.tools.check.evidence import (
+    Evidence,
+    by_value,
+    grouped,
+    groups_of_kind,
+    hostlist,
+    interface_of,
+    networks_of,
+    outliers,
+    ranks_of,
+    runs_of,
+)
+from parallel_state.tools.check.facts import Facts, Interface, Place
+from parallel_state.tools.check.findings import INFO, WARNING, named, rate
+from parallel_state.tools.check.matches import Group, Match, Words, differing
+
+# The launcher and the meeting.
+
+_FAMILIES = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "PMI": ("PMI_RANK", "PMI_SIZE"),
+}
+_LAUNCHERS = {
+    "TORCHELASTIC_RUN_ID": ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torchx", "accelerate"),
+    "SLURM_STEP_ID": ("slurmstepd", "srun", "slurm"),
+    "OMPI_COMM_WORLD_RANK": ("mpirun", "mpiexec", "orted", "prted", "prterun", "orterun", "srun", "slurmstepd"),
+    "MPI_LOCALRANKID": ("mpirun", "mpiexec", "hydra", "srun", "slurmstepd"),
+}
+"""What must be among the processes above one that has the variable; a container's start hides them."""
+_INITS = ("systemd", "init")
+_SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def contradiction(facts: Facts) -> str:
+    env = facts.place.variables
+    present = {name: (env[rank], env[size]) for name, (rank, size) in _FAMILIES.items() if rank in env and size in env}
+    # torchrun, once per node below srun, numbers its processes anew; so do MPIs whose proxies srun starts.
+    if "TORCHELASTIC_RUN_ID" in env or "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
+        present.pop("SLURM", None)
+    if ("TORCHELASTIC_RUN_ID" in env and facts.place.agent_store) or len(set(present.values())) < 2:
+        return ""
+    return "; ".join(f"{name} says rank {rank} of {size}" for name, (rank, size) in present.items())
+
+
+def stale_launcher(facts: Facts) -> str:
+    above = facts.place.started_by
+    if not above or above[-1] not in _INITS:  # the way up is cut off, as in a container: nothing can be said
+        return ""
+    for variable, names in _LAUNCHERS.items():
+        if variable in facts.place.variables and not any(name in each for name in names for each in above):
+            value = facts.place.variables[variable]
+            return f"{variable}={value} is set, but above this process is {', '.join(above[:4])}"
+    return ""
+
+
+def outside_the_job(evidence: Evidence, ranks: Group) -> Words | None:
+    place, network = ranks[0].place, ranks[0].network
+    nodes = place.variables.get("SLURM_STEP_NODELIST") or place.variables.get("SLURM_JOB_NODELIST", "")
+    names = {network.hostname.split(".")[0], place.variables.get("SLURMD_NODENAME", "")}
+    return {"nodes": nodes} if place.source == "slurm" and nodes and not names & set(hostlist(nodes)) else None
+
+
+def one_of_many(evidence: Evidence) -> Iterator[Match]:
+    if len(evidence.arrivals) == evidence.world_size == 1:
+        env = evidence.arrivals[0].place.variables
+        sizes = [(name, env[name]) for name in _SIZES if env.get(name, "").isdecimal() and int(env[name]) > 1]
+        yield from (Match(name=name, size=size, ranks=[0]) for name, size in sizes[:1])
+
+
+def world_sizes(evidence: Evidence) -> Iterator[Match]:
+    # Of a rank whose environment can't be read the size isn't known, but where it is beyond the world.
+    known = [each for each in evidence.arrivals if not each.place.problem or each.place.rank >= evidence.world_size]
+    sizes = grouped(known, lambda facts: facts.place.world_size)
+    if len(sizes) > 1:
+        words = "; ".join(
+            f"{size} on {named(ranks_of(group))} ({', '.join(dict.fromkeys(map(evidence.host, group)))})"
+            for size, group in sizes.items()
+        )
+        yield Match(min(sizes.values(), key=len), sizes=words)
+
+
+def missing(evidence: Evidence) -> Iterator[Match]:
+    smallest = min((each.place.world_size for each in evidence.arrivals), default=0)
+    absent = [rank for rank in evidence.missing if rank < smallest] if evidence.met else []
+    for where, ranks in grouped(absent, evidence.expected_host).items():
+        yield Match(absent=ranks, where=where, ranks=ranks)
+
+
+def wrong_local_size(evidence: Evidence, ranks: Group) -> Words | None:
+    sizes = {each.place.local_world_size for each in ranks if each.place.local_world_size is not None}
+    count = len(ranks_of(ranks))
+    if evidence.missing or not sizes or sizes == {count}:
+        return None
+    return {"number": count, "sizes": ", ".join(map(str, sorted(sizes)))}
+
+
+def across_hosts(evidence: Evidence) -> Iterator[Match]:
+    layout = evidence.layout
+    if evidence.missing or not evidence.several_hosts or isinstance(layout, LayoutError) or "tp" not in layout.names:
+        return
+    facts = {each.place.rank: each for each in evidence.arrivals}
+    groups = [[facts[rank] for rank in ranks] for ranks in layout.groups("tp")]
+    spanning = [group for group in groups if len(set(map(evidence.host, group))) > 1]
+    if spanning:
+        most = max(len(ranks) for ranks in evidence.hosts.values())
+        # A tp group that no host could hold was meant so.
+        severity = "" if layout.size("tp") <= most else INFO
+        yield Match(spanning[0], spanning=len(spanning), groups=len(groups), severity=severity)
+
+
+# Where they meet.
+
+
+def masters_differ(evidence: Evidence) -> Iterator[Match]:
+    places = evidence.meeting_places
+    if len(places) > 1:
+        yield Match(places=places, ranks=list(places.values())[1])
+
+
+def _master(evidence: Evidence) -> str:
+    """Returns MASTER_ADDR if several hosts have the same one and no launcher serves the store."""
+    place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
+    one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
+    return place.master_addr if one else ""
+
+
+def master_is_loopback(evidence: Evidence) -> Iterator[Match]:
+    master = _master(evidence)
+    if is_loopback(master):
+        names = ", ".join(evidence.hosts) + ("" if evidence.several_hosts else " and others")
+        yield Match(master=master, names=names, hosts=evidence.hosts)
+
+
+def master_resolves_differently(evidence: Evidence) -> Iterator[Match]:
+    master = _master(evidence)
+    resolved = {each.place.rank: " ".join(each.network.master_resolves_to) for each in evidence.arrivals}
+    answers = by_value({rank: found for rank, found in resolved.items() if found})
+    if master and not is_loopback(master) and len(answers) > 1:
+        yield Match(master=master, answers=answers)
+
+
+def ephemeral_port(evidence: Evidence) -> Iterator[Match]:
+    place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place(agent_store=True))
+    server = min(evidence.arrivals, key=lambda facts: facts.place.rank)
+    first, last = server.network.ephemeral_ports
+    if first <= place.master_port <= last and not place.agent_store:
+        yield Match(port=place.master_port)
+
+
+def unresolved_master(evidence: Evidence) -> Iterator[Match]:
+    for name, ranks in evidence.hosts.items():
+        why = ranks[0].late.get("master", "") if evidence.met else ""
+        if why:
+            yield Match(ranks, problem=f"{ranks[0].place.master_addr} on {name}: {why}")
+    address = evidence.arrivals[0].place.master_addr
+    try:  # a link-local address without its zone can't be connected to
+        local = ":" in address and "%" not in address and ipaddress.ip_address(address).is_link_local
+    except ValueError:
+        return
+    if local:
+        text = f"MASTER_ADDR is {address}, an address of one link, without its interface"
+        yield Match(problem=text, fix=f"Write {address}%INTERFACE, or take a global address.")
+
+
+# Names, addresses, interfaces.
+
+
+def _given(facts: Facts) -> str:
+    return facts.place.variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+
+
+def announces_loopback(evidence: Evidence, ranks: Group) -> Words | None:
+    network = ranks[0].network
+    if not evidence.spans_hosts or not network.gloo_address or not is_loopback(network.gloo_address):
+        return None
+    return {"own": ", ".join(network.name_resolves_to) or "nothing"}
+
+
+def announces_nothing(evidence: Evidence, ranks: Group) -> bool:
+    network = ranks[0].network
+    none = not network.gloo_address and network.gloo_interface != "?"
+    return evidence.spans_hosts and none and not _given(ranks[0])
+
+
+def shared_addresses(evidence: Evidence) -> Iterator[Match]:
+    networks = {name: ranks[0].network for name, ranks in evidence.hosts.items()}
+    usable = [name for name, each in networks.items() if each.gloo_address and not is_loopback(each.gloo_address)]
+    for address, names in grouped(usable, lambda name: networks[name].gloo_address).items():
+        if len(names) > 1 and evidence.spans_hosts:
+            chosen = ", ".join(f"{networks[name].gloo_interface} on {name}" for name in names)
+            yield Match(evidence.on(names), address=address, chosen=chosen)
+
+
+def missing_interfaces(evidence: Evidence) -> Iterator[Match]:
+    for ranks in evidence.hosts.values():
+        facts = ranks[0]
+        given = _given(facts)
+        chosen = interface_of(facts, given)
+        if given and (chosen is None or not chosen.addresses or not (chosen.up or chosen.kind == "loopback")):
+            state = "isn't there" if chosen is None else "has no address" if chosen.up else "is down"
+            yield Match(ranks, setting=f"GLOO_SOCKET_IFNAME={given}", problem=f", but that interface {state}")
+        nccl = facts.place.variables.get("NCCL_SOCKET_IFNAME", "").strip()
+        if nccl and not facts.network.nccl_interface:
+            yield Match(ranks, setting=f"NCCL_SOCKET_IFNAME={nccl}", problem=" fits no interface that is up")
+
+
+def bridges(evidence: Evidence) -> Iterator[Match]:
+    reached = [evidence.of(link.target) for link in evidence.links if not link.problem]
+    for ranks in evidence.hosts.values():
+        facts = ranks[0]
+        if not evidence.spans_hosts or any(facts is other for other in reached):
+            continue
+        taken = {"gloo": facts.network.gloo_interface}
+        if facts.gpus.visible:
+            taken["NCCL"] = facts.network.nccl_interface
+        for library, name in taken.items():
+            each = interface_of(facts, name)
+            if each is not None and each.kind in ("bridge", "container"):
+                yield Match(ranks, library=library, taken=each)
+
+
+def _chosen(evidence: Evidence) -> dict[str, Interface]:
+    """Returns gloo's interface on each of several hosts."""
+    if not evidence.several_hosts:
+        return {}
+    found = {name: interface_of(each[0], each[0].network.gloo_interface) for name, each in evidence.hosts.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def different_networks(evidence: Evidence) -> Iterator[Match]:
+    chosen = {name: each for name, each in _chosen(evidence).items() if each.kind != "loopback"}
+    nets = {name: networks_of(each) for name, each in chosen.items()}
+    if len(nets) < 2 or set.intersection(*nets.values()):
+        return
+    common = set.intersection(*(
+        set().union(*(networks_of(each) for each in ranks[0].network.interfaces if each.kind != "loopback"))
+        for ranks in evidence.hosts.values()
+    ))  # fmt: skip
+    words = "; ".join(
+        f"{', '.join(sorted(each)) or 'none'} ({chosen[name].name}) on {name}" for name, each in nets.items()
+    )
+    hint = f"; the network that all hosts are in is {', '.join(sorted(common))}" if common else ""
+    usual = by_value({name: " ".join(sorted(each)) for name, each in nets.items()})
+    odd = list(usual.values())[-1] if len(usual) < len(nets) else list(nets)
+    # Routed networks are as good, where each rack has its own and nothing in common.
+    yield Match(evidence.on(odd), networks=words + hint, severity="" if common else INFO)
+
+
+def different_mtus(evidence: Evidence) -> Iterator[Match]:
+    chosen = {name: str(each.mtu) for name, each in _chosen(evidence).items() if each.mtu and each.kind != "loopback"}
+    mtus = by_value(chosen)
+    if len(mtus) > 1:
+        yield Match(evidence.on(list(mtus.values())[-1]), mtus=mtus)
+
+
+def slower_interfaces(evidence: Evidence) -> Iterator[Match]:
+    for name, each in _chosen(evidence).items():
+        ranks = evidence.hosts[name]
+        usable = [other for other in ranks[0].network.interfaces if other.up and other.addresses]
+        best = max(usable, key=lambda other: other.speed_mbit, default=each)
+        if each.speed_mbit and best.speed_mbit > 2 * each.speed_mbit:
+            yield Match(ranks, taken=each, taken_gbit=each.speed_mbit / 1000, best=best, gbit=best.speed_mbit / 1000)
+
+
+def ports_down(evidence: Evidence, ranks: Group) -> Words | None:
+    ports = ranks[0].network.infiniband
+    down = [port for port, state in ports.items() if not state.startswith("ACTIVE")]
+    return {"down": ", ".join(f"{port} is {ports[port]}" for port in down)} if 0 < len(down) < len(ports) else None
+
+
+def ports_differ(evidence: Evidence) -> Iterator[Match]:
+    ports = {name: ranks[0].network.infiniband.values() for name, ranks in evidence.hosts.items()}
+    found = by_value({
+        name: f"{sum(state.startswith('ACTIVE') for state in each)} active ports" for name, each in ports.items()
+    })  # fmt: skip
+    if len(found) > 1:
+        yield Match(ports=found, hosts=list(found.values())[-1])
+
+
+# Links.
+
+_CLOCK_S = 1.0
+_LATE_PLAN_S = 5.0
+_SLOW = 4.0
+_LATENCY = 5.0
+_LATENCY_US = 300.0
+"""Below that, differences are of the hosts' load."""
+_NOMINAL = 0.1
+_GIGABIT = 0.9e9 / 8
+_LOSS = 0.012
+"""In each of two runs: a queue that overflows for a moment loses less."""
+_FEW_SEGMENTS = 200
+
+
+def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
+    """Returns a match of the link between two arrivals."""
+    way = f"the link from {evidence.host_of(source)} to {evidence.host_of(target)}"
+    return Match([evidence.of(source), evidence.of(target)], **{"way": way, **words})
+
+
+def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
+    """Yields links with a problem of this kind; `blocked` is any kind but `stranger` and `broken`."""
+    working, failed = set(), {}
+    for link in evidence.links:
+        pair = evidence.host_of(link.source), evidence.host_of(link.target)
+        if link.problem:
+            failed[pair] = link
+        else:
+            working.add(pair)
+    for (source, target), link in failed.items():
+        back = (target, source)
+        if (link.kind if link.kind in ("stranger", "broken") else "blocked") != kind:
+            continue
+        if back in failed and source > target and kind == "blocked":
+            continue  # one finding for both directions
+        works = " (the other direction works)" if back in working else " (nor back)" if back in failed else ""
+        ends = [evidence.of(number).network for number in (link.source, link.target)]
+        words = " and ".join(f"{end.gloo_interface} {end.gloo_address} on {end.hostname}" for end in ends)
+        way = f"from {source} to {target}{works}"
+        yield _about(evidence, link.source, link.target, way=way, problem=link.problem, ends=words)
+
+
+def _speeds(evidence: Evidence) -> dict[tuple[int, int], float]:
+    good = [link for link in evidence.links if not link.problem and link.bytes_per_s]
+    return {(link.source, link.target): link.bytes_per_s for link in good}
+
+
+def _expected_speeds(evidence: Evidence) -> dict[tuple[int, int], str]:
+    """Returns the expected speed of each slow link, in words: first by the other links, then by its interface."""
+    speeds = _speeds(evidence)
+    odd = outliers(speeds, _SLOW, high=False)
+    found = {pair: f"the median of all links is {rate(middle)}" for pair, _, middle in odd}
+    for pair, speed in speeds.items():
+        facts = evidence.of(pair[0])
+        chosen = interface_of(facts, facts.network.gloo_interface)
+        nominal = (chosen.speed_mbit if chosen else 0) * 1e6 / 8
+        if pair not in found and nominal and speed < _NOMINAL * nominal:
+            found[pair] = f"and its interface {facts.network.gloo_interface} should carry {rate(nominal)}"
+    return found
+
+
+def slow_links(evidence: Evidence) -> Iterator[Match]:
+    speeds = _speeds(evidence)
+    for pair, expected in _expected_speeds(evidence).items():
+        yield _about(evidence, *pair, speed=speeds[pair], expected=expected)
+
+
+def slow_network(evidence: Evidence) -> Iterator[Match]:
+    reported = _expected_speeds(evidence)
+    speeds = {pair: speed for pair, speed in _speeds(evidence).items() if pair not in reported}
+    if speeds and max(speeds.values()) < _GIGABIT:
+        pair = min(speeds, key=lambda each: speeds[each])
+        yield _about(evidence, *pair, number=len(speeds), best=max(speeds.values()), worst=speeds[pair])
+
+
+def late_links(evidence: Evidence) -> Iterator[Match]:
+    trips = {(link.source, link.target): link.rtt_us for link in evidence.links if not link.problem}
+    for pair, rtt_us, middle_us in outliers(trips, _LATENCY):
+        if rtt_us - middle_us > _LATENCY_US:
+            yield _about(evidence, *pair, rtt_us=rtt_us, middle_us=middle_us)
+
+
+def lossy_links(evidence: Evidence) -> Iterator[Match]:
+    for link in evidence.links:
+        share = link.retransmitted / link.segments if link.segments else 0.0
+        if not link.problem and link.segments >= _FEW_SEGMENTS and share > _LOSS:
+            yield _about(evidence, link.source, link.target, link=link, share=share)
+
+
+def clocks(evidence: Evidence) -> Iterator[Match]:
+    """By the round trips between hosts; else by the moment at which the leader's plan came, which may be late."""
+    reported: set[str] = set()
+    offsets: dict[str, list[tuple[float, str]]] = {}
+    for link in evidence.links:
+        if not link.problem and abs(link.clock_offset_s) > _CLOCK_S + link.clock_error_s:
+            source, target = evidence.host_of(link.source), evidence.host_of(link.target)
+            offsets.setdefault(target, []).append((link.clock_offset_s, source))
+            offsets.setdefault(source, []).append((-link.clock_offset_s, target))
+    while offsets:  # the host that differs from most others is the one that is wrong
+        host = max(offsets, key=lambda name: len(offsets[name]))
+        offset, other = offsets.pop(host)[0]
+        reported.add(host)
+        offsets = {name: left for name, each in offsets.items() if (left := [one for one in each if one[1] != host])}
+        yield Match(evidence.hosts[host], clock=host, offset=_offset(offset), other=other)
+    for number, measured in evidence.measured.items():
+        facts = evidence.of(number)
+        offset_s = measured.clock_offset_s
+        if offset_s is not None and not -_CLOCK_S < offset_s < _LATE_PLAN_S and not reported:
+            clock = f"rank {facts.place.rank}"
+            yield Match([facts], clock=clock, offset=_offset(offset_s), other="the rank that leads")
+
+
+def _offset(offset_s: float) -> str:
+    seconds = abs(offset_s)
+    minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return f"{f'{seconds:.1f} s' if seconds < 120 else minutes} {'ahead of' if offset_s > 0 else 'behind'}"
+
+
+# Versions and settings.
+
+_OF_EACH_RANK = re.compile(
+    r"(NCCL|GLOO)_SOCKET_IFNAME|NCCL_IB_HCA|NCCL_(DEBUG_FILE|TOPO_FILE|TOPO_DUMP_FILE|GRAPH_FILE|HOSTID|NODE_RANK)"
+)
+"""May rightly differ between hosts."""
+_COMPARED = re.compile(r"(NCCL|GLOO|TORCH_NCCL|PARALLEL_STATE)_\w+|OMP_NUM_THREADS")
+_CRIPPLING = {
+    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
+    "CUDA_LAUNCH_BLOCKING": "1", "NCCL_NET_GDR_LEVEL": "LOC",
+}  # fmt: skip
+
+
+def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
+    """Matches all ranks if `none` and no rank has the compiled part; else those whose parts differ."""
+    looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
+    if any(facts.versions.compiled for facts in looked) or not looked:
+        return [] if none else differing(_compiled)(evidence)
+    return [Match(looked)] if none else []
+
+
+def _compiled(facts: Facts) -> str:
+    if "compiled" in facts.late:
+        return ""
+    return facts.versions.compiled or f"missing ({facts.versions.compiled_problem})"
+
+
+def settings_differ(evidence: Evidence) -> Iterator[Match]:
+    every = {name for facts in evidence.arrivals for name in facts.place.variables}
+    for name in sorted(each for each in every if _COMPARED.fullmatch(each) and not _OF_EACH_RANK.fullmatch(each)):
+        yield from differing(partial(_variable, name), name)(evidence)
+
+
+def _variable(name: str, facts: Facts) -> str:
+    return facts.place.variables.get(name) or "unset"
+
+
+def crippled(facts: Facts) -> list[str]:
+    return [f"{name}={value}" for name, value in _CRIPPLING.items() if facts.place.variables.get(name) == value]
+
+
+# Limits.
+
+_SHM_BYTES = 512 << 20
+_SHM_FREE_BYTES = 128 << 20
+_MEMLOCK_BYTES = 1 << 30
+_MEMLOCK_LEAST_BYTES = 64 << 10
+"""The kernel's default before 5.16."""
+_FILES = 1024
+_PROCESSES_PER_RANK = 64
+_MEMORY_BYTES = 1 << 30
+_COMPARED_LIMITS = {
+    "the hard limit of open files": "files_hard",
+    "the limit of locked memory": "memlock_bytes",
+    "the limit of processes": "processes",
+    "the limit of address space": "address_space_bytes",
+}
+
+
+def shm_state(group: Group) -> str:
+    """Returns what is wrong with /dev/shm of ranks that have the same: `missing`, `small`, `full` or nothing."""
+    limits = group[0].limits
+    if limits.shm_problem and not (limits.shm_bytes >= 0 and "No space" in limits.shm_problem):
+        return "missing"
+    if 0 <= limits.shm_bytes < _SHM_BYTES:
+        return "small"
+    return "full" if 0 <= limits.shm_free_bytes < _SHM_FREE_BYTES else ""
+
+
+def several_shm(evidence: Evidence, ranks: Group) -> Words | None:
+    devices = grouped(ranks, lambda facts: facts.limits.shm_device)
+    parts = "; ".join(named(ranks_of(group)) for group in devices.values())
+    return {"number": len(devices), "parts": parts} if len(devices) > 1 else None
+
+
+def few_files(evidence: Evidence, group: Group) -> Words | None:
+    limit, needed = group[0].limits.files_hard, group[0].limits.files_open + 64 + 8 * (evidence.world_size + 16)
+    # Below what is needed it fails; below the usual least limit it may, with the program's own files.
+    words = {"needed": max(needed, _FILES), "severity": "" if limit < needed else WARNING}
+    return words if 0 <= limit < max(needed, _FILES) else None
+
+
+def little_memlock(evidence: Evidence, group: Group) -> Words | None:
+    rdma = bool(group[0].network.infiniband)
+    words = {"rdma": "", "severity": ""} if rdma else {"rdma": "; no RDMA device is there", "severity": INFO}
+    return words if 0 <= group[0].limits.memlock_bytes < (_MEMLOCK_BYTES if rdma else _MEMLOCK_LEAST_BYTES) else None
+
+
+def limits_differ(evidence: Evidence) -> Iterator[Match]:
+    for what, name in _COMPARED_LIMITS.items():
+        yield from differing(partial(_limit, name), what)(evidence)
+
+
+def _limit(name: str, facts: Facts) -> str:
+    limit = getattr(facts.limits, name)
+    return "unlimited" if limit < 0 else str(limit)
+
+
+def few_processes(evidence: Evidence) -> Iterator[Match]:
+    for ranks in evidence.hosts.values():
+        limits, needed = ranks[0].limits, _PROCESSES_PER_RANK * len(ranks)
+        by_user = limits.processes - limits.processes_taken if limits.processes >= 0 and limits.uid != 0 else needed
+        by_cgroup = limits.cgroup_pids_left if limits.cgroup_pids_left >= 0 else needed
+        for owner, left in (("the user", by_user), ("the cgroup", by_cgroup)):
+            if left < needed:
+                yield Match(ranks, owner=owner, left=max(left, 0), needed=needed)
+
+
+def little_memory(evidence: Evidence, ranks: Group) -> Words | None:
+    limits = ranks[0].limits
+    all_of_it = {"the machine has": limits.memory_available_bytes, "the cgroup leaves": limits.cgroup_memory_left_bytes}
+    few = ((what, left) for what, left in all_of_it.items() if 0 <= left < _MEMORY_BYTES * len(ranks) // 2)
+    return next(({"what": what, "left": left} for what, left in few), None)
+
+
+def several_users(evidence: Evidence, ranks: Group) -> Words | None:
+    users = by_value({each.place.rank: str(each.limits.uid) for each in ranks})
+    words = "; ".join(f"uid {uid}: {named(each)}" for uid, each in users.items())
+    return {"users": words} if len(users) > 1 else None
+
+
+# Cores.
+
+_SLOW_CPU = 2.0
+_THROTTLED = 2
+
+
+def is_bound(facts: Facts) -> bool:
+    return 0 < len(facts.cpu.affinity) < facts.cpu.online
+
+
+def _crowded(ranks: Group) -> Match | None:
+    """Returns the ranks that share fewer cores than they are: the fewest cores of all such."""
+    for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
+        inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
+        if len(inside) > len(allowed):
+            return Match(inside, cores=allowed)
+    return None
+
+
+def crowded(evidence: Evidence, bound: bool) -> Iterator[Match]:
+    for ranks in evidence.hosts.values():
+        match = _crowded(ranks)
+        if match is not None and any(map(is_bound, match.group)) == bound:
+            yield match
+
+
+def same_physical_core(evidence: Evidence) -> Iterator[Match]:
+    """Yields ranks bound to single threads whose physical core is one."""
+    for ranks in evidence.hosts.values():
+        alone = [each for each in ranks if is_bound(each) and len(each.cpu.affinity) == 1]
+        single = {each.cpu.affinity[0]: each for each in alone if _crowded(ranks) is None}
+        siblings = {core: tuple(single[core].cpu.siblings.get(str(core), [core])) for core in sorted(single)}
+        for cores in grouped(siblings, siblings.__getitem__).values():
+            if len(cores) > 1:
+                yield Match([single[core] for core in cores], cores=spans(cores))
+
+
+def many_threads(evidence: Evidence, ranks: Group) -> Words | None:
+    total = sum(each.cpu.threads for each in ranks)
+    usable = len(set().union(*(each.cpu.affinity for each in ranks)))
+    many = len(ranks) > 1 and usable and total > 2 * usable and total > len(ranks)
+    return {"total": total, "usable": usable} if many else None
+
+
+def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
+    numbers = [sum(bool(set(node) & set(each.cpu.affinity)) for node in each.cpu.numa_nodes.values()) for each in ranks]
+    return {"nodes": numbers[0]} if len(ranks) > 1 and min(numbers) > 1 else None
+
+
+def slow_cores(evidence: Evidence) -> Iterator[Match]:
+    """The best of many repetitions: what else runs on the core for a while doesn't count, a slow core does."""
+    runs = {number: runs_of(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
+    best = {number: min(run.best_ms for run in each) for number, each in runs.items() if each}
+    for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
+        yield Match([evidence.of(number)], took_ms=took_ms, middle_ms=middle_ms)
+
+
+def throttled(evidence: Evidence) -> Iterator[Match]:
+    every = range(1, len(evidence.arrivals) + 1)
+    periods = {number: sum(run.throttled for run in runs_of(evidence, number)) for number in every}
+    stopped = [number for number in every if periods[number] >= _THROTTLED]
+    for numbers in grouped(stopped, evidence.host_of).values():
+        yield Match([evidence.of(number) for number in numbers], periods=max(map(periods.__getitem__, numbers)))
+
+
+# GPUs.
+
+
+def no_driver(evidence: Evidence, ranks: Group) -> Words | None:
+    gpus = ranks[0].gpus
+    devices = max(len(gpus.devices), gpus.device_files)
+    reason = gpus.problem or f"torch {ranks[0].versions.torch} was built without CUDA"
+    return {"devices": devices, "reason": reason} if devices and (gpus.problem or not gpus.torch_cuda) else None
+
+
+def shared_gpu(evidence: Evidence, group: Group) -> Words | None:
+    allowed = group[0].place.variables.get("PARALLEL_STATE_SHARE_GPUS", "").lower() in ("on", "1", "true")
+    return {"severity": INFO if allowed else ""} if len(group) > 1 else None
+
+
+def model_of(facts: Facts) -> str:
+    return next((each.name for each in facts.gpus.devices if each.uuid == facts.gpus.own), "")
+
+
+def _most_nvlinks(ranks: Group) -> int:
+    return max((path.nvlinks for path in ranks[0].gpus.paths), default=0)
+
+
+def fewer_nvlinks(evidence: Evidence, ranks: Group) -> Words | None:
+    most = _most_nvlinks(ranks)
+    fewer = [f"{path}: {path.nvlinks}" for path in ranks[0].gpus.paths if 0 <= path.nvlinks < most]
+    return {"most": most, "fewer": ", ".join(fewer[:4])} if fewer else None
+
+
+def no_peer_access(evidence: Evidence, ranks: Group) -> Words | None:
+    paths = ranks[0].gpus.paths
+    refused = [f"{path}: {path.peer_problem}" for path in paths if path.peer_problem]
+    return {"refused": len(refused), "pairs": len(paths), "first": refused[0]} if refused else None
+
+
+def redirecting_bridges(evidence: Evidence, ranks: Group) -> Words | None:
+    gpus, found = ranks[0].gpus, ranks[0].gpus.acs_redirect
+    names = ", ".join(found[:4]) + (" …" if len(found) > 4 else "")
+    words = {"number": len(found), "names": names, "iommu": "with" if gpus.iommu else "without"}
+    return words if found and _most_nvlinks(ranks) <= 0 else None
+
+
+def far_from_gpu(evidence: Evidence) -> Iterator[Match]:
+    for facts in evidence.arrivals:
+        own = next((each for each in facts.gpus.devices if each.uuid == facts.gpus.own), None)
+        if own is not None and own.cores and facts.cpu.affinity and not set(own.cores) & set(facts.cpu.affinity):
+            yield Match([facts], gpu=own)
+
+
+# Traffic.
+
+_SLOW_GROUP = 5.0
+_SLOW_GROUP_US = 2_000.0
+"""Below that, a group's latency is a matter of the kernel's time slices."""
+
+
+def failures(evidence: Evidence, starting: bool) -> Iterator[Match]:
+    """Each rank's error tells it from its side: the first rank's, and how many more there are."""
+    failed = {number: each for number, each in evidence.traffic.items() if each.problem}
+    for stage, numbers in grouped(failed, lambda number: failed[number].stage).items():
+        first = min(numbers, key=lambda number: evidence.of(number).place.rank)
+        more = f" ({len(numbers) - 1} more ranks have errors)" if len(numbers) > 1 else ""
+        rank, problem = evidence.of(first).place.rank, failed[first].problem
+        if (stage in ("init_distributed_environment", "initialize_model_parallel")) == starting:
+            yield Match([evidence.of(each) for each in numbers], stage=stage, rank=rank, problem=problem, more=more)
+
+
+def wrong_answers(evidence: Evidence) -> Iterator[Match]:
+    for number, traffic in evidence.traffic.items():
+        for group in traffic.groups:
+            if group.wrong:
+                yield Match([evidence.of(number)], within=group)
+
+
+def slow_groups(evidence: Evidence) -> Iterator[Match]:
+    facts = {each.place.rank: each for each in evidence.arrivals}
+    for kind, groups in groups_of_kind(evidence).items():
+        # Groups within a host aren't compared with those that span some.
+        for some in grouped(groups, lambda ranks: len({evidence.host(facts[rank]) for rank in ranks}) > 1).values():
+            if len(some) < 3:  # of two, nobody can say which is the odd one
+                continue
+            latency = {ranks: groups[ranks].latency_us for ranks in some}
+            for ranks, took_us, middle_us in outliers(latency, _SLOW_GROUP):
+                if took_us - middle_us > _SLOW_GROUP_US:
+                    what = f"an all_reduce of 64 bytes in {kind} {format_ranks(ranks)} takes {took_us:.0f} µs"
+                    usual = f"of its kind {middle_us:.0f} µs"
+                    yield Match([facts[rank] for rank in ranks], what=what, usual=usual)
+            speeds = {ranks: groups[ranks].bytes_per_s for ranks in some if groups[ranks].bytes_per_s}
+            for ranks, speed, middle in outliers(speeds, _SLOW_GROUP, high=False):
+                what = f"{kind} {format_ranks(ranks)} moves {rate(speed)}"
+                yield Match([facts[rank] for rank in ranks], what=what, usual=rate(middle))
