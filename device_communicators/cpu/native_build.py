@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from device_communicators.base.helper_threads import name_this_thread
-
 SOURCES = Path(__file__).parent / "csrc"
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 """In the full build only."""
@@ -160,7 +158,7 @@ def compile_library(
             [*compiler, *_FLAGS, *recipe.flags, *recipe.include_flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(recipe.sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(len(usable_cores()), initializer=name_this_thread, initargs=("ps-build",)) as workers:
+        with ThreadPoolExecutor(len(usable_cores())) as workers:
             list(workers.map(_run, commands))
         made = Path(folder) / "library.so"
         _run([*compiler, "-shared", "-pthread", "-o", str(made), *map(str, objects), *recipe.link_flags])
