@@ -337,11 +337,11 @@ def is_registered(group: Any) -> bool:
 def name_ranks(group: Any) -> None:
     """Tells the default group's NCCL its ranks, before the group is split.
 
-    torch leaves them out, and takes them from the number of NCCL groups that the process has had: in a second world it
-    reads past the end of an empty list, and the process dies (pytorch #192109; seen with 2.11). Not run on a GPU.
+    torch leaves them out, and knows them only for the first NCCL group of a process. In a second world it reads past
+    the end of an empty list, and the process dies (pytorch #192109; seen with 2.11). Not run on a GPU.
     """
-    options = group._get_backend(torch.device("cuda")).options
-    if not options.global_ranks_in_group:
+    options = backend_of(group, torch.device("cuda")).options
+    if not getattr(options, "global_ranks_in_group", True):
         options.global_ranks_in_group = list(range(group.size()))
 
 

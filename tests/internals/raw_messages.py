@@ -32,7 +32,7 @@ def is_over_queue(group: GroupCoordinator) -> bool:
 
 
 def metadata_bytes(value: object) -> int:
-    """Returns the size of what a message has beside its tensors' bytes."""
+    """Returns the bytes of a message without those of its tensors."""
     return len(codec.encode(value).metadata)
 
 

@@ -42,7 +42,9 @@ class Options:
 def test_a_group_that_is_split_knows_its_ranks(ranks: list[int], told: list[int]) -> None:
     options = Options(ranks)
     backend = SimpleNamespace(options=options)
-    torch_internals.name_ranks(SimpleNamespace(_get_backend=lambda device: backend, size=lambda: 3))
+    torch_internals.name_ranks(
+        SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=lambda device: backend, size=lambda: 3)
+    )
     assert options.global_ranks_in_group == told
 
 

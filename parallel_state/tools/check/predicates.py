@@ -83,7 +83,7 @@ def one_of_many(evidence: Evidence) -> Iterator[Match]:
 
 
 def world_sizes(evidence: Evidence) -> Iterator[Match]:
-    # Of a rank whose environment can't be read the size isn't known, but where it is beyond the world.
+    # If a rank's environment can't be read, its size counts only if its rank is beyond the world.
     known = [each for each in evidence.arrivals if not each.place.problem or each.place.rank >= evidence.world_size]
     sizes = grouped(known, lambda facts: facts.place.world_size)
     if len(sizes) > 1:
