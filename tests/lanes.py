@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -173,6 +174,8 @@ class Run:
         self.lane = lane
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
+        self.cpu_s = 0.0
+        """Once it has ended: its own and those of descendants that were waited for. Other lanes hardly change them."""
         self._cache = LOGS / f"{lane.name}.cache"
         command = list(lane.command)
         if not command:
@@ -201,7 +204,11 @@ class Run:
     @property
     def code(self) -> int | None:
         """How it ended; None while it runs."""
-        return self._process.poll()
+        if self._process.returncode is None:
+            before_s = _cpu_s_of_children()
+            if self._process.poll() is not None:
+                self.cpu_s = _cpu_s_of_children() - before_s
+        return self._process.returncode
 
     def failures(self) -> list[str]:
         """Returns the names of tests that failed and of files that couldn't be read; none if pytest itself failed."""
@@ -245,6 +252,12 @@ def apart() -> tuple[str, ...]:
         return before if subprocess.run([*before, "true"], capture_output=True).returncode == 0 else ()
     except OSError:
         return ()
+
+
+def _cpu_s_of_children() -> float:
+    """Returns the CPU seconds of processes that this one has waited for, and of what they have waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def counts_of(text: str) -> Counter[str]:
@@ -295,7 +308,8 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
             total += run.counts()
             if not run.failed:
                 run.report()
-            print(f"lane {run.lane.name}: exit code {run.code} after {time.monotonic() - started_s:.0f} s", flush=True)
+            took_s = time.monotonic() - started_s
+            print(f"lane {run.lane.name}: exit code {run.code} after {took_s:.0f} s, {run.cpu_s:.0f} CPU s", flush=True)
     finally:
         for run in runs:
             run.kill()

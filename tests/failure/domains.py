@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.attempts import Outcome, attempt, attempt_all, environment
 from tests.failure.over_torch import OVER_TORCH, groups_of, torch_world
 from tests.failure.trials import keep, kept, median_of
 from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, OPERATIONS, calls_of_all, settings_of
@@ -189,7 +189,7 @@ def _work(seed: int, folder: Path, groups: dict[str, Any], calls: Sequence[str])
         if slept:
             _pass_time(own)
         others = [] if kind != STARTED_IN_ALL else own.sample([*groups], len(groups))
-        outcome = attempt(_call, name, groups[name], kind) if not others else attempt(_start_in_all, groups, others)
+        outcome = attempt(_call, name, groups[name], kind) if not others else attempt_all(_start_in_all, groups, others)
         if outcome.kind != "ok":
             told.append(Told(name, outcome, time.monotonic(), slept))
             break

@@ -28,12 +28,12 @@ def torch_world(
 ) -> Iterator[OverTorch]:
     """The default group, of all ranks; rank 0 serves the store where there is a `port`, else the test's process does.
 
-    The pool's store has a part for each world.
+    The pool's store has a part for each world. Rank 0 goes on once all others have reached its store.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    serves = rank == 0 and (port is not None or not os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
+    is_own = port is not None or not os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if port is None else port
-    server = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False)
+    server = dist.TCPStore(address, port, size, is_master=is_own and rank == 0, wait_for_workers=is_own)
     store = dist.PrefixStore(f"world/{next(_WORLDS)}", server)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     try:

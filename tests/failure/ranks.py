@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+import parallel_state as ps
 from tests.workers import WorkerPool, WorkersFailedError
 
 
@@ -55,6 +56,20 @@ class Ranks(WorkerPool):
         """Of one that ends; None where it still runs after that time."""
         self._processes[rank].join(timeout_s)
         return self._processes[rank].exitcode
+
+
+def start_again() -> None:
+    """Starts a world, which takes away the names in /dev/shm of ranks that were killed while they had one."""
+    pool = Ranks(2)
+    try:
+        pool.run(_start_and_end, timeout_s=60.0)
+    finally:
+        pool.kill()
+
+
+def _start_and_end() -> None:
+    ps.init_distributed_environment()
+    ps.destroy_distributed_environment()
 
 
 KILLED = -signal.SIGKILL

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.attempts import Outcome, attempt, attempt_all, environment
 from tests.contract.test_rendezvous import held_port
 from tests.extent import LONG
 from tests.failure.ranks import KILLED, Ranks
@@ -130,7 +130,7 @@ def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[s
     with environment(PARALLEL_STATE_START_TIMEOUT_S=str(TIMEOUT_S), PARALLEL_STATE_BARRIER_TIMEOUT_S=str(TIMEOUT_S)):
         if rank == 3:
             _break(place, how)
-        told = attempt(_initialize)
+        told = attempt_all(_initialize)
         after = attempt(lambda: ps.get_tp_group().all_reduce(torch.ones(1)))
         ps.destroy_distributed_environment()
     clean = _clean()

@@ -16,7 +16,7 @@ import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, attempt_all, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import torch_world
-from tests.failure.ranks import Ranks
+from tests.failure.ranks import Ranks, start_again
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, kill_me, later, some
 from tests.hosts import HostRanks, Hosts, problem
@@ -98,6 +98,8 @@ def _trial(make: Callable[[], WorkerPool], stage: str, victims: tuple[int, ...],
                 results = ranks.survivors(_start, stage, victims, port, str(folder), timeout_s=DEADLINE_S)
     finally:
         ranks.kill()
+    if len(victims) > 1 and not isinstance(ranks, HostRanks):  # the second is killed wherever it is
+        start_again()
     return _check(results, victims)
 
 

@@ -18,7 +18,7 @@ import torch
 
 import parallel_state as ps
 from device_communicators.base import limits
-from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.attempts import Outcome, attempt_all, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.launchers import program
 from tests.failure.ranks import Ranks
@@ -57,7 +57,7 @@ def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outco
         if int(os.environ["RANK"]) in ranks:
             resource.setrlimit(which, (_limit_with(which, spare), hard))
         try:
-            return attempt(_start, port)
+            return attempt_all(_start, port)
         finally:
             resource.setrlimit(which, (soft, hard))
             ps.destroy_distributed_environment()
