@@ -12,8 +12,9 @@ packets, by the counters of its interface: these don't depend on what else the m
 the network's work, too.
 
 With `--mpis` each row is also that of a job of each MPI (`hosts_mpi.py`), started by its own mpiexec on the same hosts
-behind the others, so not in turns with them; its column is its median by ours. Between hosts Intel MPI needs libfabric
-(Debian: libfabric1), which its wheel doesn't bring.
+behind the others, so not in turns with them; its column is its median by ours. Open MPI, which has no bfloat16, sums
+integers of as many bytes. It and Intel MPI are told to yield in a wait: ranks may share a core. Between hosts Intel MPI
+needs libfabric (Debian: libfabric1), which its wheel doesn't bring.
 """
 
 from __future__ import annotations
@@ -274,12 +275,28 @@ _OF_MPI = (
     "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "scatter", "send",
     "barrier",
 )  # fmt: skip
-_STARTERS = {
-    "MPICH": ("-launcher", "ssh", "-launcher-exec"),
-    "Intel MPI": ("-bootstrap", "ssh", "-bootstrap-exec"),
-}
+_STARTERS = ("MPICH", "Intel MPI", "Open MPI")
 _MPI_OVER_TCP = {"FI_PROVIDER": "tcp", "I_MPI_OFI_PROVIDER": "tcp", "I_MPI_FABRICS": "shm:ofi", "I_MPI_PIN": "0"}
+_YIELDING = {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "2"}
+_OPEN_MPI_AS_ROOT = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
 _MPI_DEADLINE_S = 240.0
+
+
+def _starter(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
+    """Returns how an MPI starts a command on each rank."""
+    ranks = str(len(cluster.hosts) * ranks_per_host)
+    if name == "Open MPI":
+        places = ",".join(f"{host}:{ranks_per_host}" for host in cluster.names)
+        handed_on = [word for each in ("PYTHONPATH", *cluster.common) for word in ("-x", each)]
+        return [
+            str(programs / "mpirun"), "--prtemca", "plm_ssh_agent", str(cluster.agent), "--host", places, "-n", ranks,
+            "--bind-to", "none", *handed_on, str(programs / "python"),
+        ]  # fmt: skip
+    launcher = "-launcher" if name == "MPICH" else "-bootstrap"
+    return [
+        str(programs / "mpiexec"), launcher, "ssh", f"{launcher}-exec", str(cluster.agent),
+        "-hosts", ",".join(cluster.names), "-n", ranks, "-ppn", str(ranks_per_host), str(programs / "python"),
+    ]  # fmt: skip
 
 
 def _measure_mpi(
@@ -289,10 +306,10 @@ def _measure_mpi(
     mpi = next(each for each in peers.MPIS if each.name == name)
     programs = peers.DEFAULT / mpi.folder / "bin"
     cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))
-    command = [str(programs / "mpiexec"), *_STARTERS[name], str(cluster.agent), "-hosts", ",".join(cluster.names)]
-    command += ["-n", str(len(cluster.hosts) * ranks_per_host), "-ppn", str(ranks_per_host), str(programs / "python")]
+    command = _starter(name, programs, cluster, ranks_per_host)
     script = [str(Path(__file__).with_name("hosts_mpi.py")), operation, str(count), str(rounds), str(calls), cores]
-    ended = cluster.run(0, [*command, *script, hex(mpi.bfloat16 or 0)], _MPI_DEADLINE_S, **_MPI_OVER_TCP)
+    variables = {**_MPI_OVER_TCP, **_OPEN_MPI_AS_ROOT, **_YIELDING}
+    ended = cluster.run(0, [*command, *script, hex(mpi.bfloat16 or 0)], _MPI_DEADLINE_S, **variables)
     samples = [line for line in ended.output.splitlines() if line.startswith("SAMPLES ")]
     if ended.code or not samples:
         raise RuntimeError(f"{name}'s {operation} ended with {ended.code}:\n{ended.output[-3000:]}")

@@ -3,7 +3,8 @@
     python benchmarks/hosts_mpi.py OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16
 
 It borrows torch for its buffers. CORES are those of each host, in the order of the ranks, as `0,1/2,3`; BFLOAT16 is the
-handle of MPI's own type. Rank 0 prints the microseconds of each round's slowest rank as JSON.
+handle of MPI's own type, 0 where it has none: then the elements are integers of as many bytes. Rank 0 prints the
+microseconds of each round's slowest rank as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 
-def calls_of(communicator: MPI.Comm, kind: MPI.Datatype) -> dict[str, Callable[[Tensor], Tensor]]:
+def calls_of(communicator: MPI.Comm, kind: MPI.Datatype, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
     """Returns the operations, which do what those of `hosts.py` do: into new tensors but for all_reduce_."""
     size, rank = communicator.size, communicator.rank
 
@@ -28,7 +29,7 @@ def calls_of(communicator: MPI.Comm, kind: MPI.Datatype) -> dict[str, Callable[[
         return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
 
     def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:
-        out = torch.empty(elements, dtype=torch.bfloat16)
+        out = torch.empty(elements, dtype=dtype)
         call(out)
         return out
 
@@ -78,8 +79,8 @@ def calls_of(communicator: MPI.Comm, kind: MPI.Datatype) -> dict[str, Callable[[
     }  # fmt: skip
 
 
-def expected(operation: str, elements: int, size: int, rank: int) -> Tensor:
-    inputs = [input_of(each, elements) for each in range(size)]
+def expected(operation: str, elements: int, size: int, rank: int, dtype: torch.dtype) -> Tensor:
+    inputs = [input_of(each, elements, dtype) for each in range(size)]
     total, mine = torch.stack(inputs).sum(0), slice(rank * (elements // size), (rank + 1) * (elements // size))
     return {
         "all_reduce": total,
@@ -90,11 +91,11 @@ def expected(operation: str, elements: int, size: int, rank: int) -> Tensor:
         "all_to_all": torch.cat([x[mine] for x in inputs]),
         "gather": torch.cat(inputs) if rank == 0 else torch.empty(0),
         "scatter": inputs[0][mine],
-    }.get(operation, inputs[rank]).bfloat16()
+    }.get(operation, inputs[rank]).to(dtype)
 
 
-def input_of(rank: int, elements: int) -> Tensor:
-    return (torch.arange(elements) % 7 + rank).bfloat16()
+def input_of(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(elements) % 7 + rank).to(dtype)
 
 
 def main() -> None:
@@ -105,17 +106,19 @@ def main() -> None:
     hosts = [[int(core) for core in each.split(",")] for each in cores.split("/")]
     os.sched_setaffinity(0, hosts[rank * len(hosts) // size])
     torch.set_num_threads(1)
-    call = calls_of(communicator, MPI.Datatype.fromhandle(int(bfloat16, 0)))[operation]
-    found = call(input_of(rank, elements))
-    if not torch.equal(found, expected(operation, elements, size, rank)):
-        raise RuntimeError(f"{operation} of {elements} × bfloat16 is wrong on rank {rank}")
+    handle = int(bfloat16, 0)
+    dtype, kind = (torch.bfloat16, MPI.Datatype.fromhandle(handle)) if handle else (torch.int16, MPI.INT16_T)
+    call = calls_of(communicator, kind, dtype)[operation]
+    found = call(input_of(rank, elements, dtype))
+    if not torch.equal(found, expected(operation, elements, size, rank, dtype)):
+        raise RuntimeError(f"{operation} of {elements} × {dtype} is wrong on rank {rank}")
     samples = []
     for _ in range(rounds + 1):
         communicator.Barrier()
-        x = torch.ones(elements, dtype=torch.bfloat16)
+        x = torch.ones(elements, dtype=dtype)
         started = time.perf_counter()
         for _ in range(calls):
-            x.fill_(1.0)
+            x.fill_(1)
             call(x)[::32].sum()
         mine = (time.perf_counter() - started) / calls
         samples.append(communicator.allreduce(mine, MPI.MAX) * 1e6)
