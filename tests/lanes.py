@@ -119,7 +119,7 @@ UNITS = ("tests/unit", "tests/internals")
 WITH_RANKS = (*FUZZING, *RANKS, *_files("tests/internals", "test_bench_command", "test_benchmarks"))
 """Of these folders what starts ranks, or takes seconds for each case."""
 CHECK = (
-    Lane("units", UNITS, but=(*COMPUTING, *WITH_RANKS)),
+    *(Lane(folder.rpartition("/")[2], (folder,), but=(*COMPUTING, *WITH_RANKS)) for folder in UNITS),
     Lane(
         "some",
         (
