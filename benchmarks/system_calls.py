@@ -35,7 +35,8 @@ from tests.hosts import Hosts, problem
 
 PLACEMENTS = ((0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1))
 BYTES = 8 << 10
-_ATTACH_S = 40.0
+_ATTACH_S = 15.0
+_TRIES = 4
 _OF_THE_TOOL = ("clock_nanosleep", "wait4")
 """System calls with which rank 0 waits for perf."""
 
@@ -45,14 +46,12 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
     """Fills `own` with the system calls that the main thread makes inside, and `others` with those of other threads."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
-        command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as perf:
-            try:
-                with ThreadPoolExecutor(1) as other:  # what it calls must not be counted as the main thread's
-                    other.submit(_wait_until_attached, perf.pid).result()
-                yield
-            finally:
-                _end(perf)
+        with ThreadPoolExecutor(1) as other:  # what it calls must not be counted as the main thread's
+            perf = other.submit(_attached, report).result()
+        try:
+            yield
+        finally:
+            _end(perf)
         counts = own
         for line in report.read_text().splitlines():
             thread = re.match(r" .*\((\d+)\), \d+ events", line)
@@ -63,14 +62,23 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
                 counts[row[1]] = counts.get(row[1], 0) + int(row[2])
 
 
-def _wait_until_attached(pid: int) -> None:
-    """Returns when the process `pid` sleeps in poll, as perf does once its events are enabled."""
-    deadline = time.monotonic() + _ATTACH_S
-    while "poll" not in Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8"):
-        if time.monotonic() > deadline:
-            raise RuntimeError("perf trace didn't attach: it needs root and tracefs")
-        time.sleep(0.05)
-    time.sleep(0.2)
+def _attached(report: Path) -> subprocess.Popen[bytes]:
+    """Returns `perf trace` of this process, once it sleeps in poll, as it does when its events are enabled.
+
+    On a busy machine it sometimes never comes to that, and is started anew.
+    """
+    command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
+    for _ in range(_TRIES):
+        perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + _ATTACH_S
+        while perf.poll() is None and time.monotonic() < deadline:
+            if "poll" in Path(f"/proc/{perf.pid}/wchan").read_text(encoding="utf-8"):
+                time.sleep(0.2)
+                return perf
+            time.sleep(0.05)
+        perf.kill()
+        perf.wait()
+    raise RuntimeError("perf trace doesn't attach: it needs root and tracefs")
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
