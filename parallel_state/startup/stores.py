@@ -6,7 +6,6 @@ What the ranks do there is in `rendezvous`.
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import select
@@ -39,6 +38,8 @@ _RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up
 _STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
+_SERVED: set[tuple[int, int]] = set()
+"""By process: the ports at which it has served a store."""
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 
 
@@ -163,10 +164,13 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
+            if in_use and (os.getpid(), address[1]) in _SERVED:
+                store = _served_still(address, place, deadline)
+                if store is not None:
+                    return store
             stranger = _stranger_at(address) if in_use else ""
             if in_use and not stranger and time.monotonic() + 0.2 < give_up:
-                time.sleep(0.05)  # an earlier world of this process may be just closing its server
-                gc.collect()  # or a call that failed in another thread meanwhile, and its error, still hold it
+                time.sleep(0.05)  # an earlier world may be just closing its server
                 continue
             what = (
                 f"is in use by another process{stranger}"
@@ -181,13 +185,29 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
         with listener:
             _check_own(address, listener, deadline)
             try:
-                return within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
+                store = within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
             except (OSError, RuntimeError) as error:
                 raise _error_of(
                     0,
                     f"listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
                     f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
                 ) from error
+        _SERVED.add((os.getpid(), address[1]))
+        return store
+
+
+def _served_still(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store | None:
+    """Returns a store of the server that an earlier world of this process has left at the address; None without one.
+
+    It lives as long as a process group of that world, which the program may keep.
+    """
+    unused = socket.socket().detach()  # where there is no server, none can be made of it
+    try:
+        store = within(deadline, partial(_tcp_store, address, place, deadline, unused), _GRACE_S)
+    except (OSError, RuntimeError):
+        return None
+    os.close(unused)
+    return store
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
@@ -266,7 +286,13 @@ def _tcp_store(
     timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     is_server = listen_fd is not None
     return dist.TCPStore(
-        *address, place.world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+        *address,
+        place.world_size,
+        is_server,
+        timeout,
+        wait_for_workers=False,
+        multi_tenant=is_server,
+        master_listen_fd=listen_fd,
     )
 
 

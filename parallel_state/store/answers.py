@@ -23,7 +23,7 @@ _LINES = b"\r\n\r\n"
 """Sent after `_QUIET_S`: a service that reads lines answers then. To a TCPStore it is the start of another PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
-_LEAST_S = 0.1
+_LEAST_S = 0.3
 """A last question, at the deadline, has this much time. With less, it would report silence whatever answered before."""
 _SHOWN_BYTES = 48
 

@@ -92,6 +92,28 @@ def test_worlds_follow_each_other_on_one_port(pools: Pools) -> None:
             assert found[-1][1] <= found[1][1] + 2
 
 
+def _again_though_groups_are_kept(port: int) -> list[float]:
+    """Worlds of 4, 3 and 4 ranks on one port, while the program keeps torch's group, or ours, of the first one."""
+    rank, kept, totals = int(os.environ[RANK]), [], []
+    with start_timeout(AMPLE_S):
+        for size in (4, 3, 4):
+            if rank >= size:
+                continue
+            ps.init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", local_rank=rank)
+            group = ps.get_world_group()
+            totals.append(group.all_reduce(torch.ones(1)).item())
+            kept += [group.device_group, group, dist.new_group(backend="parallel_state")]
+            ps.destroy_distributed_environment()
+    return totals
+
+
+def test_worlds_follow_each_other_though_groups_are_kept(pools: Pools) -> None:
+    """A kept group keeps the server of its world at the port: the next world has the same one."""
+    with held_port() as port:
+        found = pools(4).run(_again_though_groups_are_kept, port, timeout_s=DEADLINE_S)
+    assert found == [[4.0, 3.0, 4.0]] * 3 + [[4.0, 4.0]]
+
+
 def _worlds_of_some(port: int) -> list[float]:
     """A world of two of the ranks, one rank alone, and then all: each process was in another number of worlds."""
     rank = int(os.environ[RANK])
