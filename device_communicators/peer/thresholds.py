@@ -210,13 +210,11 @@ class Conditions:
 
 def link_of(topology: GroupTopology) -> str:
     """Returns NV18 and the like where NVLink connects all GPUs, by the fewest links between two; none or PCIe else."""
-    size = len(topology.gpus)
-    if len(topology.sharers(0)) == size > 1:
+    if len(topology.sharers(0)) == len(topology.gpus) > 1:
         return "none"
     if not topology.nvlink_full_mesh:
         return "PCIe"
-    links = [topology.nvlinks[one][two] for one in range(size) for two in range(size) if one != two]
-    return f"NV{min((each for each in links if each is not None), default='?')}"
+    return f"NV{'?' if topology.fewest_nvlinks is None else topology.fewest_nvlinks}"
 
 
 def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> Conditions:

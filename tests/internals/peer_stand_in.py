@@ -134,9 +134,8 @@ class Device(PeerDevice):
         return {"driver": "580.1", "nccl": "2.28.9", "torch": self.torch}
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        gpu = RankGpu(None, None, None, None, None, None)
-        gpus, links = (gpu,) * context.size, ((None,) * context.size,) * context.size
-        return GroupTopology(gpus, self.shared, links, self.mesh, self.connected)
+        gpus = (RankGpu(None, None, None),) * context.size
+        return GroupTopology(gpus, self.shared, None, self.mesh, self.connected)
 
     def words(self, count: int) -> HostWords:
         if self.without_words:
