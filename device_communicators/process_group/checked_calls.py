@@ -101,13 +101,15 @@ class Frames:
         self._frames = frames
         self._begin = _begin_of(call)
 
-    def payload(self, rank: int, like: Tensor) -> Tensor:
-        """Returns what came in the frame of `rank`, flat, of dtype and length of `like`."""
-        return self._frames[rank, self._begin : self._begin + like.nbytes].view(like.dtype)
+    def copy_to(self, out: Tensor, rank: int, begin: int = 0) -> None:
+        """Fills contiguous `out` with what came in the frame of `rank`, from its byte `begin` on."""
+        begin += self._begin
+        as_bytes(out).copy_(self._frames[rank, begin : begin + out.nbytes])
 
-    def bytes(self, rank: int, begin: int, count: int) -> Tensor:
-        """Returns a part of what came in the frame of `rank`."""
-        return self._frames[rank, self._begin + begin : self._begin + begin + count]
+    def copy_all_to(self, out: Tensor) -> None:
+        """Fills contiguous `out` with what came in all of them, as much in each, in rank order."""
+        each = out.nbytes // len(self._frames)
+        as_bytes(out).view(len(self._frames), each).copy_(self._frames[:, self._begin : self._begin + each])
 
     def blocks(self, like: Tensor) -> Tensor:
         """Returns what came in all of them: `[ranks, like.numel()]`."""
