@@ -33,7 +33,7 @@ class FileWay:
         self.fails = fails
         self.closed = 0
 
-    def allocate(self, context: GroupContext, size_bytes: int) -> _Files:
+    def __call__(self, context: GroupContext, size_bytes: int) -> _Files:
         if self.fails == "allocate":
             raise RuntimeError("out of memory, says the stand-in\nand more of it")
         return _Files(self, context, size_bytes)
