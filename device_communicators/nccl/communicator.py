@@ -123,7 +123,7 @@ class NcclCommunicator(Communicator):
         records = gather_records(context, make_record(self.library, context, makes_id=context.rank == 0))
         with self.streams.guard():
             parent = Handle.meet(self.library, context, records[0].unique_id, context.size, context.rank)
-            handle = parent.split(context, 0, context.rank, size=context.size, rank=context.rank)
+            handle = parent.split(context, 0, context.rank)
             if divisible:
                 self._parent = parent
             else:
@@ -139,9 +139,7 @@ class NcclCommunicator(Communicator):
             if not isinstance(part, NcclCommunicator):
                 self._parent.join_split()
                 return
-            context = part.context
-            handle = self._parent.split(context, color, context.rank, size=context.size, rank=context.rank)
-            part._use(handle, started)
+            part._use(self._parent.split(part.context, color, part.context.rank), started)
 
     def _use(self, handle: Handle, started: float) -> None:
         self._handle = handle
