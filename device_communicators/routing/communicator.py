@@ -14,14 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, format_ranks
 from device_communicators.base.member import GroupMember
-from device_communicators.calls.recorder import Operation
 from device_communicators.calls.reductions import (
     add_rms_norm,
     combine_,
@@ -114,10 +113,6 @@ class GroupContext(GroupMember):
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
-    def cpu_group_is_made(self) -> bool:
-        return getattr(self.make_cpu_group, "made", True)
-
-    @property
     def key(self) -> str:
         """Returns the group's key in ops: its name and its size. Compiled code depends on the size.
 
@@ -142,7 +137,7 @@ class GroupContext(GroupMember):
 
     def check_cpu_group(self, what: str) -> None:
         """Refuses a transfer whose gloo group isn't made: two ranks can't make it, as the others would never come."""
-        if self.size > 2 and not self.cpu_group_is_made:
+        if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
                 f"{what} on {self} needs the gloo group beside the device group, which all ranks of the group make "
                 "together at its first use; call barrier() on every rank once before"
@@ -154,28 +149,6 @@ class GroupContext(GroupMember):
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
-
-
-class OpServer(Protocol):
-    """Carries the registered ops that are called with a group's `key`, without Python."""
-
-    def serve(self, key: str, after: int = 0) -> None:
-        """Serves the ops called with `key`; their numbers go on after `after`."""
-
-    def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Sends them through the route again. Returns what `traffic` did."""
-
-    def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns calls and bytes, by operation."""
-
-    def next_operation(self, key: str) -> int:
-        """Returns the number of an operation that comes through Python, among those that don't."""
-
-    def operations(self, key: str) -> list[Operation]:
-        """Returns the last operations."""
-
-    def has_transfers(self, key: str) -> bool:
-        """Returns True while a thread is in a transfer."""
 
 
 class Communicator(ABC):
@@ -254,7 +227,7 @@ class Communicator(ABC):
         return False
 
     @property
-    def op_server(self) -> OpServer | None:
+    def op_server(self) -> NativeGroup | None:
         """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
         return None
 
