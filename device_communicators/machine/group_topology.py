@@ -202,7 +202,6 @@ def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[
 
 
 def shared_gpu_warning(context: GroupContext, shared: dict[str, list[int]]) -> str:
-    """Returns the text that tells the user which ranks share which GPU."""
     which = "; ".join(f"global ranks {format_ranks(ranks)} share GPU {gpu}" for gpu, ranks in shared.items())
     return (
         f"{which} in group {context.name!r}: they take turns on it, and NCCL refuses them unless it is told otherwise "

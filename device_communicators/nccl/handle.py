@@ -249,7 +249,6 @@ class Handle:
         self.check(operation, self.library.ncclGroupEnd())
 
     def error(self, operation: str, result: int, started: float) -> CommunicationError:
-        """Returns the error for a result of NCCL's."""
         kind = _KINDS.get(result, CommunicationError)
         text = self.library.text_of(result)
         advice = _ADVICE.get(result, "look for the first rank that failed, and at what NCCL_DEBUG=WARN prints")

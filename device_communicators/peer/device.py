@@ -59,11 +59,9 @@ class PeerDevice:
         self.streams = CudaStreams(device)
 
     def arch(self) -> str:
-        """Returns the compute capability, as `9.0`."""
         return arch_of(self._device)
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of driver, NCCL and torch."""
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:

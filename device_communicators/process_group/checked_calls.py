@@ -99,7 +99,7 @@ class Frames:
 
     def __init__(self, frames: Tensor, call: Call) -> None:
         self._frames = frames
-        self._begin = _begin_of(call)
+        self._begin = head_bytes(len(call.splits))
 
     def copy_to(self, out: Tensor, rank: int, begin: int = 0) -> None:
         """Fills contiguous `out` with what came in the frame of `rank`, from its byte `begin` on."""
@@ -133,15 +133,6 @@ def call_in(frame: Tensor) -> Call | None:
     text = head[_ALIKE.size :].rstrip(b"\0").decode(errors="replace")
     splits = frame[_HEAD_BYTES : _HEAD_BYTES + count * _SPLIT_BYTES].clone().view(torch.int64)
     return Call(operation, reduce_op, dtype, numel, root, tuple(splits.tolist()), dim, digest, kind, text)
-
-
-def payload_of(frame: Tensor, call: Call, like: Tensor) -> Tensor:
-    """Returns the bytes that came with `call`, as many as `like` has."""
-    return frame[_begin_of(call) : _begin_of(call) + like.nbytes]
-
-
-def _begin_of(call: Call) -> int:
-    return head_bytes(len(call.splits))
 
 
 def head_bytes(splits: int) -> int:
