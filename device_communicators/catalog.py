@@ -75,6 +75,14 @@ class Row:
     def fits_device(self, device_type: str) -> bool:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
+    def objection(self, context: GroupContext) -> str | None:
+        """Returns what speaks against it by what is equal on every rank, or None."""
+        if self.custom_all_reduce and not context.custom_all_reduce:
+            return "custom all-reduce is off for this group (set_custom_all_reduce)"
+        if not self.fits_device(context.device.type):
+            return f"its device is the {context.device.type.upper()}"
+        return self.unfit(context)
+
 
 def _no_shared_memory(context: GroupContext) -> str | None:
     memory = context.host_memory
@@ -96,16 +104,21 @@ def _no_nccl_group(context: GroupContext) -> str | None:
     return "the gloo group is made at its first use" if context.host_memory is None else None
 
 
-def _no_nccl(context: GroupContext) -> str | None:
-    from device_communicators.cuda import nccl_library
+def _switched_off(context: GroupContext, setting: settings.Setting[str]) -> str | None:
+    """Returns why a way of GPUs is off by its setting: by `auto` where this rank knows of no measured row."""
     from device_communicators.peer import thresholds as peer_thresholds
 
-    if settings.NCCL.get() == "off":
-        return f"{settings.NCCL.name} is off"
-    if settings.NCCL.get() == "auto":
-        reason = peer_thresholds.local_refusal(context, settings.NCCL.name)
-        if reason is not None:
-            return reason
+    if setting.get() == "auto":
+        return peer_thresholds.local_refusal(context, setting.name)
+    return f"{setting.name} is off" if setting.get() == "off" else None
+
+
+def _no_nccl(context: GroupContext) -> str | None:
+    from device_communicators.cuda import nccl_library
+
+    reason = _switched_off(context, settings.NCCL)
+    if reason is not None:
+        return reason
     try:
         nccl_library.load()
     except nccl_library.NcclUnavailableError as error:
@@ -131,9 +144,7 @@ def _no_peers(context: GroupContext) -> str | None:
         return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
     memory = context.host_memory
     if memory is not None and memory.problem is not None:
-        return (
-            None  # the CPU's memory isn't needed; `peer.thresholds` asks the drivers whether all GPUs are on one host
-        )
+        return None  # not needed: `peer.thresholds` asks the drivers whether all GPUs are on one host
     return _no_shared_memory(context)
 
 
@@ -141,14 +152,11 @@ def _no_peer_memory(context: GroupContext) -> str | None:
     from device_communicators.peer import kernels as peer_kernels
     from device_communicators.peer import thresholds as peer_thresholds
 
-    if settings.PEER_MEMORY.get() == "off":
-        return f"{settings.PEER_MEMORY.name} is off"
-    if settings.PEER_MEMORY.get() == "auto":
-        reason = peer_thresholds.local_refusal(context, settings.PEER_MEMORY.name)
-        if reason is not None:
-            if context.rank == 0:
-                peer_thresholds.warn_once(settings.PEER_MEMORY.name)
-            return reason
+    reason = _switched_off(context, settings.PEER_MEMORY)
+    if reason is not None:
+        if settings.PEER_MEMORY.get() == "auto" and context.rank == 0:
+            peer_thresholds.warn_once(settings.PEER_MEMORY.name)
+        return reason
     try:
         peer_kernels.nvrtc_version()
     except peer_kernels.KernelError as error:
@@ -204,7 +212,7 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     if context.size == 1:
         return Route(context, (), {})
     rows = [row for row in rows if (row.simulated, row.fake) == (context.simulated, context.fake)]
-    reasons = [_turned_off(context, row) or _other_device(context, row) or row.unfit(context) for row in rows]
+    reasons = [row.objection(context) for row in rows]
     possible = [reason is None for reason in reasons]
     reasons = _vote(context, rows, reasons)
     communicators, paths = [], [("", *Paths._fields)]
@@ -245,28 +253,12 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
     logger.warning("%s goes without shared memory, which is several times faster than gloo: %s", context, problem)
 
 
-def _turned_off(context: GroupContext, row: Row) -> str | None:
-    if row.custom_all_reduce and not context.custom_all_reduce:
-        return "custom all-reduce is off for this group (set_custom_all_reduce)"
-    return None
-
-
-def _other_device(context: GroupContext, row: Row) -> str | None:
-    return None if row.fits_device(context.device.type) else f"its device is the {context.device.type.upper()}"
-
-
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
     """Drops rows whose probe finds something on any rank."""
-    probed = [i for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None]
-    if not probed:
-        return reasons
-    reasons = [row.probe(context) if i in probed and row.probe else reasons[i] for i, row in enumerate(rows)]
-    if context.make_cpu_group is None:
-        return reasons
-    fit = torch.tensor([reasons[i] is None for i in probed], dtype=torch.uint8, device="cpu")
-    context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()
-    agreed = dict(zip(probed, fit.tolist(), strict=True))
-    return [
-        reason or (None if agreed.get(i, True) else "another rank of the group turned it down")
-        for i, reason in enumerate(reasons)
-    ]
+    found = {i: row.probe(context) for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None}
+    if found and context.make_cpu_group is not None:
+        fit = torch.tensor([reason is None for reason in found.values()], dtype=torch.uint8, device="cpu")
+        context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()
+        for (i, reason), fits in zip(found.items(), fit.tolist(), strict=True):
+            found[i] = reason or (None if fits else "another rank of the group turned it down")
+    return [found.get(i, reason) for i, reason in enumerate(reasons)]

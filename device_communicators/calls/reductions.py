@@ -7,7 +7,6 @@ Nothing here talks to another rank.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,8 @@ def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
         return None if reduce_op in ("sum", "avg") else f"{reduce_op} of {dtype} is not defined"
     if dtype == torch.bool:
         return None if reduce_op in _BOOL_OPS else f"{reduce_op} of {dtype} is not defined"
-    return f"{dtype} can't be reduced; reducible are {_names(_NATIVE | _WIDENED.keys() | _COMPLEX | {torch.bool})}"
+    known = sorted(str(each).removeprefix("torch.") for each in (*_NATIVE, *_WIDENED, *_COMPLEX, torch.bool))
+    return f"{dtype} can't be reduced; reducible are {', '.join(known)}"
 
 
 def is_native(dtype: torch.dtype) -> bool:
@@ -107,10 +107,6 @@ def divide_(total: Tensor, size: int) -> None:
     with default_state(total):
         for piece in total.view(-1).split(ONE_THREAD_ELEMENTS) if in_pieces else (total,):
             piece.div_(size)
-
-
-def _names(dtypes: Any) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 FP8 = torch.float8_e4m3fn

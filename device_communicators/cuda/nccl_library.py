@@ -204,23 +204,13 @@ def load() -> NcclLibrary:
 
 @functools.cache
 def _load(chosen: str | None) -> NcclLibrary | str:
-    if chosen is not None:
-        return _try(chosen, f" ({settings.NCCL_LIBRARY.name})")
-    found = candidates()
     problems = []
-    for path in found:
-        library = _try(path)
-        if isinstance(library, NcclLibrary):
-            return library
-        problems.append(library)
+    for path in candidates() if chosen is None else [chosen]:
+        try:
+            return NcclLibrary(path)
+        except NcclUnavailableError as error:
+            problems.append(str(error) if chosen is None else f"{error} ({settings.NCCL_LIBRARY.name})")
     return "; ".join(problems)
-
-
-def _try(path: str, chosen_by: str = "") -> NcclLibrary | str:
-    try:
-        return NcclLibrary(path)
-    except NcclUnavailableError as error:
-        return f"{error}{chosen_by}"
 
 
 def candidates() -> list[str]:

@@ -59,7 +59,6 @@ class SideStream:
         return StreamWork(event, self._device)
 
     def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
-        """Calls `begin`, then `finish`."""
         return self.begin(tensors).finish(enqueue)
 
 
@@ -108,7 +107,6 @@ class CudaStreams:
         stream_of(stream, self._device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Waits until the device has done all that was put on its streams."""
         torch.cuda.synchronize(self._index)
 
     def release_cached_memory(self) -> None:
@@ -131,7 +129,6 @@ class CudaStreams:
         return torch.cuda.device(self._index)
 
     def is_current_device(self) -> bool:
-        """Returns True if the device is the current one of this thread."""
         return current_cuda_device() == self._index
 
     def enter_relaxed(self) -> bool:

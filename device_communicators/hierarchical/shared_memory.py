@@ -58,26 +58,10 @@ class SharedMemoryCommunicator(Communicator):
     def op_server(self) -> NativeGroup:
         return self._group
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if x.dim() == 0:
-            return super().all_gather(x, dim)
-        shape = list(x.shape)
-        shape[dim] *= self.context.size
-        out = x.new_empty(shape)
-        self.all_gather_into(x, dim, out)
-        return out
-
     def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
         x = x.contiguous()
         outer = x.shape[:dim].numel() if x.numel() else 1
         self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
-
-    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
-        shape = list(x.shape)
-        shape[dim] //= self.context.size
-        out = x.new_empty(shape)
-        self.reduce_scatter_into(x, dim, reduce_op, out)
-        return out
 
     def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
         self._reduce_scatter(out, x.contiguous(), x.shape[:dim].numel() if x.numel() else 1, reduce_op)

@@ -19,7 +19,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ import torch
 from device_communicators.base import settings
 from device_communicators.base.errors import CommunicationError, format_ranks, plain
 from device_communicators.cuda import nccl_library
-from device_communicators.machine.topology import Path, Topology
+from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import all_gather_bytes
 
-Facts = Mapping[str, Any]
+_View = dict[str, Any]
+"""A rank's view of the path to another GPU: `nvlinks`, `nvlink_problem` and `peer_problem` of its Path."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,14 @@ class Vote:
 
 @dataclass(frozen=True)
 class RankGpu:
-    """A rank's device. All None but `problem` for a rank that has no GPU."""
+    """A rank's device."""
 
     uuid: str | None
-    """Of the GPU, or of the slice of it; None for a slice that CUDA doesn't name."""
+    """Of the GPU, or of the slice of it; None for a slice that CUDA doesn't name, and without a GPU."""
     gpu_uuid: str | None
-    """Of the GPU."""
-    pci_id: str | None
-    name: str | None
-    numa_node: int | None
+    """Of the GPU; None for a rank that has none."""
     problem: str | None
+    """The reason that there is no GPU."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class GroupTopology:
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
     """Ranks that have one GPU, or slices of one, together."""
-    nvlinks: tuple[tuple[int | None, ...], ...]
-    """By two ranks: the NVLinks between their GPUs, 0 where there are none; None where neither rank knows."""
+    fewest_nvlinks: int | None
+    """Between two GPUs of the group, 0 where there are none; None where no rank knows of any two."""
     nvlink_full_mesh: Vote
     """Every two GPUs of the group are connected by NVLink, directly or through switches, and nothing that the driver
     says speaks against using it. Ranks on one GPU count as connected."""
@@ -90,129 +89,80 @@ def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | Non
 
     `uuid` is `uuid_of(device)`, or as NVML writes it. Raises CommunicationError where the exchange fails.
     """
-    me = _device_record(topology, uuid)
-    devices = exchange_facts(context, me, "topology")
-    views = exchange_facts(context, _view_records(context.rank, devices, topology), "topology")
-    return combine(devices, views)
-
-
-# What a rank tells.
-
-
-def _device_record(topology: Topology, uuid: str | None) -> Facts:
-    found = None if uuid is None else topology.find(uuid)
-    if found is None:
-        problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
-        return {"problem": problem}
-    gpu, part = found
-    return {
-        "uuid": part.uuid if part is not None else None if gpu.mig else gpu.uuid,
-        "gpu_uuid": gpu.uuid,
-        "pci_id": gpu.pci_id,
-        "name": gpu.name,
-        "numa_node": gpu.numa_node,
-    }
-
-
-def _view_records(rank: int, devices: Sequence[Facts], topology: Topology) -> dict[str, Any]:
-    """Returns how this rank sees the others' GPUs, by rank; those that its machine doesn't have are missing."""
-    mine: str | None = devices[rank].get("gpu_uuid")
-    views: dict[str, Any] = {}
-    for other, device in enumerate(devices):
-        if mine is None or device.get("gpu_uuid") is None:
-            continue
-        path = topology.path(mine, device["gpu_uuid"])
-        if path is None:
-            continue
-        sliced = next((each for each in (devices[rank], device) if each["uuid"] != each["gpu_uuid"]), None)
-        views[str(other)] = view = _view(path)
-        if sliced is not None:  # NVIDIA's MIG guide: no peer access, over PCIe or NVLink
-            view["peer_problem"] = view["nvlink_problem"] = f"{sliced['gpu_uuid']} is divided into MIG slices"
-    return views
-
-
-def _view(path: Path) -> dict[str, Any]:
-    return {"nvlinks": path.nvlinks, "nvlink_problem": path.nvlink_problem, "peer_problem": path.peer_problem}
-
-
-# What the group makes of it.
-
-
-def combine(devices: Sequence[Facts], views: Sequence[Facts]) -> GroupTopology:
-    """Combines what each rank told: a function of that alone, so the same on every rank."""
-    size = len(devices)
-    gpus = tuple(
-        RankGpu(*(record.get(name) for name in ("uuid", "gpu_uuid", "pci_id", "name", "numa_node", "problem")))
-        for record in devices
-    )
+    gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
+    views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
+    # From here on a function of what all ranks told alone, so the same on every rank.
     users: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
         if gpu.gpu_uuid is not None:
             users[gpu.gpu_uuid].append(rank)
+    numbers = [view["nvlinks"] for row in views for view in row if view is not None]
+    fewest = min((number for number in numbers if number is not None), default=None)
+    no_mesh = _objection(gpus, views, "nvlink_problem", "NVLink doesn't connect", " ")
+    no_peers = _objection(gpus, views, "peer_problem", "have no peer access", ": ")
+    links = "there is one GPU" if fewest is None else f"{fewest} or more NVLinks between any two"
     return GroupTopology(
-        gpus,
+        tuple(gpus),
         tuple(tuple(ranks) for ranks in users.values() if len(ranks) > 1),
-        tuple(tuple(_nvlinks(views, rank, other) for other in range(size)) for rank in range(size)),
-        _vote_on_mesh(gpus, views),
-        _vote_on_peers(gpus, views),
+        fewest,
+        Vote(no_mesh is None, no_mesh or links),
+        Vote(no_peers is None, no_peers or "the driver reports it"),
     )
 
 
-def _nvlinks(views: Sequence[Facts], rank: int, other: int) -> int | None:
-    record = [_seen(views, *pair, "nvlinks") for pair in ((rank, other), (other, rank))]
-    return min((number for number in record if number is not None), default=None)
+def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
+    """Returns what this rank tells of its device: the fields of a RankGpu."""
+    found = None if uuid is None else topology.find(uuid)
+    if found is None:
+        problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
+        return {"uuid": None, "gpu_uuid": None, "problem": problem}
+    gpu, part = found
+    device = part.uuid if part is not None else None if gpu.mig else gpu.uuid
+    return {"uuid": device, "gpu_uuid": gpu.uuid, "problem": None}
 
 
-def _seen(views: Sequence[Facts], rank: int, other: int, what: str) -> Any:
-    return views[rank].get(str(other), {}).get(what)
+def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
+    """Returns how this rank sees each rank's GPU; None for its own, and for those that its machine doesn't have."""
+    mine = gpus[rank]
+    views: list[_View | None] = []
+    for other in gpus:
+        path = None
+        if mine.gpu_uuid is not None and other.gpu_uuid is not None:
+            path = topology.path(mine.gpu_uuid, other.gpu_uuid)
+        if path is None:
+            views.append(None)
+            continue
+        view = {"nvlinks": path.nvlinks, "nvlink_problem": path.nvlink_problem, "peer_problem": path.peer_problem}
+        sliced = next((each for each in (mine, other) if each.uuid != each.gpu_uuid), None)
+        if sliced is not None:  # NVIDIA's MIG guide: no peer access, over PCIe or NVLink
+            view["peer_problem"] = view["nvlink_problem"] = f"{sliced.gpu_uuid} is divided into MIG slices"
+        views.append(view)
+    return views
 
 
-def _same_device(gpus: Sequence[RankGpu], rank: int, other: int) -> bool:
-    return gpus[rank].uuid is not None and gpus[rank].uuid == gpus[other].uuid
+def _objection(
+    gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, slices: str, joint: str
+) -> str | None:
+    """Returns why not every two devices of the group are as one would have them, or None.
 
-
-def _no_gpu(gpus: Sequence[RankGpu]) -> Vote | None:
+    `problem`: the entry of a view that says so; `slices`: what slices of one GPU lack; `joint`: goes before a problem.
+    """
     for rank, gpu in enumerate(gpus):
         if gpu.gpu_uuid is None:
-            return Vote(False, f"rank {rank} has no GPU: {gpu.problem}")
+            return f"rank {rank} has no GPU: {gpu.problem}"
+    for rank, other in permutations(range(len(gpus)), 2):
+        one, two, view = gpus[rank], gpus[other], views[rank][other]
+        if one.gpu_uuid == two.gpu_uuid:
+            if one.uuid is None or one.uuid != two.uuid:
+                return f"ranks {rank} and {other} have slices of one GPU, which {slices}"
+        elif view is None:
+            return f"rank {rank} doesn't see the GPU of rank {other}: another host or container"
+        elif view[problem] is not None:
+            return f"from the GPU of rank {rank} to that of rank {other}{joint}{view[problem]}"
     return None
 
 
-def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:
-    if (vote := _no_gpu(gpus)) is not None:
-        return vote
-    fewest = None
-    for rank, other in combinations(range(len(gpus)), 2):
-        if gpus[rank].gpu_uuid == gpus[other].gpu_uuid:
-            if not _same_device(gpus, rank, other):
-                return Vote(False, f"ranks {rank} and {other} have slices of one GPU, which NVLink doesn't connect")
-            continue
-        for pair in ((rank, other), (other, rank)):
-            if str(pair[1]) not in views[pair[0]]:
-                return Vote(False, f"rank {pair[0]} doesn't see the GPU of rank {pair[1]}: another host or container")
-            if (problem := _seen(views, *pair, "nvlink_problem")) is not None:
-                return Vote(False, f"from the GPU of rank {pair[0]} to that of rank {pair[1]} {problem}")
-        links = _nvlinks(views, rank, other)
-        fewest = links if fewest is None or links is None else min(fewest, links)
-    return Vote(True, "there is one GPU" if fewest is None else f"{fewest} or more NVLinks between any two")
-
-
-def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:
-    if (vote := _no_gpu(gpus)) is not None:
-        return vote
-    for rank, other in permutations(range(len(gpus)), 2):
-        if _same_device(gpus, rank, other):
-            continue  # one's own memory
-        if gpus[rank].gpu_uuid == gpus[other].gpu_uuid:
-            return Vote(False, f"ranks {rank} and {other} have slices of one GPU, which have no peer access")
-        if str(other) not in views[rank]:
-            return Vote(False, f"rank {rank} doesn't see the GPU of rank {other}: another host or container")
-        if (problem := _seen(views, rank, other, "peer_problem")) is not None:
-            return Vote(False, f"from the GPU of rank {rank} to that of rank {other}: {problem}")
-    return Vote(True, "the driver reports it")
-
-
-def exchange_facts(context: GroupContext, mine: Facts, operation: str) -> list[dict[str, Any]]:
+def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
     """Returns every rank's facts, as JSON has them, in rank order; every rank of the group calls it.
 
     Raises PeerDiedError, CollectiveTimeoutError, CommunicationError.
@@ -252,7 +202,6 @@ def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[
 
 
 def shared_gpu_warning(context: GroupContext, shared: dict[str, list[int]]) -> str:
-    """Returns the text that tells the user which ranks share which GPU."""
     which = "; ".join(f"global ranks {format_ranks(ranks)} share GPU {gpu}" for gpu, ranks in shared.items())
     return (
         f"{which} in group {context.name!r}: they take turns on it, and NCCL refuses them unless it is told otherwise "

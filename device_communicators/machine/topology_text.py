@@ -12,7 +12,6 @@ _STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), str
 
 
 def topology_text(topology: Topology, visible: Visible) -> str:
-    """Formats the whole topology."""
     if topology.problem is not None:
         return "\n".join([f"GPUs: none. {topology.problem}", *_remarks(topology, visible)])
     parts = [_heading(topology), _gpu_lines(topology, visible), _matrix(topology), _peers(topology)]

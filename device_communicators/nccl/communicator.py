@@ -123,7 +123,7 @@ class NcclCommunicator(Communicator):
         records = gather_records(context, make_record(self.library, context, makes_id=context.rank == 0))
         with self.streams.guard():
             parent = Handle.meet(self.library, context, records[0].unique_id, context.size, context.rank)
-            handle = parent.split(context, 0, context.rank, size=context.size, rank=context.rank)
+            handle = parent.split(context, 0, context.rank)
             if divisible:
                 self._parent = parent
             else:
@@ -139,9 +139,7 @@ class NcclCommunicator(Communicator):
             if not isinstance(part, NcclCommunicator):
                 self._parent.join_split()
                 return
-            context = part.context
-            handle = self._parent.split(context, color, context.rank, size=context.size, rank=context.rank)
-            part._use(handle, started)
+            part._use(self._parent.split(part.context, color, part.context.rank), started)
 
     def _use(self, handle: Handle, started: float) -> None:
         self._handle = handle
@@ -205,7 +203,8 @@ class NcclCommunicator(Communicator):
         if not self.streams.is_capturing():  # else it is too late, which the first call will say
             if not self._is_warm:
                 self.call_each_once()
-                self.reduce_(torch.zeros(1, device=self.context.device), 0, "sum")
+                size = self.context.size
+                self.reduce_scatterv(torch.zeros(size, device=self.context.device), 0, [1] * size, "sum")
                 self._is_warm = True
             self.wait_for_links()
         yield
@@ -443,16 +442,6 @@ class NcclCommunicator(Communicator):
             self.finish_reduction(wide_out, op, narrow)
         return out.movedim(0, dim).contiguous()
 
-    def reduce_(self, x: Tensor, dst: int, reduce_op: str) -> None:
-        """Reduces contiguous `x` in place on `dst`, and leaves the others' as they are. Every rank calls it."""
-        if x.numel():
-            self._check(x)
-            wide, op, narrow = reducible(x, reduce_op)
-            place, numbers = wide.data_ptr(), (wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[_op_of(op, wide, narrow)])
-            self._call("reduce", self.library.ncclReduce, place, place, *numbers, dst)
-            if self.context.rank == dst:
-                self.finish_reduction(wide, op, narrow)
-
     # What only moves.
 
     def _all_gather(self, out: Tensor, x: Tensor, stream: int | None = None) -> None:
@@ -491,38 +480,20 @@ class NcclCommunicator(Communicator):
             self._broadcast(x, src)
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        blocks = [] if out is None else list(out.unbind(0))
-        sends = [(x, dst)] if out is None else []
-        self._exchange("gather", sends, [(block, src) for src, block in enumerate(blocks) if src != dst])
-        if out is not None:
-            _copy(blocks[dst], x)
+        self._exchange("gather", [(x, dst)], _by_rank([] if out is None else out.unbind(0)))
 
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        blocks = [] if x is None else list(x.unbind(0))
-        receives = [(out, src)] if x is None else []
-        self._exchange("scatter", [(block, dst) for dst, block in enumerate(blocks) if dst != src], receives)
-        if x is not None:
-            _copy(out, blocks[src])
+        self._exchange("scatter", _by_rank([] if x is None else x.unbind(0)), [(out, src)])
 
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
-        rank = self.context.rank
-        sent, received = x.split(input_splits), out.split(output_splits)
-        sends = [(block, dst) for dst, block in enumerate(sent) if dst != rank]
-        receives = [(block, src) for src, block in enumerate(received) if src != rank]
-        self._exchange("all_to_all", sends, receives)
-        _copy(received[rank], sent[rank])
-
-    def exchange(self, sends: _Transfers, receives: _Transfers) -> None:
-        """Sends and receives contiguous tensors, all in one launch, in which none waits for another.
-
-        Who is in it calls it with what the others send and expect; several for one rank go in their order. The group's
-        communicator must have been made (`set_up`, or a collective) where not all ranks call.
-        """
-        self._exchange("exchange", sends, receives)
+        self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        sends = [each for each in sends if each[0].numel()]
-        receives = [each for each in receives if each[0].numel()]
+        """Sends and receives in one launch, in which nothing waits for another; copies what this rank gives itself."""
+        rank = self.context.rank
+        own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
+        sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]
+        receives = [(x, src) for x, src in receives if x.numel() and src != rank]
         self._check(*(x for x, _ in (*sends, *receives)))
         # Empty on this rank, it may not be on others, which must not wait for this one to make the communicator.
         self.set_up()
@@ -532,6 +503,9 @@ class NcclCommunicator(Communicator):
                     add(self.library.ncclSend, x.data_ptr(), x.nbytes, BYTE, dst)
                 for x, src in receives:
                     add(self.library.ncclRecv, x.data_ptr(), x.nbytes, BYTE, src)
+        for out, x in own:
+            if x.numel():
+                as_bytes(out).copy_(as_bytes(x))  # of any dtype
 
     # Between two ranks.
 
@@ -604,7 +578,5 @@ def _blocks(wide: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, .
     return wide.view(-1).split([size * row for size in sizes])
 
 
-def _copy(out: Tensor, x: Tensor) -> None:
-    """Copies bytes: copy_ doesn't know every dtype."""
-    if x.numel():
-        as_bytes(out).copy_(as_bytes(x))
+def _by_rank(blocks: Sequence[Tensor]) -> _Transfers:
+    return [(block, rank) for rank, block in enumerate(blocks)]

@@ -13,10 +13,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.base.helper_threads import HelperThread
+from device_communicators.cuda.streams import Marker
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
@@ -27,28 +27,16 @@ GOODBYE_S = 10.0
 _LOOK_S = 0.2
 _PAUSE_S = 0.001
 
-
 Began = tuple[str, float]
 """An operation, and when."""
-
-
 FindFailure = Callable[[str, float], "CommunicationError | None"]
 """Of the oldest operation that isn't done, and when that began."""
-
-
-class Progress(Protocol):
-    """Marks how far the device has come."""
-
-    def record(self, stream: int) -> None:
-        """Marks the end of what is on the stream."""
-
-    def is_reached(self) -> bool: ...
 
 
 class _Line:
     """The calls that were put on one stream: the oldest one that isn't known to be done, and the last one."""
 
-    def __init__(self, make_marker: Callable[[], Progress]) -> None:
+    def __init__(self, make_marker: Callable[[], Marker]) -> None:
         self._markers = (make_marker(), make_marker())
         self._began: list[Began | None] = [None, None]
         """Of each marker; None: nothing is behind it. The first one stays until it is reached: a host that goes on
@@ -81,7 +69,7 @@ class Watch:
     def __init__(
         self,
         context: GroupContext,
-        make_marker: Callable[[], Progress],
+        make_marker: Callable[[], Marker],
         enter_relaxed: Callable[[], bool],
         find_failure: FindFailure = lambda operation, since: None,
         abort: Callable[[], None] = lambda: None,

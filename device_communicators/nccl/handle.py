@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -85,13 +85,11 @@ class Deadline:
 
 
 class Handle:
-    """Holds one communicator of NCCL. `size` and `rank` may be less than the group's."""
+    """Holds one communicator of NCCL, of all ranks of the group or of some."""
 
-    def __init__(self, library: NcclLibrary, context: GroupContext, size: int, rank: int) -> None:
+    def __init__(self, library: NcclLibrary, context: GroupContext) -> None:
         self.library = library
         self.context = context
-        self.size = size
-        self.rank = rank
         self.comm: int | None = None
         """ncclComm_t; None once it is no more."""
         self.lock = threading.RLock()
@@ -106,48 +104,54 @@ class Handle:
 
         Raises PeerDiedError, CollectiveTimeoutError or CommunicationError; then nothing of it is left.
         """
-        made = cls(library, context, size, rank)
+        made = cls(library, context)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
-        deadline = Deadline(context, "ncclCommInitRankConfig")
         made._make(
-            deadline,
+            Deadline(context, "ncclCommInitRankConfig"),
             lambda place: library.ncclCommInitRankConfig(place, size, unique_id, rank, ctypes.byref(config)),
             config,
         )
         return made
 
-    def split(self, context: GroupContext, color: int, key: int, *, size: int, rank: int) -> Handle:
+    def split(self, context: GroupContext, color: int, key: int) -> Handle:
         """Makes a blocking communicator of the ranks of one color, ordered by key; every rank of this one calls it.
 
         It shares nothing with this one. What it is made for goes by `context`. Raises as `meet`.
         """
-        made = Handle(self.library, context, size, rank)
+        made = Handle(self.library, context)
         name = context.name.encode()
-        config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
-        self._divide(made, Deadline(context, "ncclCommSplit"), color, key, config)
+        self._divide(
+            made, color, key, self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
+        )
         return made
 
     def join_split(self) -> None:
         """Takes part in a `split` without being in any part."""
-        made = Handle(self.library, self.context, 0, 0)
-        self._divide(made, Deadline(self.context, "ncclCommSplit"), NO_COLOR, 0, self.library.config())
+        self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
-    def _divide(self, made: Handle, deadline: Deadline, color: int, key: int, config: ctypes.Structure) -> None:
+    def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:
         with self.lock:
             parent = self._usable()
             try:
                 made._make(
-                    deadline,
+                    Deadline(made.context, "ncclCommSplit"),
                     lambda place: self.library.ncclCommSplit(parent, color, key, place, ctypes.byref(config)),
                     config,
-                    parent=parent,
+                    parent,
+                    stands_aside=color == NO_COLOR,
                 )
             except BaseException:
                 self.abort()  # which also ends what is left of the split
                 raise
 
     def _make(
-        self, deadline: Deadline, begin: Callable[[Any], int], config: ctypes.Structure, parent: int | None = None
+        self,
+        deadline: Deadline,
+        begin: Callable[[Any], int],
+        config: ctypes.Structure,
+        parent: int | None = None,
+        *,
+        stands_aside: bool = False,
     ) -> None:
         place = ctypes.c_void_p()
         self._kept += [place, config]
@@ -157,7 +161,7 @@ class Handle:
                 raise self.error(deadline.operation, result, deadline.started)
             if parent is not None:  # a split's state is its parent's until the child is there
                 self._wait(parent, deadline)
-                if self.size == 0:  # it stood aside
+                if stands_aside:
                     return
             while place.value is None:
                 deadline.step()
@@ -245,7 +249,6 @@ class Handle:
         self.check(operation, self.library.ncclGroupEnd())
 
     def error(self, operation: str, result: int, started: float) -> CommunicationError:
-        """Returns the error for a result of NCCL's."""
         kind = _KINDS.get(result, CommunicationError)
         text = self.library.text_of(result)
         advice = _ADVICE.get(result, "look for the first rank that failed, and at what NCCL_DEBUG=WARN prints")
@@ -318,18 +321,12 @@ def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
             )  # fmt: skip
 
 
-class SetUpRecord(NamedTuple):
+class SetUpRecord(ctypes.Structure):
     """Holds what a rank tells the others before NCCL meets."""
 
     version: int
     unique_id: UniqueId
-
-    def pack(self) -> bytes:
-        return self.version.to_bytes(8, "little") + bytes(self.unique_id)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> SetUpRecord:
-        return cls(int.from_bytes(data[:8], "little"), UniqueId.from_buffer_copy(data[8:]))
+    _fields_: ClassVar = [("version", ctypes.c_uint64), ("unique_id", UniqueId)]
 
 
 def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> SetUpRecord:
@@ -349,20 +346,19 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
     """Returns every rank's record; every rank calls it. Raises ConfigMismatchError where versions differ."""
-    records = [SetUpRecord.unpack(each) for each in all_gather_bytes(context, mine.pack(), "nccl set-up")]
+    everyones = all_gather_bytes(context, bytes(mine), "nccl set-up")
+    records = [SetUpRecord.from_buffer_copy(each) for each in everyones]
     _compare(context, context.ranks, records)
     return records
 
 
 def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: int) -> SetUpRecord:
     """Returns the peer's record, which calls it as well. Raises ConfigMismatchError where versions differ."""
-    data = bytearray(mine.pack())
-    theirs = bytearray(len(data))
-    x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (data, theirs))
+    record = SetUpRecord()
+    x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, record))
     sending = WatchedByThread(context.cpu_group.send([x], peer, tag), context, "nccl set-up")
     WatchedByThread(context.cpu_group.recv([out], peer, tag), context, "nccl set-up").wait()
     sending.wait()
-    record = SetUpRecord.unpack(bytes(theirs))
     _compare(context, (context.global_rank, context.ranks[peer]), (mine, record))
     return record
 

@@ -187,6 +187,6 @@ class Links:
         place = int(not lower)
         with self._streams.guard():
             parent = Handle.meet(self._library, context, (mine if lower else theirs).unique_id, 2, place)
-            up, down = (parent.split(context, 0, place, size=2, rank=place) for _ in range(2))
+            up, down = (parent.split(context, 0, place) for _ in range(2))
             parent.close()
         return {"send": up, "recv": down} if lower else {"recv": up, "send": down}

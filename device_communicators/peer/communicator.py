@@ -15,8 +15,8 @@ from torch import Tensor
 from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.calls.reductions import REDUCING
 from device_communicators.peer.device import PeerDevice, start
-from device_communicators.peer.group import DTYPES, PeerGroup, PeerNorms
-from device_communicators.peer.memory import NotSharedError, together
+from device_communicators.peer.group import DTYPES, PeerGroup
+from device_communicators.peer.memory import NotSharedError
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.communicator import GroupContext, PartialCommunicator, Request
 
@@ -50,14 +50,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def admit(self) -> str | None:
         try:
             device = start(self.context, self._device)
-            made = PeerGroup.set_up(self.context, device, self._thresholds)
-            self._norms = PeerNorms(made)
-            try:
-                together(self.context, "prove norms", self._norms.prove)
-            except BaseException:
-                made.close()
-                raise
-            self._made = made
+            self._made = PeerGroup.set_up(self.context, device, self._thresholds)
         except NotSharedError as error:
             return str(error)
         return None
@@ -126,7 +119,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not self._fuses(x, residual, weight):
             return super().all_reduce_add_rms_norm(x, residual, weight, eps)
-        return self._norms.plain(self._placed(x), self._placed(residual), self._placed(weight), eps)
+        return self.group.norm(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def all_reduce_add_rms_norm_static_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
@@ -134,20 +127,20 @@ class PeerMemoryCommunicator(PartialCommunicator):
         if not self._fuses(x, residual, weight) or scale.numel() != 1 or scale.dtype != torch.float32:
             return super().all_reduce_add_rms_norm_static_fp8_quant(x, residual, weight, scale, eps)
         placed = self._placed(x), self._placed(residual), self._placed(weight), self._placed(scale)
-        return self._norms.static_fp8(*placed, eps)
+        return self.group.norm_static_fp8(*placed, eps)
 
     def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self._fuses(x, residual, weight):
             return super().all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(x, residual, weight, eps)
-        return self._norms.token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
+        return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
         """Returns True if the fused kernel is taken; for every size if pinned, as the composed norm has other bits."""
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
-        return is_small and self._norms.takes(x, residual, weight)
+        return is_small and self.group.has_norm(x, residual, weight)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         if x.numel():

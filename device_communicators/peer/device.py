@@ -16,7 +16,7 @@ from device_communicators.cuda.streams import CudaStreams
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, uuid_of
 from device_communicators.machine.topology import read_topology
 from device_communicators.peer.kernels import Launcher, PeerKernels
-from device_communicators.peer.memory import IpcWay, SymmetricWay, Way, together
+from device_communicators.peer.memory import IpcSharing, SymmetricSharing, Way, together
 from device_communicators.routing.communicator import GroupContext
 
 
@@ -52,18 +52,16 @@ class HostWords:
 class PeerDevice:
     """A CUDA device."""
 
-    ways: Sequence[Way] = (SymmetricWay(), IpcWay())
+    ways: Sequence[Way] = (SymmetricSharing, IpcSharing)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.streams = CudaStreams(device)
 
     def arch(self) -> str:
-        """Returns the compute capability, as `9.0`."""
         return arch_of(self._device)
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of driver, NCCL and torch."""
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:

@@ -56,11 +56,12 @@ _PROOFS = (
     *(("all_reduce", how) for how in ALGORITHMS),
     *((name, how) for name in ("all_gather", "reduce_scatter") for how in ("push", "pull")),
 )
-_MOST_PREPARED = 4096
+_NORM = "all_reduce_add_rms_norm"
+_MOST_PREPARED = 1024
 """Calls that are kept ready: sizes may come and go, as those of prompts."""
 
-_What = tuple[str, str, "torch.dtype | None", int]
-"""Operation, how, dtype (None: bytes), number of elements."""
+_What = tuple[str, str, "torch.dtype | None", int, int]
+"""Operation, how (of a norm: its kind), dtype (None: bytes), number of elements, of a norm those of a row, else 0."""
 
 _REPORT, _ABORT, _WORDS = 0, 16, 32
 """Places among the words, in cache lines of their own: the device writes the one and reads the other."""
@@ -71,10 +72,7 @@ _LOOK_S = 0.2
 
 
 class PeerGroup:
-    """Made by `set_up`, on every rank of the group; `close` ends it.
-
-    A kernel with more operands than a tensor and its result is launched by `new_call`, `grid` and `start`.
-    """
+    """Made by `set_up`, on every rank of the group; `close` ends it."""
 
     def __init__(self, context: GroupContext, device: PeerDevice, admission: Admission, memory: PeerMemory) -> None:
         self.context = context
@@ -129,14 +127,7 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Makes every kind of call once: nothing is first done within a capture, and what can't work shows here."""
-        with self.proving() as prove_one:
-            for number, (name, how) in enumerate(_PROOFS, 1):
-                prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
-
-    @contextlib.contextmanager
-    def proving(self) -> Iterator[Callable[[str, Callable[[], tuple[Tensor, Tensor]]], None]]:
-        """Gives `prove_one(what, attempt)`; `attempt()` launches something, and gives the result and what it must be.
+        """Makes every kind of call once: nothing is first done within a capture, and what can't work shows here.
 
         Raises NotSharedError: at once where a call doesn't end, behind the last one where a result is wrong, as the
         other ranks go on. PeerDiedError where a rank has ended. The host gives up before the kernels' own deadline,
@@ -145,26 +136,47 @@ class PeerGroup:
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         self._deadline_ns = int(0.75e9 * self.context.timeout_s)
         wrong = []
-
-        def prove_one(what: str, attempt: Callable[[], tuple[Tensor, Tensor]]) -> None:
-            try:
-                found, expected = attempt()
-                done = self._is_done(timeout_s)
-            except CommunicationError as error:
-                self._raise_death()
-                raise NotSharedError(f"the first {what} failed: {error}") from error
-            if not done:
-                self._raise_death()
-                raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
-            if not torch.equal(found, expected):
-                wrong.append(what)
-
         with self.streams.guard():
-            yield prove_one
+            for what, attempt in self._proofs():
+                try:
+                    found, expected = attempt()
+                    done = self._is_done(timeout_s)
+                except CommunicationError as error:
+                    self._raise_death()
+                    raise NotSharedError(f"the first {what} failed: {error}") from error
+                if not done:
+                    self._raise_death()
+                    raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
+                if not torch.equal(found, expected):
+                    wrong.append(what)
         if wrong:
             self._raise_death()
             raise NotSharedError(f"the first {wrong[0]} gave a wrong result: is peer access as it should be?")
         self._deadline_ns = int(1e9 * self.context.timeout_s)
+
+    def _proofs(self) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
+        """Returns small calls by name; each launches something, and gives the result and what it must be."""
+        for number, (name, how) in enumerate(_PROOFS, 1):
+            yield f"{name} ({how})", functools.partial(self._try, name, how, number)
+        # Of the norms results are exact, too: y is 1, the norm is the weight.
+        rows, hidden = 3, 96
+        x = torch.arange(rows * hidden, dtype=torch.float32, device=self.context.device).view(rows, hidden)
+        residual, weight = 1 - x * self.context.size, (x[0] % 8 + 1) * 64  # 64 … 512, exact in float8 up to 448
+        quantised = (weight - (weight == 512) * 64).expand(rows, hidden)
+        one = torch.ones(1, device=self.context.device)
+
+        def plain() -> tuple[Tensor, Tensor]:
+            normed, y = self.norm(x, residual, weight, 0.0)
+            return torch.cat([normed, y]), torch.cat([weight.expand(rows, hidden), torch.ones_like(x)])
+
+        def static_fp8() -> tuple[Tensor, Tensor]:
+            return self.norm_static_fp8(x, residual, weight, one, 0.0)[0].float(), quantised
+
+        def token_fp8() -> tuple[Tensor, Tensor]:
+            found, scales, _ = self.norm_token_fp8(x, residual, weight.clamp(max=448), 0.0)
+            return found.float() * scales, quantised
+
+        yield from ((_NORM, plain), (f"{_NORM}_static_fp8", static_fp8), (f"{_NORM}_token_fp8", token_fp8))
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
         """Returns a small call, and what it must give; `number` keeps one call's figures apart from another's."""
@@ -243,11 +255,6 @@ class PeerGroup:
                 logger.error("%s", self._failed("peer memory"))
                 return
 
-    def check_usable(self) -> None:
-        """Raises what has happened on the device, or to a rank."""
-        if self._words[_REPORT] or self._words[_ABORT]:
-            raise self._failed("peer memory")
-
     def _failed(self, operation: str) -> CommunicationError:
         if self._failure is None:
             self._failure = self._find_failure(operation)
@@ -284,15 +291,65 @@ class PeerGroup:
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
         """Reduces by `how`, one of ALGORITHMS. `out` may be `x`."""
-        self._launch(("all_reduce", how, x.dtype, x.numel()), x, out)
+        self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
         """Gathers bytes by `how`: push or pull."""
-        self._launch(("all_gather", how, None, x.nbytes), x, out)
+        self._launch(("all_gather", how, None, x.nbytes, 0), x, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:
         """Reduces and scatters by `how`: push or pull."""
-        self._launch(("reduce_scatter", how, out.dtype, out.numel()), x, out)
+        self._launch(("reduce_scatter", how, out.dtype, out.numel(), 0), x, out)
+
+    # With an add and a norm: `x`, `residual` and `weight` are of one dtype; see the coordinator's for what they give.
+
+    def has_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        """Returns True if there is a kernel for these; the same on all ranks."""
+        if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
+            return False
+        if residual.shape != x.shape or weight.shape != x.shape[-1:]:
+            return False
+        if any(each.dtype != x.dtype or each.device != x.device for each in (residual, weight)):
+            return False
+        return self._norm_grid(x.dtype, x.numel(), x.shape[-1])[0] > 0
+
+    def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, y = torch.empty_like(x), torch.empty_like(x)
+        self._launch_norm("", (x, residual, weight, None), (out, y, None), eps)
+        return out, y
+
+    def norm_static_fp8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
+        self._launch_norm("_static_fp8", (x, residual, weight, scale), (out, y, None), eps)
+        return out, y
+
+    def norm_token_fp8(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        self._launch_norm("_token_fp8", (x, residual, weight, None), (out, y, scales), eps)
+        return out, scales, y
+
+    def _launch_norm(
+        self,
+        kind: str,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor, Tensor | None],
+        eps: float,
+    ) -> None:
+        (x, residual, weight, scale), (out, y, scales) = inputs, outputs
+        if self._words[_REPORT] or self._words[_ABORT]:
+            raise self._failed(f"{_NORM}{kind}_{DTYPES[x.dtype]}")
+        what = (_NORM, kind, x.dtype, x.numel(), x.shape[-1])
+        with self._lock:
+            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
+            call.input, call.residual, call.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+            call.output, call.residual_out = out.data_ptr(), y.data_ptr()
+            call.scale = 0 if scale is None else scale.data_ptr()
+            call.scale_out = 0 if scales is None else scales.data_ptr()
+            call.eps = eps
+            self._start(kernel, blocks, threads, call)
 
     def _launch(self, what: _What, x: Tensor, out: Tensor) -> None:
         if self._words[_REPORT] or self._words[_ABORT]:
@@ -305,19 +362,21 @@ class PeerGroup:
     def _prepare(self, what: _What) -> tuple[str, int, int, Call]:
         if len(self._prepared) >= _MOST_PREPARED:
             self._prepared.clear()
-        operation, how, dtype, numel = what
-        kernel = f"{operation}_{how}" if dtype is None else f"{operation}_{how}_{DTYPES[dtype]}"
-        size_bytes = numel if dtype is None else numel * dtype.itemsize
-        made = (kernel, *grid(how, size_bytes, self.context.size, self.max_blocks), self.new_call(numel))
+        operation, how, dtype, numel, hidden = what
+        call = self._new_call(numel)
+        if dtype is None:
+            made = (f"{operation}_{how}", *grid(how, numel, self.context.size, self.max_blocks), call)
+        elif hidden == 0:
+            places = grid(how, numel * dtype.itemsize, self.context.size, self.max_blocks)
+            made = (f"{operation}_{how}_{DTYPES[dtype]}", *places, call)
+        else:
+            call.rows, call.hidden = numel // hidden, hidden
+            made = (f"{operation}{how}_{DTYPES[dtype]}", *self._norm_grid(dtype, numel, hidden), call)
         self._prepared[what] = made
         return made
 
-    def start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
-        """Puts a kernel on the current stream, behind this group's last one. `call` is one of `new_call`, filled in."""
-        if self._words[_REPORT] or self._words[_ABORT]:
-            raise self._failed(kernel)
-        with self._lock:
-            self._start(kernel, blocks, threads, call)
+    def _norm_grid(self, dtype: torch.dtype, numel: int, hidden: int) -> tuple[int, int]:
+        return norm_grid(hidden * dtype.itemsize, numel // hidden, self.max_blocks)
 
     def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
         call.deadline_ns = self._deadline_ns
@@ -338,8 +397,8 @@ class PeerGroup:
                 kernel,
             ) from error
 
-    def new_call(self, numel: int) -> Call:
-        """Returns a call with what all launches share; the caller fills in the rest."""
+    def _new_call(self, numel: int) -> Call:
+        """Returns a call with what all launches share."""
         call = Call()
         for rank, address in enumerate(self.memory.addresses):
             call.regions[rank] = address
@@ -351,101 +410,3 @@ class PeerGroup:
         if self._kernels is None:
             raise CommunicationError(f"{self.context} has no kernels in peer memory")
         return self._kernels
-
-
-PLAIN = "all_reduce_add_rms_norm"
-STATIC_FP8 = "all_reduce_add_rms_norm_static_fp8"
-TOKEN_FP8 = "all_reduce_add_rms_norm_token_fp8"
-
-_MOST_PREPARED = 1024
-
-
-class PeerNorms:
-    """The fused kernels of one group. Tensors are contiguous, on its device, of one dtype, and begin at 16 bytes."""
-
-    def __init__(self, group: PeerGroup) -> None:
-        self._group = group
-        self._prepared: dict[tuple[str, int, int], tuple[int, int, Call]] = {}
-        self._lock = threading.Lock()
-
-    def takes(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if there is a kernel for these; the same on all ranks."""
-        if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
-            return False
-        if residual.shape != x.shape or weight.shape != x.shape[-1:]:
-            return False
-        if any(each.dtype != x.dtype or each.device != x.device for each in (residual, weight)):
-            return False
-        return self._grid(x)[0] > 0
-
-    def plain(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, y = torch.empty_like(x), torch.empty_like(x)
-        self._run(PLAIN, (x, residual, weight, None), (out, y, None), eps)
-        return out, y
-
-    def static_fp8(
-        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
-        self._run(STATIC_FP8, (x, residual, weight, scale), (out, y, None), eps)
-        return out, y
-
-    def token_fp8(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
-        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        self._run(TOKEN_FP8, (x, residual, weight, None), (out, y, scales), eps)
-        return out, scales, y
-
-    def prove(self) -> None:
-        """Makes each kind of call once, as PeerGroup.prove does. Results are exact: y is 1, the norm is the weight."""
-        context = self._group.context
-        rows, hidden = 3, 96
-        x = torch.arange(rows * hidden, dtype=torch.float32, device=context.device).view(rows, hidden)
-        residual, weight = 1 - x * context.size, (x[0] % 8 + 1) * 64  # 64 … 512, exact in float8 up to 448
-        quantised = (weight - (weight == 512) * 64).expand(rows, hidden)
-        one = torch.ones(1, device=context.device)
-        weight_of_448 = weight.clamp(max=448)
-
-        def plain() -> tuple[Tensor, Tensor]:
-            normed, y = self.plain(x, residual, weight, 0.0)
-            return torch.cat([normed, y]), torch.cat([weight.expand(rows, hidden), torch.ones_like(x)])
-
-        def static() -> tuple[Tensor, Tensor]:
-            return self.static_fp8(x, residual, weight, one, 0.0)[0].float(), quantised
-
-        def token() -> tuple[Tensor, Tensor]:
-            found, scales, _ = self.token_fp8(x, residual, weight_of_448, 0.0)
-            return found.float() * scales, quantised
-
-        with self._group.proving() as prove_one:
-            for what, attempt in ((PLAIN, plain), (STATIC_FP8, static), (TOKEN_FP8, token)):
-                prove_one(what, attempt)
-
-    def _grid(self, x: Tensor) -> tuple[int, int]:
-        hidden = x.shape[-1]
-        return norm_grid(hidden * x.itemsize, x.numel() // hidden, self._group.max_blocks)
-
-    def _run(
-        self,
-        kernel: str,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor, Tensor | None],
-        eps: float,
-    ) -> None:
-        (x, residual, weight, scale), (out, y, scales) = inputs, outputs
-        hidden = x.shape[-1]
-        rows, name = x.numel() // hidden, f"{kernel}_{DTYPES[x.dtype]}"
-        with self._lock:  # a prepared call is filled in and launched by one thread at a time
-            prepared = self._prepared.get((name, rows, hidden))
-            if prepared is None:
-                if len(self._prepared) >= _MOST_PREPARED:
-                    self._prepared.clear()
-                prepared = (*self._grid(x), self._group.new_call(x.numel()))
-                self._prepared[name, rows, hidden] = prepared
-            blocks, threads, call = prepared
-            call.input, call.residual, call.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-            call.output, call.residual_out = out.data_ptr(), y.data_ptr()
-            call.scale = 0 if scale is None else scale.data_ptr()
-            call.scale_out = 0 if scales is None else scales.data_ptr()
-            call.rows, call.hidden, call.eps = rows, hidden, eps
-            self._group.start(name, blocks, threads, call)

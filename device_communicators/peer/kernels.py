@@ -345,7 +345,6 @@ class PeerKernels:
             raise KernelError(f"{name} can't be launched: {self._driver.name_of(error)}")
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns what Launcher says."""
         known = self._resident.get((name, threads))
         if known is None:
             with self._current():

@@ -54,24 +54,21 @@ class Sharing(Protocol):
 
 
 class Way(Protocol):
-    """A way to share memory. `allocate` gives zeroed memory of this rank's device, and may raise anything."""
+    """A way to share memory: called, it gives zeroed memory of this rank's device, and may raise anything."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
-    def allocate(self, context: GroupContext, size_bytes: int) -> Sharing: ...
-
-
-class SymmetricWay:
-    """torch's symmetric memory: CUDA's virtual memory, exchanged as file descriptors or fabric handles."""
-
-    name = "torch symmetric memory"
-
-    def allocate(self, context: GroupContext, size_bytes: int) -> Sharing:
-        return SymmetricSharing(context, size_bytes)
+    def __call__(self, context: GroupContext, size_bytes: int) -> Sharing: ...
 
 
 class SymmetricSharing:
-    """torch's rendezvous exchanges by itself, over the CPU group's store; what is offered is compared only."""
+    """torch's symmetric memory: CUDA's virtual memory, exchanged as file descriptors or fabric handles.
+
+    torch's rendezvous exchanges by itself, over the CPU group's store; what is offered is compared only.
+    """
+
+    name = "torch symmetric memory"
 
     def __init__(self, context: GroupContext, size_bytes: int) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -127,16 +124,11 @@ class _Rendezvous(ByThread):
         super().wait()
 
 
-class IpcWay:
+class IpcSharing:
     """CUDA IPC: handles of ordinary device memory, by torch, which keeps the memory until its receivers let go."""
 
     name = "CUDA IPC"
 
-    def allocate(self, context: GroupContext, size_bytes: int) -> Sharing:
-        return _Ipc(context, size_bytes)
-
-
-class _Ipc:
     def __init__(self, context: GroupContext, size_bytes: int) -> None:
         self._context = context
         self._tensor: torch.Tensor | None = torch.empty(size_bytes, dtype=torch.uint8, device=context.device)
@@ -245,7 +237,7 @@ def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
     mapped: list[int] = []
 
     def offer() -> Any:
-        made.append(way.allocate(context, size_bytes))
+        made.append(way(context, size_bytes))
         return made[0].offer()
 
     def map_all() -> None:

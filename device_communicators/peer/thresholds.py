@@ -210,13 +210,11 @@ class Conditions:
 
 def link_of(topology: GroupTopology) -> str:
     """Returns NV18 and the like where NVLink connects all GPUs, by the fewest links between two; none or PCIe else."""
-    size = len(topology.gpus)
-    if len(topology.sharers(0)) == size > 1:
+    if len(topology.sharers(0)) == len(topology.gpus) > 1:
         return "none"
     if not topology.nvlink_full_mesh:
         return "PCIe"
-    links = [topology.nvlinks[one][two] for one in range(size) for two in range(size) if one != two]
-    return f"NV{min((each for each in links if each is not None), default='?')}"
+    return f"NV{'?' if topology.fewest_nvlinks is None else topology.fewest_nvlinks}"
 
 
 def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> Conditions:
@@ -225,11 +223,8 @@ def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> 
 
 def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
     """Returns the row that was measured, and proven, under these conditions."""
-    wanted = asdict(conditions)
-    for row in rows:
-        if _counts(row) and conditions.one_gpu_each and all(getattr(row, each) == wanted[each] for each in wanted):
-            return row
-    return None
+    wanted = asdict(conditions).items()
+    return next((row for row in rows if _counts(row) and all(getattr(row, name) == it for name, it in wanted)), None)
 
 
 def _counts(row: Thresholds) -> bool:
@@ -261,17 +256,22 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
     """Returns the row that covers the group, or why there is none: the same on all ranks, each of which calls it."""
-    table = load()
-    mine = {"arch": arch_of(context.device), "table": table.digest, **versions()}
-    facts = exchange_facts(context, mine, "measured rows")
-    for rank, each in enumerate(facts):
-        for name, value in each.items():
-            if value != facts[0][name]:
-                return f"{setting} is auto, and {name} is {facts[0][name]} on rank 0, but {value} on rank {rank}"
-    topology = agree_on_topology(context, read_topology(), uuid_of(context.device))
-    names = {field.name for field in fields(Conditions)}
-    found = conditions_of(mine["arch"], topology, {name: mine[name] for name in mine if name in names - {"arch"}})
+    table, arch, here = load(), arch_of(context.device), versions()
+    facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")
+    difference = _difference(facts)
+    if difference is not None:
+        return f"{setting} is auto, and {difference}"
+    found = conditions_of(arch, agree_on_topology(context, read_topology(), uuid_of(context.device)), here)
     return covering(table.rows, found) or auto_refusal(found, setting)
+
+
+def _difference(facts: Sequence[dict[str, Any]]) -> str | None:
+    """Returns the first fact that isn't the same on all ranks, in words, or None."""
+    for rank, each in enumerate(facts):
+        for name, value in facts[0].items():
+            if each.get(name) != value:
+                return f"{name} is {value} on rank 0, but {each.get(name)} on rank {rank}"
+    return None
 
 
 @functools.cache
@@ -303,10 +303,9 @@ def agree(
     """
     tables: list[Table] = []
     facts = together(context, "peer memory", lambda: _facts(device, tables, is_auto))
-    for rank, each in enumerate(facts):
-        for name, value in facts[0].items():
-            if each.get(name) != value:
-                raise NotSharedError(f"{name} is {value} on rank 0, but {each.get(name)} on rank {rank}")
+    difference = _difference(facts)
+    if difference is not None:
+        raise NotSharedError(difference)
     arch = facts[0]["GPU architecture"]
     thresholds = thresholds or tables[0].find(arch, context.size) or cited(arch, context.size)
     if thresholds is None:

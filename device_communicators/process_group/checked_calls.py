@@ -99,15 +99,17 @@ class Frames:
 
     def __init__(self, frames: Tensor, call: Call) -> None:
         self._frames = frames
-        self._begin = _begin_of(call)
+        self._begin = head_bytes(len(call.splits))
 
-    def payload(self, rank: int, like: Tensor) -> Tensor:
-        """Returns what came in the frame of `rank`, flat, of dtype and length of `like`."""
-        return self._frames[rank, self._begin : self._begin + like.nbytes].view(like.dtype)
+    def copy_to(self, out: Tensor, rank: int, begin: int = 0) -> None:
+        """Fills contiguous `out` with what came in the frame of `rank`, from its byte `begin` on."""
+        begin += self._begin
+        as_bytes(out).copy_(self._frames[rank, begin : begin + out.nbytes])
 
-    def bytes(self, rank: int, begin: int, count: int) -> Tensor:
-        """Returns a part of what came in the frame of `rank`."""
-        return self._frames[rank, self._begin + begin : self._begin + begin + count]
+    def copy_all_to(self, out: Tensor) -> None:
+        """Fills contiguous `out` with what came in all of them, as much in each, in rank order."""
+        each = out.nbytes // len(self._frames)
+        as_bytes(out).view(len(self._frames), each).copy_(self._frames[:, self._begin : self._begin + each])
 
     def blocks(self, like: Tensor) -> Tensor:
         """Returns what came in all of them: `[ranks, like.numel()]`."""
@@ -131,15 +133,6 @@ def call_in(frame: Tensor) -> Call | None:
     text = head[_ALIKE.size :].rstrip(b"\0").decode(errors="replace")
     splits = frame[_HEAD_BYTES : _HEAD_BYTES + count * _SPLIT_BYTES].clone().view(torch.int64)
     return Call(operation, reduce_op, dtype, numel, root, tuple(splits.tolist()), dim, digest, kind, text)
-
-
-def payload_of(frame: Tensor, call: Call, like: Tensor) -> Tensor:
-    """Returns the bytes that came with `call`, as many as `like` has."""
-    return frame[_begin_of(call) : _begin_of(call) + like.nbytes]
-
-
-def _begin_of(call: Call) -> int:
-    return head_bytes(len(call.splits))
 
 
 def head_bytes(splits: int) -> int:

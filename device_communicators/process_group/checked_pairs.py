@@ -20,7 +20,7 @@ from torch import Tensor
 from device_communicators.base.errors import CollectiveMismatchError
 from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.user_call import begin_sending
-from device_communicators.process_group.checked_calls import Call, call_in, fill, head_bytes, payload_of, transfer_of
+from device_communicators.process_group.checked_calls import Call, call_in, fill, head_bytes, transfer_of
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import ByThread, limit_of
 
@@ -154,7 +154,8 @@ class _Recv(Transfer):
             (self._answered or self._start_answer()).wait(self._limit)
         if not alike:
             raise self._mismatch(self._call, sent)
-        self._head.copy_(payload_of(self._frame, framed, self._head))
+        begin = head_bytes(len(_SPLITS))
+        self._head.copy_(self._frame[begin : begin + self._head.nbytes])
         if self._data is not None:
             self._data.wait(self._limit)
 

@@ -14,7 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.user_call import begin_sending
 from device_communicators.process_group.checked_calls import Call, Frames, checked, fill, frame_bytes, room_for
+from device_communicators.process_group.plain import PlainProcessGroup
 from device_communicators.routing.communicator import GroupContext, reduce_in_rank_order
 from device_communicators.routing.waiting import limit_of, until
 
@@ -30,8 +31,21 @@ _OWN_TAGS = 1 << 29  # apart from those of plain transfers, and of the ones betw
 _CHANNEL_BITS = 18
 _NUMBERS = 1 << 10
 
-Finish = Callable[["Exchange", Frames], object]
-"""The work that remains once the ranks are known to agree: with what came in the frames, or with further transfers."""
+
+Transport = Union[PlainProcessGroup, "Exchange"]
+"""What carries tensors that are too large for frames: gloo's own collectives, or the transfers of a started call."""
+
+
+class Steps(NamedTuple):
+    """A collective: the frames that are exchanged first, and what remains once the ranks are known to agree."""
+
+    call: Call
+    payload: Tensor | None
+    """Travels in the frame if it is small; None on a rank that sends nothing."""
+    size_bytes: int
+    """Of the payload of any rank."""
+    finish: Callable[[Transport, Frames | None], object]
+    """Is given no frames where tensors didn't fit into them."""
 
 
 class StartedCalls:
@@ -44,12 +58,12 @@ class StartedCalls:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def start(self, call: Call, payload: Tensor | None, finish: Finish) -> StartedCall:
-        """Starts a call; a small `payload` goes along in the frame, and `finish` runs in the thread."""
+    def start(self, steps: Steps) -> StartedCall:
+        """Starts a call; what remains to be done runs in the thread."""
         with self._lock:  # frames and tags go in the order of the calls
             exchange = Exchange(self.context, self._number)
             self._number = (self._number + 1) % _NUMBERS
-            started = StartedCall(exchange, call, payload if fits(payload, self.context.size) else None, finish)
+            started = StartedCall(exchange, steps)
             self._jobs.put(started)
             if self._thread is None:
                 self._thread = HelperThread("started", _work_off, self._jobs)
@@ -59,10 +73,6 @@ class StartedCalls:
 
     def close(self) -> None:
         self._jobs.put(None)
-
-
-def fits(payload: Tensor | None, size: int) -> bool:
-    return payload is None or payload.nbytes <= room_for(size)
 
 
 def _work_off(jobs: queue.SimpleQueue[StartedCall | None]) -> None:
@@ -96,31 +106,31 @@ class Exchange:
         size, rank = self.context.size, self.context.rank
         return [(rank + step) % size for step in range(1, size)]
 
-    # Larger tensors, on all ranks alike.
+    # As a Transport.
 
-    def all_gather(self, out: Tensor, x: Tensor) -> None:
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         out[self.context.rank].copy_(x)
         self.run(dict.fromkeys(self.others, x), {rank: out[rank] for rank in self.others})
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """Reduces `[size, …]` to this rank's `[…]`."""
-        blocks = torch.empty_like(x)
-        mine = self.context.rank
-        blocks[mine].copy_(x[mine])
-        self.run({rank: x[rank] for rank in self.others}, {rank: blocks[rank] for rank in self.others})
-        out.copy_(reduce_in_rank_order(blocks, reduce_op))
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        self._reduce(out.view(-1), list(x.view(self.context.size, -1)), reduce_op)
 
-    def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """Reduces flat `x`: each rank reduces a slice, and gives it to all."""
-        slices = list(x.tensor_split(self.context.size))
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        """Reduces a slice on each rank, which gives it to all."""
+        slices = list(x.view(-1).tensor_split(self.context.size))
         mine = slices[self.context.rank]
-        blocks = x.new_empty((self.context.size, mine.numel()))
-        blocks[self.context.rank].copy_(mine)
-        self.run({rank: slices[rank] for rank in self.others}, {rank: blocks[rank] for rank in self.others})
-        mine.copy_(reduce_in_rank_order(blocks, reduce_op))
+        self._reduce(mine, slices, reduce_op)
         self.run(dict.fromkeys(self.others, mine), {rank: slices[rank] for rank in self.others})
 
-    def broadcast_(self, x: Tensor, src: int) -> None:
+    def _reduce(self, out: Tensor, slices: list[Tensor], reduce_op: str) -> None:
+        """Reduces this rank's slice of all ranks' to `out`, in rank order."""
+        mine = slices[self.context.rank]
+        blocks = mine.new_empty((self.context.size, mine.numel()))
+        blocks[self.context.rank].copy_(mine)
+        self.run({rank: slices[rank] for rank in self.others}, {rank: blocks[rank] for rank in self.others})
+        out.copy_(reduce_in_rank_order(blocks, reduce_op))
+
+    def flat_broadcast_(self, x: Tensor, src: int) -> None:
         """Broadcasts in parts, which each rank gives to all others: no rank sends it all more than twice."""
         mine = self.context.rank
         parts = list(as_bytes(x).tensor_split(self.context.size))
@@ -136,28 +146,30 @@ class Exchange:
 class StartedCall:
     """A work, as c10d's: `wait` may be called by any thread, and again."""
 
-    def __init__(self, exchange: Exchange, call: Call, payload: Tensor | None, finish: Finish) -> None:
+    def __init__(self, exchange: Exchange, steps: Steps) -> None:
         self._exchange = exchange
-        self._call = call
-        self._finish: Finish | None = finish
+        self._call = steps.call
+        self._steps: Steps | None = steps  # with it the caller's tensors
         self._done = threading.Event()
         self._error: BaseException | None = None
         context = exchange.context
+        self._fits_in = steps.size_bytes <= room_for(context.size)
         self._frames = torch.zeros(context.size, frame_bytes(context.size), dtype=torch.uint8, device="cpu")
         mine = self._frames[context.rank]
-        length = fill(mine, call, payload)
+        length = fill(mine, steps.call, steps.payload if self._fits_in else None)
         self._works = exchange.start(
             dict.fromkeys(exchange.others, mine[:length]), {rank: self._frames[rank] for rank in exchange.others}
         )
 
     def run(self) -> None:
         """Finishes the call, in the group's thread."""
-        finish, self._finish = self._finish, None
+        steps, self._steps = self._steps, None
         try:
             for work, _ in self._works:
                 work.wait(limit_of(self._exchange.context))
-            if finish is not None:
-                finish(self._exchange, checked(self._exchange.context, self._call, self._frames))
+            if steps is not None:
+                frames = checked(self._exchange.context, self._call, self._frames)
+                steps.finish(self._exchange, frames if self._fits_in else None)
         except BaseException as error:  # for `wait`, in the caller's thread
             self._error = error
         self._works = []

@@ -14,14 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from device_communicators.base.errors import GroupNotInitializedError, UnsupportedError, format_ranks
 from device_communicators.base.member import GroupMember
-from device_communicators.calls.recorder import Operation
 from device_communicators.calls.reductions import (
     add_rms_norm,
     combine_,
@@ -114,10 +113,6 @@ class GroupContext(GroupMember):
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
-    def cpu_group_is_made(self) -> bool:
-        return getattr(self.make_cpu_group, "made", True)
-
-    @property
     def key(self) -> str:
         """Returns the group's key in ops: its name and its size. Compiled code depends on the size.
 
@@ -142,7 +137,7 @@ class GroupContext(GroupMember):
 
     def check_cpu_group(self, what: str) -> None:
         """Refuses a transfer whose gloo group isn't made: two ranks can't make it, as the others would never come."""
-        if self.size > 2 and not self.cpu_group_is_made:
+        if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
                 f"{what} on {self} needs the gloo group beside the device group, which all ranks of the group make "
                 "together at its first use; call barrier() on every rank once before"
@@ -154,28 +149,6 @@ class GroupContext(GroupMember):
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
-
-
-class OpServer(Protocol):
-    """Carries the registered ops that are called with a group's `key`, without Python."""
-
-    def serve(self, key: str, after: int = 0) -> None:
-        """Serves the ops called with `key`; their numbers go on after `after`."""
-
-    def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Sends them through the route again. Returns what `traffic` did."""
-
-    def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns calls and bytes, by operation."""
-
-    def next_operation(self, key: str) -> int:
-        """Returns the number of an operation that comes through Python, among those that don't."""
-
-    def operations(self, key: str) -> list[Operation]:
-        """Returns the last operations."""
-
-    def has_transfers(self, key: str) -> bool:
-        """Returns True while a thread is in a transfer."""
 
 
 class Communicator(ABC):
@@ -254,7 +227,7 @@ class Communicator(ABC):
         return False
 
     @property
-    def op_server(self) -> OpServer | None:
+    def op_server(self) -> NativeGroup | None:
         """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
         return None
 
@@ -298,29 +271,36 @@ class Communicator(ABC):
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Returns `[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
-        out = x.new_empty((self.context.size, *x.shape))
-        self.flat_all_gather(out, x.contiguous())
-        return merge_blocks(out, dim, x.dim())
+        shape = list(x.shape) or [1]
+        shape[dim] *= self.context.size
+        out = x.new_empty(shape)
+        self.all_gather_into(x, dim, out)
+        return out
 
     def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
         """Returns the bytes of `src`, of which the others don't know how many there are, but for `most_bytes`."""
         raise UnsupportedError(f"{self.name} has no broadcast_sized")
 
-    # With `_into` the result goes to contiguous `out`, which shares no memory with `x`: where `dim` is 0, at once.
+    # With `_into` the result goes to contiguous `out`, which shares no memory with `x`: at once where nothing but dims
+    # of length 1 comes before `dim`, so that what each rank gives or gets is in one piece.
 
     def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
         """Gathers `[…, d, …]` into `out`, `[…, size · d, …]`."""
-        if dim == 0:
+        if x.shape[:dim].numel() == 1:
             self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
         else:
-            out.copy_(self.all_gather(x, dim))
+            blocks = x.new_empty((self.context.size, *x.shape))
+            self.flat_all_gather(blocks, x.contiguous())
+            out.unflatten(dim, (self.context.size, x.shape[dim])).copy_(blocks.movedim(0, dim))
 
     def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
         """Reduces `[…, size · d, …]` into this rank's `out`, `[…, d, …]`."""
-        if dim == 0:
-            self.flat_reduce_scatter(out, x.contiguous(), reduce_op)
+        if x.shape[:dim].numel() == 1:
+            self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
         else:
-            out.copy_(self.reduce_scatter(x, dim, reduce_op))
+            rows = out.new_empty((out.shape[dim], *out.shape[:dim], *out.shape[dim + 1 :]))
+            self.flat_reduce_scatter(rows, x.movedim(dim, 0).contiguous(), reduce_op)
+            out.copy_(rows.movedim(0, dim))
 
     def all_to_all_into(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor
@@ -337,10 +317,11 @@ class Communicator(ABC):
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
         """Returns `[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`."""
-        rows = x.movedim(dim, 0).contiguous()
-        out = x.new_empty((rows.shape[0] // self.context.size, *rows.shape[1:]))
-        self.flat_reduce_scatter(out, rows, reduce_op)
-        return out.movedim(0, dim).contiguous()
+        shape = list(x.shape)
+        shape[dim] //= self.context.size
+        out = x.new_empty(shape)
+        self.reduce_scatter_into(x, dim, reduce_op, out)
+        return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         """Exchanges the slices, then reduces in rank order: the same bytes as a reduce-scatter."""
@@ -369,7 +350,7 @@ class Communicator(ABC):
     def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
         """Sends rows of dim 0: `input_splits[r]` to rank r; receives `output_splits[r]` from rank r, in rank order."""
         out = x.new_empty((sum(output_splits), *x.shape[1:]))
-        self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
+        self.all_to_all_into(x, output_splits, input_splits, out)
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:

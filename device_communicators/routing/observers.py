@@ -98,20 +98,20 @@ def notify_operation(context: GroupContext, record: Operation, tensor: torch.Ten
         record.started_s,
         record.ended_s or time.monotonic(),
     )
-    for hook in (*ON_OPERATION, *OF_PYTHON):
-        try:
-            hook(event)
-        except Exception:
-            logger.exception("%r, which on_operation was given, failed", hook)
+    _call((*ON_OPERATION, *OF_PYTHON), event, "on_operation")
 
 
 def notify_failure(context: GroupContext, error: CommunicationError) -> None:
     event = FailureEvent(context.name, context.ranks, context.global_rank, error)
-    for hook in list(ON_FAILURE):
+    _call(tuple(ON_FAILURE), event, "on_failure")
+
+
+def _call(hooks: tuple[Callable[[Any], object], ...], event: OperationEvent | FailureEvent, adder: str) -> None:
+    for hook in hooks:
         try:
             hook(event)
         except Exception:
-            logger.exception("%r, which on_failure was given, failed", hook)
+            logger.exception("%r, which %s was given, failed", hook, adder)
 
 
 class _Meters:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from device_communicators.base import forks, settings
 from device_communicators.base.errors import GroupDestroyedError, GroupNotInitializedError
@@ -19,6 +20,7 @@ from device_communicators.routing.observers import METERS, measure, switch_nativ
 from device_communicators.routing.route import Route
 
 logger = logging.getLogger("parallel_state")
+_T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
@@ -39,15 +41,7 @@ def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable
     Returns a function that takes it back. Meanwhile all operations go through Python, which takes some microseconds
     longer a call; what was started is told where it is waited for. What a hook raises is logged. Each rank for itself.
     """
-    observers.ON_OPERATION.append(hook)
-    _serve_ops()
-
-    def remove() -> None:
-        if hook in observers.ON_OPERATION:
-            observers.ON_OPERATION.remove(hook)
-            _serve_ops()
-
-    return remove
+    return _add(hook, observers.ON_OPERATION, _serve_ops)
 
 
 @host_call(OUTSIDE)
@@ -56,11 +50,18 @@ def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[],
 
     Returns a function that takes it back. What a hook raises is logged. Each rank for itself.
     """
-    observers.ON_FAILURE.append(hook)
+    return _add(hook, observers.ON_FAILURE)
+
+
+def _add(hook: _T, hooks: list[_T], changed: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Adds a hook, and returns a function that takes it back; either calls `changed`."""
+    hooks.append(hook)
+    changed()
 
     def remove() -> None:
-        if hook in observers.ON_FAILURE:
-            observers.ON_FAILURE.remove(hook)
+        if hook in hooks:
+            hooks.remove(hook)
+            changed()
 
     return remove
 

@@ -52,7 +52,7 @@ from device_communicators.calls.user_call import (
 )
 from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
-from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
+from device_communicators.routing.communicator import Communicator, GroupContext, Request
 from device_communicators.routing.comparison import check_alike
 from device_communicators.routing.failures import (
     ADVICE,
@@ -151,7 +151,7 @@ class Route:
         self._picks_by_size = False
         self._communicators: tuple[Communicator, ...] = ()
         self._serves_ops = False
-        self._server: OpServer | None = None
+        self._server: NativeGroup | None = None
         self._turn = threading.Lock()  # of the collective that is under way; never waited for
         self._holder = 0
         self.communicators = communicators
@@ -334,10 +334,6 @@ class Route:
                 self._raise_failure(error, operation if call is None else call.method, started)
         return Handle(self, record, work, tensor)
 
-    def served_operations(self) -> list[Operation]:
-        """Returns the last operations that came past this route."""
-        return [] if self._server is None else self._server.operations(self.context.key)
-
     def operations_under_way(self) -> list[Operation]:
         """Returns those that came past this route and have not ended: a collective, transfers."""
         server, collectives = self._server, self.context.collectives
@@ -444,7 +440,7 @@ class Route:
 
     def operations(self) -> list[Operation]:
         """Returns the last operations, in order; one without an end is under way, or has failed."""
-        others = self._kept if self._server is None else self.served_operations()
+        others = self._kept if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
     def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:

@@ -181,9 +181,8 @@ def _ring_body() -> None:
         sending, receiving = group.isend(sent, following), group.irecv([numel], torch.float32, previous)
         assert bool((receiving.wait() == previous).all())
         sending.wait()
-    x, out = torch.full((5,), float(rank), device=device()), torch.empty(5, device=device())
-    nccl.exchange([(x, following)], [(out, previous)])
-    assert out.tolist() == [float(previous)] * 5
+    to, of = ([5 * (each == peer) for each in range(size)] for peer in (following, previous))
+    assert nccl.all_to_all(torch.full((5,), float(rank), device=device()), of, to).tolist() == [float(previous)] * 5
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -33,7 +33,7 @@ class FileWay:
         self.fails = fails
         self.closed = 0
 
-    def allocate(self, context: GroupContext, size_bytes: int) -> _Files:
+    def __call__(self, context: GroupContext, size_bytes: int) -> _Files:
         if self.fails == "allocate":
             raise RuntimeError("out of memory, says the stand-in\nand more of it")
         return _Files(self, context, size_bytes)
@@ -134,9 +134,8 @@ class Device(PeerDevice):
         return {"driver": "580.1", "nccl": "2.28.9", "torch": self.torch}
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        gpu = RankGpu(None, None, None, None, None, None)
-        gpus, links = (gpu,) * context.size, ((None,) * context.size,) * context.size
-        return GroupTopology(gpus, self.shared, links, self.mesh, self.connected)
+        gpus = (RankGpu(None, None, None),) * context.size
+        return GroupTopology(gpus, self.shared, None, self.mesh, self.connected)
 
     def words(self, count: int) -> HostWords:
         if self.without_words:

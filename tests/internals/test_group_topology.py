@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from device_communicators.machine import group_topology
-from device_communicators.machine.group_topology import GroupTopology, agree_on_topology
+from device_communicators.machine.group_topology import GroupTopology, RankGpu, agree_on_topology
 from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
 from tests.internals.machines import machine
@@ -22,8 +22,9 @@ Place = tuple[Topology, str | None]
 def agree(places: Sequence[Place]) -> list[GroupTopology]:
     """All ranks' agreements; an exchange is played by asking the ranks one after the other."""
     size = len(places)
-    devices = [group_topology._device_record(*place) for place in places]
-    views = [group_topology._view_records(rank, devices, places[rank][0]) for rank in range(size)]
+    devices = [group_topology._own_gpu(*place) for place in places]
+    gpus = [RankGpu(**each) for each in devices]
+    views = [group_topology._views_of(rank, gpus, places[rank][0]) for rank in range(size)]
     found = []
     for rank, place in enumerate(places):
         rounds = iter((devices, views))
@@ -55,10 +56,9 @@ def test_switches() -> None:
     found = one(on(machine("dgx-h100"), *range(8)))
     assert found.nvlink_full_mesh
     assert found.nvlink_full_mesh.reason == "18 or more NVLinks between any two"
-    assert found.nvlinks[2] == (18, 18, None, 18, 18, 18, 18, 18)
+    assert found.fewest_nvlinks == 18
     assert found.peer_access.reason == "the driver reports it"
     assert found.shared_gpus == ()
-    assert [gpu.numa_node for gpu in found.gpus] == [0] * 4 + [1] * 4
 
 
 def test_islands() -> None:
@@ -67,7 +67,7 @@ def test_islands() -> None:
     across = one(on(nodes, 2, 3, 4))
     assert not across.nvlink_full_mesh
     assert across.nvlink_full_mesh.reason == "from the GPU of rank 0 to that of rank 2 there is no NVLink"
-    assert across.nvlinks[0] == (None, 6, 0)
+    assert across.fewest_nvlinks == 0
     assert across.peer_access
 
 
@@ -90,7 +90,7 @@ def test_one_rank_that_sees_otherwise_is_enough() -> None:
         "from the GPU of rank 1 to that of rank 0: P2P write is disabled by registry key"
     )  # fmt: skip
     fewer = machine("dgx-h100", link_is_active={"0 0": False})
-    assert one([(good, good.gpus[0].uuid), (fewer, fewer.gpus[1].uuid)]).nvlinks == ((None, 17), (17, None))
+    assert one([(good, good.gpus[0].uuid), (fewer, fewer.gpus[1].uuid)]).fewest_nvlinks == 17
 
 
 def test_ranks_on_one_gpu() -> None:
@@ -144,7 +144,7 @@ def test_two_hosts() -> None:
     found = one([*on(here, 0, 1), *on(there, 0, 1)])
     assert found.peer_access.reason == "rank 0 doesn't see the GPU of rank 2: another host or container"
     assert found.nvlink_full_mesh.reason == found.peer_access.reason
-    assert found.nvlinks[0] == (None, 18, None, None)
+    assert found.fewest_nvlinks == 18
 
 
 def test_a_rank_without_a_gpu() -> None:
@@ -160,7 +160,7 @@ def test_a_rank_without_a_gpu() -> None:
             assert not vote
             assert vote.reason == f"rank 1 has no GPU: {why}"
         assert found.shared_gpus == ()
-        assert found.nvlinks == ((None, None), (None, None))
+        assert found.fewest_nvlinks is None
 
 
 def test_a_group_of_one_needs_nobody() -> None:

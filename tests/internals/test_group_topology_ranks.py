@@ -18,16 +18,16 @@ def agree(broken: int | None, absent: int | None) -> tuple[Any, ...]:
     me = None if context.rank == absent else node.gpus[context.rank].uuid
 
     found = agree_on_topology(context, node, me)
-    return found.nvlink_full_mesh, found.peer_access, found.gpus, found.nvlinks
+    return found.nvlink_full_mesh, found.peer_access, found.gpus, found.fewest_nvlinks
 
 
 def test_all_ranks_hear_the_same(pools: Callable[[int], WorkerPool]) -> None:
     results = pools(4).run(agree, None, None, tp=4)
     assert results == [results[0]] * 4
-    mesh, peers, gpus, nvlinks = results[0]
+    mesh, peers, gpus, fewest = results[0]
     assert mesh.holds and peers.holds
     assert len({gpu.uuid for gpu in gpus}) == 4
-    assert nvlinks[0] == (None, 18, 18, 18)
+    assert fewest == 18
 
 
 def test_one_rank_speaks_against_it(pools: Callable[[int], WorkerPool]) -> None:

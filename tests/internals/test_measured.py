@@ -27,9 +27,8 @@ CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
 
 
 def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], ...] = (), size: int = 8) -> Any:
-    gpu, vote = RankGpu(None, None, None, None, None, None), Vote(mesh, "says the test")
-    rows = tuple(tuple(0 if one == two else links for two in range(size)) for one in range(size))
-    return GroupTopology((gpu,) * size, shared, rows, vote, vote)
+    gpu, vote = RankGpu(None, None, None), Vote(mesh, "says the test")
+    return GroupTopology((gpu,) * size, shared, links, vote, vote)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch
 
 from device_communicators import GroupContext
 from device_communicators.peer import memory as peer_memory
-from device_communicators.peer.memory import IpcWay, NotSharedError, SymmetricWay
+from device_communicators.peer.memory import IpcSharing, NotSharedError, SymmetricSharing
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_ipc_gives_each_peer_a_handle_of_its_own_and_maps_on_its_own_device(monk
         return SimpleNamespace(data_ptr=lambda: 1000 + len(opened))
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared, raising=False)
-    sharings: list[Any] = [IpcWay().allocate(context(rank), 4096) for rank in range(3)]
+    sharings: list[Any] = [IpcSharing(context(rank), 4096) for rank in range(3)]
     assert all(int(each._tensor.sum()) == 0 for each in sharings), "not zeroed"
     for sharing, storage in zip(sharings, storages, strict=True):
         sharing._tensor = SimpleNamespace(untyped_storage=lambda storage=storage: storage, data_ptr=lambda: 7)
@@ -73,7 +73,7 @@ def _symmetric(monkeypatch: pytest.MonkeyPatch, rendezvous: Any, timeout_s: floa
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
     fake = SimpleNamespace(empty_strided_p2p=lambda size, stride, dtype, device: torch.ones(size, dtype=dtype))
     monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", fake)
-    return SymmetricWay().allocate(context(0, timeout_s), 256)
+    return SymmetricSharing(context(0, timeout_s), 256)
 
 
 def test_torchs_rendezvous_is_over_the_cpu_group_and_gives_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
