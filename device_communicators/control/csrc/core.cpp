@@ -156,7 +156,12 @@ void Core::handle(const Event& event) {
         if (found != seen_.end()) found->second = now_;
       }
       break;
-    case Event::kEnded: report(event.proc, kExited, ""); break;
+    case Event::kEnded: {  // each process of the domain sees it: nothing to publish, and nobody in particular reports it
+      const Ends ends{{event.proc, {kExited, event.proc, ""}}};
+      board_ = merged(board_, ends);
+      join(ends, false);
+      break;
+    }
     case Event::kExiting: report(event.proc, kExited, "exiting"); break;
     case Event::kCall: on_call(*event.call, false); break;
     case Event::kCancel: on_call(*event.call, true); break;
@@ -216,8 +221,14 @@ void Core::announce(const std::pair<Proc, End>& entry, const End& before) {
   const bool died = end.is_death() && !before.is_death();
   const bool left = (end.flags & kLeft) != 0 && (before.flags & kLeft) == 0;
   if (!died && !left) return;
-  for (const auto& [id, world] : worlds_) {
-    if (world.roster->index_of(proc) < 0) continue;
+  for (auto& [id, world] : worlds_) {
+    const int index = world.roster->index_of(proc);
+    if (index < 0) continue;
+    const auto peer = peers_.find(proc);
+    if (!died && world.leading && peer != peers_.end() && peer->second.link() >= 0) {  // its successor dials; if all leave now, nobody does
+      Watch& watch = world.watches[world.roster->domain_of[index]];
+      watch.dial_at = watch.sign = std::max(watch.dial_at, now_ + config_.patience);
+    }
     Action& action = act(died ? Action::kDoom : Action::kLeft);
     action.world = id;
     action.proc = proc;
@@ -436,7 +447,7 @@ bool Core::on_frame(int connection, Frame* frame) {
     case FrameKind::kBeat: {
       Reader reader(frame->body);
       link.peer_digest = reader.number<std::uint64_t>();
-      link.beating = true;
+      if (!link.beating) watch_link(connection);  // answers at once: the peer wants to know whether this process runs
       return reader.finished();
     }
     case FrameKind::kState: return on_state(connection, frame->body);
@@ -476,15 +487,7 @@ void Core::drop(int connection, bool by_peer) {
   }
   routed_ = true;
   if (!by_peer || !link.beating) return;
-  if (!is_gone(link.proc)) return hunt(link.proc);
-  for (auto& [id, world] : worlds_) {
-    const int index = world.roster->index_of(link.proc);
-    if (!world.leading || index < 0) continue;
-    // Its successor dials; if all leave now, nobody does.
-    Watch& watch = world.watches[world.roster->domain_of[index]];
-    watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
-    dirty_ = true;
-  }
+  if (!is_gone(link.proc)) hunt(link.proc);
 }
 
 void Core::close(int connection) {
@@ -563,12 +566,12 @@ void Core::start_leading(World* world) {
   for (std::size_t domain = 0; domain < world->watches.size(); ++domain) {
     const bool dials = world->roster->domains[domain].front() < world->me;  // else it is dialed
     Watch& watch = world->watches[domain];
-    watch.sign = now_;
     watch.dial_at = acts             ? now_
                     : after_death    ? now_ + config_.tick
                     : after_farewell ? now_ + config_.patience
                     : dials          ? now_
                                      : now_ + config_.patience;
+    watch.sign = watch.dial_at;  // nothing is expected of it before
   }
 }
 
@@ -583,10 +586,22 @@ void Core::hunt(Proc proc) {
   }
 }
 
+// Uses a connection for liveness from now on; it is silent unless the peer answers soon.
+void Core::watch_link(int connection) {
+  Link& link = links_[connection];
+  link.beating = true;
+  link.heard = std::min(link.heard, now_ - config_.beat * 5 / 2 + config_.settle);
+  if (link.peer_digest != ends_digest_) send_state(connection);
+  send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
+}
+
 void Core::start_hunt(World* world, int domain) {
   for (const int index : world->roster->domains[domain]) {
     const auto peer = peers_.find(world->roster->members[index].proc);
-    if (peer != peers_.end()) peer->second.refused = false;
+    if (peer == peers_.end()) continue;
+    peer->second.refused = false;
+    const int connection = peer->second.link();
+    if (connection >= 0 && !links_[connection].beating && links_[connection].identified) watch_link(connection);
   }
   world->watches[domain].hunt = world->watches[domain].dial_at = now_;
 }
@@ -626,7 +641,7 @@ void Core::tend_world(World* world, bool ticked) {
     Watch& watch = world->watches[domain];
     watch.sign = std::max(watch.sign, link.sign);
     linked[domain] = 1;
-    if (!link.identified || now_ - link.heard > config_.beat * 5 / 2) continue;
+    if (!link.identified || (link.beating && now_ - link.heard > config_.beat * 5 / 2)) continue;
     if (fresh[domain] < 0 || index < first[domain]) {
       std::swap(fresh[domain], first[domain]);
       fresh[domain] = connection;
@@ -661,10 +676,7 @@ void Core::tend_domain(World* world, int domain, int fresh, bool linked) {
   }
   if (fresh >= 0) {
     watch.hunt = -1;
-    if (!links_[fresh].beating) {
-      links_[fresh].beating = true;
-      send(fresh, FrameKind::kBeat, Writer().number(ends_digest_).take());
-    }
+    if (!links_[fresh].beating) watch_link(fresh);
     return;
   }
   if (watch.hunt >= 0) judge_refused(world, domain);

@@ -327,6 +327,7 @@ class Core {
   void tend_domain(World* world, int domain, int fresh, bool linked);
   void judge_refused(World* world, int domain);
   void dial_domain(World* world, int domain);
+  void watch_link(int connection);
   void start_hunt(World* world, int domain);
   void tend_links();
 
