@@ -47,8 +47,8 @@ struct Process {
   bool exiting = false;  // killed, its descriptors still open
   bool joined = false;
   bool left = false;
-  bool declared = false;   // some core took it for dead
-  Nanos ran_since = 0;     // without a stop
+  bool declared = false;  // some core took it for dead
+  Nanos ran_since = 0;    // without a stop
   Nanos died = -1;
   Nanos woken_at = kNever;
   Nanos local_at = 0;  // events of the own host arrive in order
@@ -75,10 +75,9 @@ struct Agreement {
   Nanos decided = -1;  // the first verdict
 };
 
-const char* const kFaults[] = {"none",      "kill",      "kill_lead", "kill_host",  "power_off",   "partition",
-                               "one_way",   "short_cut", "drop",      "pause",      "pause_lead",  "pause_host",
-                               "storm",     "leave",     "large",     "garbage",    "clock",       "slow",
-                               "delay",     "relay",     "revoke"};
+const char* const kFaults[] = {"none",      "kill",    "kill_lead", "kill_host",  "power_off",  "partition", "one_way",
+                               "short_cut", "drop",    "pause",     "pause_lead", "pause_host", "storm",     "leave",
+                               "large",     "garbage", "clock",     "slow",       "delay",      "relay",     "revoke"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 
 class Simulator {
@@ -137,9 +136,7 @@ class Simulator {
     std::uint64_t order;
     int process;  // -1: an operation
     std::size_t payload;
-    bool operator<(const Item& other) const {
-      return time != other.time ? time > other.time : order > other.order;
-    }
+    bool operator<(const Item& other) const { return time != other.time ? time > other.time : order > other.order; }
   };
 
   void make_cluster() {
@@ -209,7 +206,8 @@ class Simulator {
     if (name == "partition" || name == "one_way" || name == "short_cut") {
       std::vector<int> side;
       if (name == "one_way") side = {host};
-      else for (int each = 0; each < hosts_; ++each) {
+      else
+        for (int each = 0; each < hosts_; ++each) {
           if (random_.chance(50)) side.push_back(each);
         }
       const Nanos until = name == "short_cut" ? when + random_.below(config_.limit - 2 * config_.beat) : kForEver;
@@ -295,7 +293,8 @@ class Simulator {
   void plan_agreement() {
     auto agreement = std::make_shared<Agreement>();
     const int step = random_.chance(30) ? 1 : 1 + static_cast<int>(random_.below(ranks_ / 2 + 1));
-    for (int rank = static_cast<int>(random_.below(step)); rank < ranks_; rank += step) agreement->members.push_back(rank);
+    for (int rank = static_cast<int>(random_.below(step)); rank < ranks_; rank += step)
+      agreement->members.push_back(rank);
     if (ranks_ > 200 && agreement->members.size() > 200) agreement->members.resize(200);
     const Nanos when = 200 * kMillisecond + random_.below(1800 * kMillisecond);
     const std::size_t number = agreements_.size();
@@ -325,7 +324,8 @@ class Simulator {
     agreement.deadline[rank] = call->deadline;
     at(now_ + 1501 * kMillisecond, [this, number, rank] {
       const Process& caller = processes_[rank];
-      const bool ran = caller.alive && !caller.exiting && !caller.left && caller.runs && now_ - caller.ran_since > kSecond;
+      const bool ran =
+          caller.alive && !caller.exiting && !caller.left && caller.runs && now_ - caller.ran_since > kSecond;
       if (ran && faults_.count("clock") == 0 && agreements_[number]->verdicts.count(rank) == 0) {
         fail("rank " + std::to_string(rank) + ": agreement " + std::to_string(number) + " goes on after its deadline");
       }
@@ -465,7 +465,8 @@ class Simulator {
   }
 
   void note_garbage() {  // a closed connection makes a lead look, which may find a host that is off
-    if (std::all_of(up_.begin(), up_.end(), [](bool up) { return up; }) && cuts_.empty()) fail("garbage changed a state");
+    if (std::all_of(up_.begin(), up_.end(), [](bool up) { return up; }) && cuts_.empty())
+      fail("garbage changed a state");
   }
 
   // The network.
@@ -792,7 +793,8 @@ class Simulator {
     for (std::size_t number = 0; number < agreements_.size(); ++number) {
       const Verdict* first = nullptr;
       for (const auto& [rank, verdict] : agreements_[number]->verdicts) {
-        if (!is_survivor(rank) || verdict->kind == Verdict::kUndecided || cut_hosts_.count(processes_[rank].host) != 0) {
+        if (!is_survivor(rank) || verdict->kind == Verdict::kUndecided ||
+            cut_hosts_.count(processes_[rank].host) != 0) {
           continue;
         }
         if (first == nullptr) first = verdict.get();
@@ -806,7 +808,8 @@ class Simulator {
       for (int rank = 0; rank < ranks_; ++rank) {
         const Process& process = processes_[rank];
         if (!is_survivor(rank) || !process.runs || !process.joined || cut_hosts_.count(process.host) != 0) continue;
-        if (now_ - process.ran_since < 2 * kSecond || now_ - processes_[dead].died < config_.limit + 2 * kSecond) continue;
+        if (now_ - process.ran_since < 2 * kSecond || now_ - processes_[dead].died < config_.limit + 2 * kSecond)
+          continue;
         if (!knows(rank, dead)) {
           return fail("rank " + std::to_string(rank) + " never learns that rank " + std::to_string(dead) + " is dead");
         }
@@ -825,7 +828,8 @@ class Simulator {
       const bool lead = on_host_[process.host].front() == rank;
       if (called.count(rank) != 0) continue;
       const std::string counts = std::to_string(process.connections) + " connections, " +
-                                 std::to_string(process.frames) + " frames, " + std::to_string(process.dials) + " dials";
+                                 std::to_string(process.frames) + " frames, " + std::to_string(process.dials) +
+                                 " dials";
       if (!lead && (process.connections > 0 || process.frames > 0)) {
         return fail("rank " + std::to_string(rank) + ", which is no lead, has " + counts);
       }

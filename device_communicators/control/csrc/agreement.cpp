@@ -104,7 +104,9 @@ bool Core::on_round(int connection, const Frame& frame) {
   key.purpose = reader.text(kMostTextBytes);
   key.attempt = reader.number<std::uint32_t>();
   const auto seat_index = reader.number<std::uint32_t>();
-  const bool begins = frame.kind == FrameKind::kValue || frame.kind == FrameKind::kAsk;
+  // A member that has taken a failure says which one: the decider may be new and not have called yet.
+  const bool tells = frame.kind == FrameKind::kDone && reader.number<std::uint8_t>() != 0;
+  const bool begins = frame.kind == FrameKind::kValue || frame.kind == FrameKind::kAsk || tells;
   std::vector<Proc> members;
   if (begins) members = get_members(&reader);
   Nanos remaining = 0;
@@ -114,8 +116,8 @@ bool Core::on_round(int connection, const Frame& frame) {
     value = reader.text(kMostValueBytes);
   }
   const auto ballot = frame.kind == FrameKind::kAnswer ? reader.number<std::uint32_t>() : 0;
-  const bool has_verdict =
-      frame.kind == FrameKind::kVerdict || (frame.kind == FrameKind::kAnswer && reader.number<std::uint8_t>() != 0);
+  const bool has_verdict = frame.kind == FrameKind::kVerdict || tells ||
+                           (frame.kind == FrameKind::kAnswer && reader.number<std::uint8_t>() != 0);
   const auto verdict = has_verdict ? get_verdict(&reader) : nullptr;
   if (!reader.finished() || (begins && digest_of(members) != key.members)) return false;
 
@@ -123,7 +125,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   if (world != worlds_.end() && key.epoch < world->second.epoch) return true;  // of members that were
   auto found = rounds_.find(key);
   if (found == rounds_.end()) {
-    if (frame.kind == FrameKind::kDone) {  // all were done before: the word of it was lost
+    if (frame.kind == FrameKind::kDone && !tells) {  // success needs all calls, so this process was past it
       Writer writer;
       put_key(&writer, key, 0);
       send(connection, FrameKind::kForget, writer.take(), &key);
@@ -173,6 +175,7 @@ bool Core::on_round(int connection, const Frame& frame) {
     round.expires = std::min(round.expires, now_ + std::clamp<Nanos>(remaining, 0, kNever / 4));
   } else if (frame.kind == FrameKind::kDone) {
     seat.done = true;
+    if (round.verdict == nullptr) round.verdict = verdict;
   } else if (static_cast<int>(ballot) == round.me) {
     seat.answered = true;
     if (round.verdict == nullptr) round.verdict = verdict;
@@ -296,8 +299,11 @@ void Core::serve(RoundEntry* entry, int target) {
   if (connection < 0) return;
   Writer writer;
   put_key(&writer, key, round.me);
+  const bool tells = done && round.verdict->kind != Verdict::kAgreed;
+  if (done) writer.number(static_cast<std::uint8_t>(tells));
+  if (!done || tells) put_members(&writer, round.members);
+  if (tells) put_verdict(&writer, *round.verdict);
   if (!done) {
-    put_members(&writer, round.members);
     writer.number(std::max<Nanos>(round.decide_by - now_, 0)).text(round.value);
   }
   send(connection, done ? FrameKind::kDone : FrameKind::kValue, writer.take(), &key);

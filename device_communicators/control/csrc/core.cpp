@@ -156,7 +156,8 @@ void Core::handle(const Event& event) {
         if (found != seen_.end()) found->second = now_;
       }
       break;
-    case Event::kEnded: {  // each process of the domain sees it: nothing to publish, and nobody in particular reports it
+    case Event::kEnded: {  // each process of the domain sees it: nothing to publish, and nobody in particular reports
+                           // it
       const Ends ends{{event.proc, {kExited, event.proc, ""}}};
       board_ = merged(board_, ends);
       join(ends, false);
@@ -225,9 +226,11 @@ void Core::announce(const std::pair<Proc, End>& entry, const End& before) {
     const int index = world.roster->index_of(proc);
     if (index < 0) continue;
     const auto peer = peers_.find(proc);
-    if (!died && world.leading && peer != peers_.end() && peer->second.link() >= 0) {  // its successor dials; if all leave now, nobody does
+    if (!died && world.leading && peer != peers_.end() &&
+        peer->second.link() >= 0) {  // its successor dials; if all leave now, nobody does
       Watch& watch = world.watches[world.roster->domain_of[index]];
-      watch.dial_at = watch.sign = std::max(watch.dial_at, now_ + config_.patience);
+      watch.sign = now_;
+      watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
     }
     Action& action = act(died ? Action::kDoom : Action::kLeft);
     action.world = id;
@@ -571,7 +574,7 @@ void Core::start_leading(World* world) {
                     : after_farewell ? now_ + config_.patience
                     : dials          ? now_
                                      : now_ + config_.patience;
-    watch.sign = watch.dial_at;  // nothing is expected of it before
+    watch.sign = now_;
   }
 }
 

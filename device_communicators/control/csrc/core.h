@@ -213,9 +213,9 @@ class Core {
     bool identified = false;  // and its identity
     bool beating = false;     // watched by one of both sides
     bool stopped = false;
-    Nanos heard = 0;                // the last sign of the process: bytes
-    Nanos sign = 0;                 // the last sign of its kernel
-    Nanos sent = 0;                 // the last frame
+    Nanos heard = 0;                           // the last sign of the process: bytes
+    Nanos sign = 0;                            // the last sign of its kernel
+    Nanos sent = 0;                            // the last frame
     std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer is known to have, or to be about to receive
     Parser parser;
   };
