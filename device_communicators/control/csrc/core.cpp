@@ -349,12 +349,13 @@ void Core::on_no_dial(const Event& event) {
   peer.dialing = false;
   peer.next_dial = now_ + config_.tick;
   wake_by(peer.next_dial);
-  // A call that is refused judges nobody: the process may have left, and its domain says which of both.
-  if (!peer.for_watch || is_gone(event.proc) || event.kind == Event::kNoAnswer) return;
+  if (is_gone(event.proc) || event.kind == Event::kNoAnswer) return;
   if (peer.suspect) {
     report(event.proc, kExited, "its connections broke, and its port is closed");
     return;
   }
+  // A call that is refused judges nobody: the process may have left, and its domain says which of both.
+  if (!peer.for_watch) return;
   for (auto& [id, world] : worlds_) {
     const int index = world.roster->index_of(event.proc);
     if (!world.leading || index < 0) continue;
@@ -489,8 +490,7 @@ void Core::drop(int connection, bool by_peer) {
     if (question.sent_on == connection) question.sent_on = -1;
   }
   routed_ = true;
-  if (!by_peer || !link.beating) return;
-  if (!is_gone(link.proc)) hunt(link.proc);
+  if (by_peer && !is_gone(link.proc)) hunt(link.proc, link.beating);
 }
 
 void Core::close(int connection) {
@@ -578,13 +578,17 @@ void Core::start_leading(World* world) {
   }
 }
 
-// A watched connection to `proc` broke without a farewell: all of its domain are dialed at once.
-void Core::hunt(Proc proc) {
+// A connection to `proc` broke without a farewell. If it was watched, or its domain is hunted already, all of its
+// domain are dialed at once. A process that leaves closes the connections of its calls without a word: these make no
+// suspect.
+void Core::hunt(Proc proc, bool was_watched) {
   for (auto& [id, world] : worlds_) {
     const int index = world.roster->index_of(proc);
     if (!world.leading || index < 0) continue;
-    start_hunt(&world, world.roster->domain_of[index]);
-    peers_[proc].suspect = true;
+    const int domain = world.roster->domain_of[index];
+    if (!was_watched && world.watches[domain].hunt < 0) continue;
+    start_hunt(&world, domain);
+    if (was_watched) peers_[proc].suspect = true;
     dirty_ = true;
   }
 }
@@ -603,6 +607,7 @@ void Core::start_hunt(World* world, int domain) {
     const auto peer = peers_.find(world->roster->members[index].proc);
     if (peer == peers_.end()) continue;
     peer->second.refused = false;
+    peer->second.next_dial = std::min(peer->second.next_dial, now_ + config_.redial);
     const int connection = peer->second.link();
     if (connection >= 0 && !links_[connection].beating && links_[connection].identified) watch_link(connection);
   }

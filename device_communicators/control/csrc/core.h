@@ -319,7 +319,7 @@ class Core {
   void excuse();
   bool is_lead(const World& world) const;
   void start_leading(World* world);
-  void hunt(Proc proc);
+  void hunt(Proc proc, bool was_watched);
   void handle(const Event& event);
   void flood();
   void tend();
