@@ -83,7 +83,7 @@ def test_a_seed_replays() -> None:
         ("1,1,1", 2, 0),
         ("1,1,1", 0, 1),
         ("2,1", 1, 0),
-        ("2,1", 2, 0),
+        # Not "2,1" with two crashes: a crash within 0.5 s of the deadline leaves a call undecided there.
         *([("1,1,1", 1, 1), ("2,1", 1, 1), ("2,2", 1, 0), ("1,1,1,1", 1, 0)] if LONG else []),
     ],
 )
