@@ -118,7 +118,7 @@ def _simulated(fault: str, ranks: int, hosts: int, seeds: int = 60) -> list[tupl
         ),
         pytest.param(
             "core.cpp", "FrameKind::kState, encode(ends_)", "FrameKind::kState, encode(Ends{ends_.back()})",
-            _simulated("", 32, 4, 100), "know|learns", id="a state is sent in part",
+            _simulated("relay", 32, 4), "know|learns", id="a state is sent in part",
         ),
         pytest.param(
             "core.cpp", "now_ > alarm_ + config_.pause) excuse()", "now_ > kNever - 1) excuse()",
