@@ -1,0 +1,372 @@
+// The control plane of one process as a value without I/O: who is in a world, who lives, what members agree on.
+//
+// A driver feeds it everything that happens (`step`), carries out the actions that it returns, and calls it again by
+// `wake_at`. The core has no thread, socket, clock or randomness; copies are independent. docs/protocol.md describes
+// the frames and walks through a takeover.
+//
+// What the driver promises:
+//   - Bytes of a connection arrive in order. After kClose, or an event kClosed, nothing more comes from a connection.
+//   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
+//   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
+//     published until it exits.
+//   - kAcked means that the peer's kernel acknowledged all bytes of the connection, and that there were new ones.
+//   - Connection numbers are not negative. A number may be used again once its connection is closed on this side.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "frame.h"
+
+namespace parallel_state::control {
+
+inline constexpr Nanos kMillisecond = 1'000'000;
+inline constexpr Nanos kSecond = 1'000 * kMillisecond;
+inline constexpr Nanos kNever = INT64_MAX;
+inline constexpr std::size_t kMostDomains = 512;
+inline constexpr std::uint64_t kEmptyDigest = 1;  // of a state without ends
+
+struct Endpoint {
+  std::string host;
+  std::uint16_t port = 0;
+  std::string token;  // what a peer must present to be accepted there; at most 64 bytes
+};
+
+struct Member {
+  int rank = 0;
+  Proc proc = 0;
+  std::uint64_t domain = 0;  // equal for processes that can watch each other: boot id and PID namespace
+  Endpoint endpoint;
+};
+
+// The members of one epoch, in rank order. Shared by all copies of a core.
+struct Roster {
+  explicit Roster(std::vector<Member> all);
+  int index_of(Proc proc) const;  // -1 if it is no member
+
+  std::vector<Member> members;
+  std::vector<std::vector<int>> domains;  // indices into `members`, ascending
+  std::vector<int> domain_of;             // by index
+  std::unordered_map<Proc, int> indices;
+};
+
+struct Config {
+  Nanos tick = 200 * kMillisecond;    // board beats are written, and timers checked, this often
+  Nanos stale = 500 * kMillisecond;   // a board beat that stood still this long: the next rank acts as the lead
+  Nanos beat = kSecond;               // between two frames on a watched connection
+  Nanos limit = 20 * kSecond;         // a domain without a sign of life for this long is unreachable
+  Nanos patience = kSecond;           // before a lead that left is replaced, and between two dials of a silent domain
+  Nanos settle = 300 * kMillisecond;  // refused dials count as exits if no process of the domain answers in this time
+  Nanos redial = 20 * kMillisecond;   // between two dials of one process
+  Nanos margin = 500 * kMillisecond;  // the decider decides this long before the earliest deadline
+  Nanos pause = 500 * kMillisecond;   // a step this late: this process was paused
+  Nanos stranger = 5 * kSecond;       // an accepted connection must identify itself within this time
+  std::uint32_t build = 0;
+};
+
+enum EndFlag : std::uint8_t {
+  kLeft = 1,         // said goodbye
+  kExited = 2,       // the process is gone
+  kUnreachable = 4,  // no sign of life within the limit
+  kFailed = 8,       // reported its own failure
+  kRevoked = 16      // revoked its worlds
+};
+
+// What is known of one process' end. Each field is a join, so states merge in any order with the same result.
+struct End {
+  std::uint8_t flags = 0;
+  Proc reporter = 0;  // the lowest that reported it
+  std::string text;   // the greatest of the causes reported
+
+  // An exit after a farewell is no death.
+  bool is_death() const {
+    return (flags & (kFailed | kRevoked)) != 0 || ((flags & (kExited | kUnreachable)) != 0 && (flags & kLeft) == 0);
+  }
+};
+
+using Ends = std::vector<std::pair<Proc, End>>;  // sorted by process
+
+struct AgreementKey {
+  std::uint64_t world = 0;
+  std::uint64_t epoch = 0;
+  std::uint64_t members = 0;  // digest of the list
+  std::string purpose;
+  std::uint32_t attempt = 0;
+
+  bool operator<(const AgreementKey& other) const {
+    return std::tie(world, epoch, members, purpose, attempt) <
+           std::tie(other.world, other.epoch, other.members, other.purpose, other.attempt);
+  }
+};
+
+struct Verdict {
+  enum Kind : std::uint8_t {
+    kAgreed,    // `values` has one per member
+    kEnded,     // `culprits` ended
+    kMissing,   // `culprits` had not called by the earliest deadline
+    kUndecided  // local: `culprits` did not answer by this call's deadline
+  } kind = kUndecided;
+  std::vector<Bytes> values;
+  std::vector<Proc> culprits;
+};
+
+struct Call {
+  std::uint64_t world = 0;
+  std::string purpose;
+  std::uint32_t attempt = 0;  // a key is never used twice
+  std::vector<Proc> members;  // in rank order, the same on all
+  Bytes value;
+  Nanos deadline = 0;
+};
+
+// All that can happen to a process.
+struct Event {
+  enum Kind {
+    kTick,      // `wake_at` has come
+    kMeet,      // a world: `world`, `epoch`, `term`, `roster`
+    kDialed,    // `connection` to `proc` is open, as its kernel said
+    kRefused,   // nobody listens at the endpoint of `proc`
+    kNoAnswer,  // a dial of `proc` failed otherwise
+    kAccepted,  // `connection` from a stranger
+    kClosed,    // by the peer, or broken
+    kBytes,     // `bytes` from `connection`
+    kAcked,     // answers kProbe
+    kBoard,     // a process of this domain published the state `bytes`
+    kBeats,     // answers kBeat: `procs` of this domain whose board beats moved since the last time
+    kEnded,     // `proc` of this domain exited
+    kExiting,   // answers kLook: `proc` is exiting, though its descriptors are still open
+    kCall,      // agreement: `call`
+    kCancel,    // ends `call` early, if it isn't decided
+    kReport,    // this process failed or revoked: `flags`, `bytes` is the cause
+    kAsk,       // status: sends `bytes` to `proc`; `id`, `deadline`
+    kReply,     // status: `bytes` answers the question `id` of `proc`
+    kLeave      // this process leaves all its worlds
+  } kind = kTick;
+  int connection = -1;
+  Proc proc = 0;
+  std::uint64_t world = 0, epoch = 0, term = 0, id = 0;
+  std::uint8_t flags = 0;
+  Nanos deadline = 0;
+  Bytes bytes;
+  std::vector<Proc> procs;
+  std::shared_ptr<const Roster> roster;
+  std::shared_ptr<const Call> call;
+};
+
+// All that a core may request of its driver.
+struct Action {
+  enum Kind {
+    kDial,      // `proc` at `endpoint`; answered by kDialed, kRefused or kNoAnswer
+    kClose,     // `connection`, after its bytes were sent
+    kSend,      // `bytes` on `connection`
+    kProbe,     // kAcked if the peer's kernel acknowledged everything on `connection`
+    kBoard,     // publish the state `bytes` to this domain
+    kBeat,      // move this process' board beat; answered by kBeats
+    kLook,      // kExiting if `proc` of this domain is exiting
+    kDoom,      // `proc` of `world` died: `flags`, `bytes` is the cause
+    kLeft,      // `proc` of `world` left
+    kVerdict,   // of `key`: `verdict`
+    kStopped,   // `proc` is silent though its kernel answers; flags 0: it runs again
+    kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
+    kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
+    kRefuse,    // `bytes`: a configuration that can't work, such as another version
+    kLog
+  } kind = kLog;
+  int connection = -1;
+  Proc proc = 0;
+  std::uint64_t world = 0, id = 0;
+  std::uint8_t flags = 0;
+  Bytes bytes;
+  const Endpoint* endpoint = nullptr;  // of the roster
+  AgreementKey key;
+  std::shared_ptr<const Verdict> verdict;
+};
+
+class Core {
+ public:
+  // `token` is what others must present to be accepted by this process.
+  Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {}
+
+  // Takes in one event at `now`, a time that every process of the domain shares, and appends actions. Never blocks.
+  void step(Nanos now, const Event& event, std::vector<Action>* actions);
+  // Returns when to send kTick if nothing else happens, or kNever.
+  Nanos wake_at() const { return alarm_ == kNever ? kNever : alarm_ - skew_; }
+  // Returns a digest of all that later steps depend on; equal cores have equal digests.
+  std::uint64_t digest() const;
+
+  const Ends& ends() const { return ends_; }
+  std::size_t rounds() const { return rounds_.size(); }
+  static std::uint64_t digest_of(const std::vector<Proc>& members);
+
+ private:
+  struct Link {
+    Proc proc = 0;  // 0 until an accepted connection identifies itself
+    bool dialed = false;
+    bool for_watch = false;   // dialed by a lead, and used for nothing else
+    bool greeted = false;     // the peer's hello has arrived
+    bool identified = false;  // and its identity
+    bool beating = false;     // watched by one of both sides
+    bool stopped = false;
+    Nanos heard = 0;                           // the last sign of the process: bytes
+    Nanos sign = 0;                            // the last sign of its kernel
+    Nanos sent = 0;                            // the last frame
+    std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer is known to have, or to be about to receive
+    Parser parser;
+  };
+
+  // Connections with one process: at most one in each direction, so that nobody must choose.
+  struct Peer {
+    int out = -1, in = -1;
+    bool dialing = false;
+    bool for_watch = false;
+    bool suspect = false;  // its watched connection broke without a farewell
+    bool refused = false;  // since the hunt began
+    Nanos next_dial = 0;
+    int link() const { return out >= 0 ? out : in; }
+  };
+
+  // What a lead knows of another domain's liveness.
+  struct Watch {
+    Nanos sign = 0;
+    Nanos dial_at = 0;
+    Nanos hunt = -1;  // since when all of the domain are dialed at once; -1: not
+  };
+
+  struct World {
+    std::uint64_t epoch = 0, term = 0;
+    std::shared_ptr<const Roster> roster;
+    int me = 0;  // index
+    bool leading = false;
+    std::vector<Watch> watches;  // by domain
+    int domain() const { return roster->domain_of[me]; }
+  };
+
+  // One agreement. A member's index is its ballot as a decider.
+  struct Round {
+    std::vector<Proc> members;
+    int me = -1;
+    bool called = false, delivered = false;
+    bool answered = false;  // this process answered a decider: an earlier one's verdict is not taken
+    int promised = 0;       // the highest ballot that this process answered
+    bool canceled = false;
+    Nanos deadline = 0;      // of this process' call
+    Nanos decide_by = 0;     // the deadline less the margin
+    Nanos expires = kNever;  // when the decider stops waiting for values
+    Bytes value;
+    std::shared_ptr<const Verdict> verdict;
+    int sent_on = -1;  // the connection on which the value, or done, was sent to `sent_to`
+    int sent_to = -1;
+    bool sent_done = false;
+    struct Seat {
+      bool has_value = false, answered = false, done = false;
+      int connection = -1;  // on which the member was last received in this round
+      int asked_on = -1;
+      bool told = false;  // the verdict was sent on `connection`
+      Bytes value;
+    };
+    std::vector<Seat> seats;  // at the decider, by index; else empty
+    std::size_t values = 0;
+    std::uint64_t checked = 0;  // the digest of the ends when they were last compared with the members
+  };
+
+  struct Question {
+    Proc proc = 0;
+    std::uint64_t id = 0;
+    Nanos deadline = 0;
+    Bytes bytes;
+    int sent_on = -1;
+  };
+
+  using RoundEntry = std::pair<const AgreementKey, Round>;
+
+  Action& act(Action::Kind kind);
+  void wake_by(Nanos time) { alarm_ = time < alarm_ ? time : alarm_; }
+
+  // State of ends.
+  const End* end_of(Proc proc) const;
+  bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
+  void report(Proc proc, std::uint8_t flags, const std::string& text);
+  void join(const Ends& other, bool from_link);
+  void announce(const std::pair<Proc, End>& entry, const End& before);
+  void publish();
+
+  // Connections.
+  const Member* find_member(Proc proc) const;
+  void dial(Proc proc, Peer* peer, bool for_watch);
+  int connect(Proc proc);
+  void send(int connection, FrameKind kind, Bytes body, const AgreementKey* key = nullptr);
+  void send_state(int connection);
+  void greet(int connection);
+  void on_dialed(const Event& event);
+  void on_no_dial(const Event& event);
+  void on_bytes(const Event& event);
+  bool on_hello(int connection, const Hello& hello);
+  bool on_identity(int connection, const Frame& frame);
+  bool on_frame(int connection, Frame* frame);
+  bool on_state(int connection, const Bytes& body);
+  void drop(int connection, bool by_peer);
+  void close(int connection);
+
+  // Membership and liveness.
+  void meet(const Event& event);
+  void leave();
+  void excuse();
+  bool is_lead(const World& world) const;
+  void start_leading(World* world);
+  void hunt(Proc proc, bool was_watched);
+  void handle(const Event& event);
+  void flood();
+  void tend();
+  void tend_world(World* world, bool ticked);
+  void tend_domain(World* world, int domain, int fresh, bool linked);
+  void judge_refused(World* world, int domain);
+  void dial_domain(World* world, int domain);
+  void watch_link(int connection);
+  void start_hunt(World* world, int domain);
+  void tend_links();
+
+  // Agreement and status.
+  void on_call(const Call& call, bool cancel);
+  bool on_round(int connection, const Frame& frame);
+  RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
+  int first_living(const Round& round) const;
+  bool advance(RoundEntry* entry);  // false: forgotten
+  void serve(RoundEntry* entry, int target);
+  bool decide(RoundEntry* entry);
+  void reach_verdict(Round* round);
+  bool ask_all(RoundEntry* entry);
+  void conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits);
+  void deliver(RoundEntry* entry);
+  void advance_all();
+  void advance_questions();
+  bool on_question(int connection, const Frame& frame);
+
+  Proc self_;
+  std::string token_;
+  Config config_;
+  Nanos now_ = 0;   // never goes back:
+  Nanos skew_ = 0;  // what is added to the driver's time
+  Nanos alarm_ = kNever;
+  Nanos next_tick_ = 0;
+  bool left_ = false;
+  bool dirty_ = false;   // ends or watched connections changed
+  bool routed_ = false;  // a connection opened or closed: rounds and questions may send
+  bool urgent_ = false;  // this domain has a death to tell
+  Ends ends_, board_;    // `board_`: what the domain is known to have been given
+  std::uint64_t ends_digest_ = kEmptyDigest;
+  std::map<std::uint64_t, World> worlds_;
+  std::map<int, Link> links_;
+  std::map<Proc, Peer> peers_;
+  std::map<Proc, Nanos> seen_;  // of the domain: when its board beat last moved
+  std::map<AgreementKey, Round> rounds_;
+  std::vector<Question> questions_;
+  std::vector<Action>* out_ = nullptr;  // in `step` only
+};
+
+}  // namespace parallel_state::control

@@ -1,0 +1,153 @@
+"""The core of the control plane under any fault in any order: simulated with seeds, and explored exhaustively.
+
+Both programs hold the invariants; the faults that are put into the core here prove that they can fail.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from device_communicators.cpu import native_build
+from tests.extent import LONG
+from tests.internals.compiled import kept
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "device_communicators" / "control" / "csrc"
+PROGRAMS = ROOT / "tests" / "native"
+DEADLINE_S = 3600 if LONG else 300
+FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
+
+
+def _program(name: str, patch: tuple[str, str, str] | None = None) -> Path:
+    """Returns the compiled program; `patch`: a file of the core, what is replaced in it, and by what."""
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    program = PROGRAMS / f"control_{name}.cpp"
+    sources = sorted(CORE.glob("*.cpp"))
+    if patch is not None:
+        text = (CORE / patch[0]).read_text()
+        assert text.count(patch[1]) == 1, f"{patch[0]} has no longer one {patch[1]!r}"
+
+    def build(made: Path) -> None:
+        units = list(sources)
+        if patch is not None:
+            changed = made.with_name(patch[0])
+            changed.write_text((CORE / patch[0]).read_text().replace(patch[1], patch[2]))
+            units = [changed if unit.name == patch[0] else unit for unit in units]
+        command = [*compiler, *FLAGS, f"-I{CORE}", *map(str, units), str(program), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=native_build.BUILD_TIMEOUT_S)
+        assert done.returncode == 0, done.stderr[:5000]
+
+    return kept(f"control_{name}", [*compiler, *FLAGS, patch], [*CORE.iterdir(), program], build)
+
+
+def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    # 1,000 ranks take about 0.4 s a seed on one core.
+    [(5, 1000), (16, 1000), (96, 200), (1000, 20)]
+    if not LONG
+    else [(5, 10_000), (16, 10_000), (96, 3000), (1000, 200)],
+)
+def test_any_fault_at_any_moment(ranks: int, seeds: int) -> None:
+    done = _run(_program("simulator"), "--ranks", ranks, "--seeds", seeds)
+    assert done.returncode == 0, done.stdout
+    assert f"{seeds} seeds" in done.stdout and "all holds" in done.stdout
+
+
+def test_a_job_of_128_hosts_ends_with_one_farewell_a_connection() -> None:
+    done = _run(_program("simulator"), "--ranks", 1024, "--hosts", 128, "--fault", "storm")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_seed_replays() -> None:
+    first, second = (_run(_program("simulator"), "--seed", 7, "--ranks", 8, "--trace") for _ in range(2))
+    assert first.stdout == second.stdout
+    assert first.stdout.count("\n") > 100
+
+
+@pytest.mark.parametrize(
+    ("hosts", "crashes", "drops"),
+    [
+        ("1,1,1", 1, 0),
+        ("1,1,1", 2, 0),
+        ("1,1,1", 0, 1),
+        ("2,1", 1, 0),
+        # Not "2,1" with two crashes: a crash within 0.5 s of the deadline leaves a call undecided there.
+        *([("1,1,1", 1, 1), ("2,1", 1, 1), ("2,2", 1, 0), ("1,1,1,1", 1, 0)] if LONG else []),
+    ],
+)
+def test_all_orders(hosts: str, crashes: int, drops: int) -> None:
+    done = _run(_program("explorer"), "--hosts", hosts, "--crashes", crashes, "--drops", drops)
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout.split(" states")[0]) > 1000, "the exploration ended early"
+
+
+EXPLORED = [("explorer", ("--crashes", "1")), ("explorer", ("--crashes", "2"))]
+
+
+def _simulated(fault: str, ranks: int, hosts: int, seeds: int = 60) -> list[tuple[str, Sequence[object]]]:
+    return [("simulator", ("--fault", fault, "--ranks", ranks, "--hosts", hosts, "--seeds", seeds))]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "instead", "runs", "match"),
+    [
+        pytest.param(
+            "agreement.cpp", "else if (ask_all(entry)) conclude", "else conclude", EXPLORED, "two verdicts",
+            id="a new decider doesn't ask",
+        ),
+        pytest.param(
+            "agreement.cpp", "if (index >= round.promised && round.verdict", "if (round.verdict",
+            EXPLORED, "two verdicts", id="an answer is no promise",
+        ),
+        pytest.param(
+            "agreement.cpp", "  action.verdict = round.verdict;\n  if (round.verdict != nullptr) return;",
+            "  action.verdict = round.verdict;\n  if (round.verdict != nullptr) return round.verdict.reset();",
+            EXPLORED, "two verdicts|decid", id="a verdict is dropped once it was delivered",
+        ),
+        pytest.param(
+            "core.cpp", "FrameKind::kState, encode(ends_)", "FrameKind::kState, encode(Ends{ends_.back()})",
+            _simulated("relay", 32, 4), "know|learns", id="a state is sent in part",
+        ),
+        pytest.param(
+            "core.cpp", "now_ > alarm_ + config_.pause) excuse()", "now_ > kNever - 1) excuse()",
+            _simulated("pause", 16, 8), "takes rank", id="judges right after its own pause",
+        ),
+        pytest.param(
+            "core.cpp", "found->second.sign = std::max(found->second.sign, found->second.sent)",
+            "found->second.sign += 0", _simulated("pause_host", 16, 4), "is reachable", id="ignores acknowledgements",
+        ),
+        pytest.param(
+            "core.cpp", "  peer.refused = true;\n", "", _simulated("kill_host", 32, 4), "know",
+            id="refused dials are ignored",
+        ),
+        pytest.param(
+            "core.cpp", "!is_gone(proc) && now_ - seen_.at(proc) <= config_.stale", "!is_gone(proc)",
+            _simulated("pause_lead", 32, 4), "know", id="nobody acts for a lead that is stopped",
+        ),
+        pytest.param(
+            "core.cpp", "watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);", "watch.dial_at = now_;",
+            _simulated("storm", 64, 8), "connections", id="a lead that left is replaced at once",
+        ),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_core_is_noticed(
+    file: str, text: str, instead: str, runs: Sequence[tuple[str, Sequence[object]]], match: str
+) -> None:
+    found = ""
+    for name, arguments in runs:
+        done = _run(_program(name, (file, text, instead)), *arguments)
+        found += done.stdout if done.returncode == 1 else ""
+        assert done.returncode in (0, 1), done
+    assert any(word in found for word in match.split("|")), found or "no invariant failed"
