@@ -65,8 +65,9 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 
 NATIVE = _files(
-    "tests/internals", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
-)
+    "tests/internals", "test_control_core", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels",
+    "test_cuda_races", "test_native",
+)  # fmt: skip
 """Tests of C++ and CUDA, which wait for their compilers."""
 COMPILERS = _files(
     "tests/contract", "test_c10d_programs", "test_device_mesh", "test_examples",

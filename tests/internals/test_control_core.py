@@ -100,48 +100,49 @@ def _simulated(fault: str, ranks: int, hosts: int, seeds: int = 60) -> list[tupl
     return [("simulator", ("--fault", fault, "--ranks", ranks, "--hosts", hosts, "--seeds", seeds))]
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "instead", "runs", "match"),
-    [
-        pytest.param(
-            "agreement.cpp", "else if (ask_all(entry)) conclude", "else conclude", EXPLORED, "two verdicts",
-            id="a new decider doesn't ask",
-        ),
-        pytest.param(
-            "agreement.cpp", "if (index >= round.promised && round.verdict", "if (round.verdict",
-            EXPLORED, "two verdicts", id="an answer is no promise",
-        ),
-        pytest.param(
-            "agreement.cpp", "  action.verdict = round.verdict;\n  if (round.verdict != nullptr) return;",
-            "  action.verdict = round.verdict;\n  if (round.verdict != nullptr) return round.verdict.reset();",
-            EXPLORED, "two verdicts|decid", id="a verdict is dropped once it was delivered",
-        ),
-        pytest.param(
-            "core.cpp", "FrameKind::kState, encode(ends_)", "FrameKind::kState, encode(Ends{ends_.back()})",
-            _simulated("relay", 32, 4), "know|learns", id="a state is sent in part",
-        ),
-        pytest.param(
-            "core.cpp", "now_ > alarm_ + config_.pause) excuse()", "now_ > kNever - 1) excuse()",
-            _simulated("pause", 16, 8), "takes rank", id="judges right after its own pause",
-        ),
-        pytest.param(
-            "core.cpp", "found->second.sign = std::max(found->second.sign, found->second.sent)",
-            "found->second.sign += 0", _simulated("pause_host", 16, 4), "is reachable", id="ignores acknowledgements",
-        ),
-        pytest.param(
-            "core.cpp", "  peer.refused = true;\n", "", _simulated("kill_host", 32, 4), "know",
-            id="refused dials are ignored",
-        ),
-        pytest.param(
-            "core.cpp", "!is_gone(proc) && now_ - seen_.at(proc) <= config_.stale", "!is_gone(proc)",
-            _simulated("pause_lead", 32, 4), "know", id="nobody acts for a lead that is stopped",
-        ),
-        pytest.param(
-            "core.cpp", "watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);", "watch.dial_at = now_;",
-            _simulated("storm", 64, 8), "connections", id="a lead that left is replaced at once",
-        ),
-    ],
-)  # fmt: skip
+FAULTS = [
+    pytest.param(
+        "agreement.cpp", "else if (ask_all(entry)) conclude", "else conclude", EXPLORED, "two verdicts",
+        id="a new decider doesn't ask",
+    ),
+    pytest.param(
+        "agreement.cpp", "if (index >= round.promised && round.verdict", "if (round.verdict",
+        EXPLORED, "two verdicts", id="an answer is no promise",
+    ),
+    pytest.param(
+        "agreement.cpp", "  action.verdict = round.verdict;\n  if (round.verdict != nullptr) return;",
+        "  action.verdict = round.verdict;\n  if (round.verdict != nullptr) return round.verdict.reset();",
+        EXPLORED, "two verdicts|decid", id="a verdict is dropped once it was delivered",
+    ),
+    pytest.param(
+        "core.cpp", "FrameKind::kState, encode(ends_)", "FrameKind::kState, encode(Ends{ends_.back()})",
+        _simulated("relay", 32, 4), "know|learns", id="a state is sent in part",
+    ),
+    pytest.param(
+        "core.cpp", "now_ > alarm_ + config_.pause) excuse()", "now_ > kNever - 1) excuse()",
+        _simulated("pause", 16, 8), "takes rank", id="judges right after its own pause",
+    ),
+    pytest.param(
+        "core.cpp", "found->second.sign = std::max(found->second.sign, found->second.sent)",
+        "found->second.sign += 0", _simulated("pause_host", 16, 4), "is reachable", id="ignores acknowledgements",
+    ),
+    pytest.param(
+        "core.cpp", "  peer.refused = true;\n", "", _simulated("kill_host", 32, 4), "know",
+        id="refused dials are ignored",
+    ),
+    pytest.param(
+        "core.cpp", "!is_gone(proc) && now_ - seen_.at(proc) <= config_.stale", "!is_gone(proc)",
+        _simulated("pause_lead", 32, 4), "know", id="nobody acts for a lead that is stopped",
+    ),
+    pytest.param(
+        "core.cpp", "watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);", "watch.dial_at = now_;",
+        _simulated("storm", 64, 8), "connections", id="a lead that left is replaced at once",
+    ),
+]  # fmt: skip
+"""A file of the core, what is replaced in it, by what, the runs that must notice it, and words of what they say."""
+
+
+@pytest.mark.parametrize(("file", "text", "instead", "runs", "match"), FAULTS if LONG else FAULTS[::4])
 def test_a_fault_of_the_core_is_noticed(
     file: str, text: str, instead: str, runs: Sequence[tuple[str, Sequence[object]]], match: str
 ) -> None:
