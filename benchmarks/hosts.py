@@ -12,8 +12,8 @@ packets, by the counters of its interface: these don't depend on what else the m
 the network's work, too.
 
 With `--mpis` each row is also that of a job of each MPI (`hosts_mpi.py`), started by its own mpiexec on the same hosts
-behind the others, so not in turns with them; its column is its median by ours. Open MPI, which has no bfloat16, sums
-integers of as many bytes. It and Intel MPI are told to yield in a wait: ranks may share a core. Between hosts Intel MPI
+behind the others; its column is its median divided by ours. Open MPI has no bfloat16 and sums int16, which is cheaper.
+It and Intel MPI yield while they wait, because ranks may share a core; MPICH does so by itself. Between hosts Intel MPI
 needs libfabric (Debian: libfabric1), which its wheel doesn't bring.
 """
 

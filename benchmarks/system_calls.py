@@ -72,9 +72,10 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _ATTACH_S
         while perf.poll() is None and time.monotonic() < deadline:
-            if "poll" in Path(f"/proc/{perf.pid}/wchan").read_text(encoding="utf-8"):
-                time.sleep(0.2)
-                return perf
+            with contextlib.suppress(OSError):  # it has just ended
+                if "poll" in Path(f"/proc/{perf.pid}/wchan").read_text(encoding="utf-8"):
+                    time.sleep(0.2)
+                    return perf
             time.sleep(0.05)
         perf.kill()
         perf.wait()

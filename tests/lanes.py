@@ -176,7 +176,7 @@ class Run:
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
         self.cpu_s = 0.0
-        """Once it has ended: its own and those of descendants that were waited for. Other lanes hardly change them."""
+        """Of it and of the descendants that were waited for, once it has ended; not of those that were killed."""
         self._cache = LOGS / f"{lane.name}.cache"
         command = list(lane.command)
         if not command:
@@ -204,12 +204,16 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """How it ended; None while it runs."""
+        """How it ended; None while it runs, or unless `poll` has seen it end."""
+        return self._process.returncode
+
+    def poll(self) -> bool:
+        """Returns whether it has ended. Takes its CPU seconds then."""
         if self._process.returncode is None:
             before_s = _cpu_s_of_children()
             if self._process.poll() is not None:
                 self.cpu_s = _cpu_s_of_children() - before_s
-        return self._process.returncode
+        return self._process.returncode is not None
 
     def failures(self) -> list[str]:
         """Returns the names of tests that failed and of files that couldn't be read; none if pytest itself failed."""
@@ -218,7 +222,7 @@ class Run:
 
     def kill(self) -> None:
         """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""
-        if self.code is None:
+        if not self.poll():
             for pid in [self._process.pid, *descendants(self._process.pid)]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -280,7 +284,7 @@ def ended(runs: Sequence[Run]) -> Iterator[Run]:
     """Yields each as it ends."""
     running = list(runs)
     while running:
-        for run in [run for run in running if run.code is not None]:
+        for run in [run for run in running if run.poll()]:
             running.remove(run)
             yield run
         time.sleep(_STEP_S)

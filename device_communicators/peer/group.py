@@ -57,7 +57,7 @@ _PROOFS = (
     *((name, how) for name in ("all_gather", "reduce_scatter") for how in ("push", "pull")),
 )
 _NORM = "all_reduce_add_rms_norm"
-_MOST_PREPARED = 1024
+_MOST_PREPARED = 4096
 """Calls that are kept ready: sizes may come and go, as those of prompts."""
 
 _What = tuple[str, str, "torch.dtype | None", int, int]

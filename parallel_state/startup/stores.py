@@ -5,6 +5,7 @@ What the ranks do there is in `rendezvous`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -38,8 +39,8 @@ _RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up
 _STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
-_SERVED: set[tuple[int, int]] = set()
-"""By process: the ports at which it has served a store."""
+_OWN_SERVERS: set[tuple[int, tuple[str, int]]] = set()
+"""(pid, address) of each store server that this process has started. In a forked child the pid is its parent's."""
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 
 
@@ -164,8 +165,8 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
-            if in_use and (os.getpid(), address[1]) in _SERVED:
-                store = _served_still(address, place, deadline)
+            if in_use and _OWN_SERVERS and _may_share(address):
+                store = _connect_to_own_server(address, place, give_up)
                 if store is not None:
                     return store
             stranger = _stranger_at(address) if in_use else ""
@@ -184,30 +185,36 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             ) from error
         with listener:
             _check_own(address, listener, deadline)
+            shared = _may_share(address)
+            _OWN_SERVERS.add((os.getpid(), address))
+            make = partial(_tcp_store, address, place, deadline, listener.detach(), shared)
             try:
-                store = within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
+                return within(deadline, make, _GRACE_S)
             except (OSError, RuntimeError) as error:
                 raise _error_of(
                     0,
                     f"listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
                     f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
                 ) from error
-        _SERVED.add((os.getpid(), address[1]))
-        return store
 
 
-def _served_still(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store | None:
-    """Returns a store of the server that an earlier world of this process has left at the address; None without one.
+def _may_share(address: tuple[str, int]) -> bool:
+    """Returns whether this process has started no server at the port but at this address.
 
-    It lives as long as a process group of that world, which the program may keep.
+    torch finds a shared server by its port alone, also in a forked child, where no thread runs it.
     """
-    unused = socket.socket().detach()  # where there is no server, none can be made of it
-    try:
-        store = within(deadline, partial(_tcp_store, address, place, deadline, unused), _GRACE_S)
-    except (OSError, RuntimeError):
-        return None
-    os.close(unused)
-    return store
+    return all(each == (os.getpid(), address) for each in _OWN_SERVERS if each[1][1] == address[1])
+
+
+def _connect_to_own_server(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store | None:
+    """Returns a store of the server that an earlier world of this process started at the address; None if it has ended.
+
+    It runs as long as something holds a process group of that world: the program, or a compiled function.
+    """
+    no_listener = -1  # torch looks for a running server of this process first; without one it fails on this descriptor
+    with contextlib.suppress(OSError, RuntimeError):
+        return within(deadline, partial(_tcp_store, address, place, deadline, no_listener, True), _GRACE_S)
+    return None
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
@@ -281,8 +288,13 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
 
 
 def _tcp_store(
-    address: tuple[str, int], place: ProcessEnvironment, deadline: float, listen_fd: int | None = None
+    address: tuple[str, int],
+    place: ProcessEnvironment,
+    deadline: float,
+    listen_fd: int | None = None,
+    shared: bool = False,
 ) -> dist.Store:
+    """`shared`: the server is that of this process at the port, if one runs."""
     timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     is_server = listen_fd is not None
     return dist.TCPStore(
@@ -291,7 +303,7 @@ def _tcp_store(
         is_server,
         timeout,
         wait_for_workers=False,
-        multi_tenant=is_server,
+        multi_tenant=shared,
         master_listen_fd=listen_fd,
     )
 

@@ -48,8 +48,18 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     return Outcome("ok", repr(result), time.monotonic() - started)
 
 
+def attempt_in_turn(*calls: Callable[[], Any]) -> Outcome:
+    """Attempts the calls, each one of the library, until one fails. Returns the last outcome."""
+    told = Outcome("ok", "", 0.0)
+    for call in calls:
+        told = attempt(call)
+        if told.kind != "ok":
+            break
+    return told
+
+
 def attempt_all(calls: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """Does as `attempt` with several calls of the library: an error tells of the time of the one that failed."""
+    """Like `attempt`, for several library calls in one function; `elapsed_s` covers only the failing call."""
     started = time.monotonic()
     try:
         result = calls(*args, **kwargs)

@@ -6,7 +6,6 @@ The result must equal that for the same values in plain memory. Other tests chec
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.calls.memory import DEFERRED_KEYS, as_bytes, holds_values
 from parallel_state import TensorDictSpec
 from tests.contract import deferred
-from tests.contract.attempts import environment
 from tests.contract.carriers import Carrier, Member
 from tests.contract.test_objects import own_group
 from tests.hosts import HostRanks, Hosts
@@ -479,25 +477,25 @@ def test_over_the_backend_of_torch_distributed(pools: Pools, body: Callable[[], 
     pools(3).run(body, timeout_s=120.0)
 
 
-def _torch_backend_on_hosts() -> None:
-    found = []
-    for backend, make in (("gloo", torch.clone), ("parallel_state", deferred.REAL["negative"])):
-        # At another port: the first world's server may end while a rank of the next one connects.
-        with environment(MASTER_PORT=str(int(os.environ["MASTER_PORT"]) + 1000 * (backend != "gloo"))):
-            dist.init_process_group(backend)
-            try:
-                calls = _torch_calls(dist.get_rank(), dist.get_world_size(), make)
-                found.append([(name, _plain(each)) for name, each in calls])
-                dist.barrier()
-            finally:
-                dist.destroy_process_group()
-    assert found[1] == found[0]
+def _torch_backend_on_hosts(backend: str) -> list[tuple[str, Any]]:
+    make = torch.clone if backend == "gloo" else deferred.REAL["negative"]
+    dist.init_process_group(backend)
+    try:
+        calls = _torch_calls(dist.get_rank(), dist.get_world_size(), make)
+        found = [(name, _plain(each)) for name, each in calls]
+        dist.barrier()
+        return found
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
-    with hosts.ranks((0, 0, 1)) as ranks:  # whose store nobody else has had
-        ranks.run(_torch_backend_on_hosts, timeout_s=120.0)
+    found = []
+    for backend in ("gloo", "parallel_state"):
+        with hosts.ranks((0, 0, 1)) as ranks:  # the store of a world before may end while a rank of the next connects
+            found.append(ranks.run(_torch_backend_on_hosts, backend, timeout_s=120.0))
+    assert found[1] == found[0]
 
 
 def _torch_backend_of_another() -> None:

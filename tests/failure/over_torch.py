@@ -33,7 +33,8 @@ def torch_world(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_own = port is not None or not os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if port is None else port
-    server = dist.TCPStore(address, port, size, is_master=is_own and rank == 0, wait_for_workers=is_own)
+    limit = timedelta(seconds=min(timeout_s, 60.0))
+    server = dist.TCPStore(address, port, size, is_own and rank == 0, limit, wait_for_workers=is_own)
     store = dist.PrefixStore(f"world/{next(_WORLDS)}", server)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     try:

@@ -59,7 +59,10 @@ class Ranks(WorkerPool):
 
 
 def start_again() -> None:
-    """Starts a world, which takes away the names in /dev/shm of ranks that were killed while they had one."""
+    """Starts a world, which takes away the names in /dev/shm of ranks that were killed while they had one.
+
+    The check for what is left after each test fails where it doesn't.
+    """
     pool = Ranks(2)
     try:
         pool.run(_start_and_end, timeout_s=60.0)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt, attempt_all, environment
+from tests.contract.attempts import Outcome, attempt, attempt_in_turn, environment
 from tests.contract.test_rendezvous import held_port
 from tests.extent import LONG
 from tests.failure.ranks import KILLED, Ranks
@@ -120,17 +120,14 @@ def _break(place: str, how: str) -> None:
     setattr(owner, name, broken)
 
 
-def _initialize() -> None:
-    ps.init_distributed_environment(timeout=TIMEOUT_S)
-    ps.initialize_model_parallel(2)
-
-
 def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[str, Any], list[Any]]:
     rank = int(os.environ["RANK"])
     with environment(PARALLEL_STATE_START_TIMEOUT_S=str(TIMEOUT_S), PARALLEL_STATE_BARRIER_TIMEOUT_S=str(TIMEOUT_S)):
         if rank == 3:
             _break(place, how)
-        told = attempt_all(_initialize)
+        told = attempt_in_turn(
+            lambda: ps.init_distributed_environment(timeout=TIMEOUT_S), lambda: ps.initialize_model_parallel(2)
+        )
         after = attempt(lambda: ps.get_tp_group().all_reduce(torch.ones(1)))
         ps.destroy_distributed_environment()
     clean = _clean()

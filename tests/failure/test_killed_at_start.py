@@ -21,7 +21,7 @@ import pytest
 
 import parallel_state as ps
 from tests import hosts
-from tests.contract.attempts import Outcome, attempt_all, environment
+from tests.contract.attempts import Outcome, attempt, attempt_in_turn, environment
 from tests.extent import LONG
 from tests.failure.ranks import Ranks, start_again
 from tests.failure.trials import folder_of_results, keep, kept, late, median_of
@@ -48,22 +48,20 @@ def _start(shared_memory: str) -> float:
 
 def _until_killed(folder: str, shared_memory: str) -> tuple[bool, Outcome, float, float]:
     """Whether a survivor had started, what it is told, when, and how long it takes to leave."""
-    started = []
+    started = False
     variables = {"PARALLEL_STATE_SHARED_MEMORY": shared_memory, "PARALLEL_STATE_START_TIMEOUT_S": str(START_S)}
-
-    def start() -> None:
-        ps.init_distributed_environment(timeout=TIMEOUT_S)
-        ps.initialize_model_parallel(2, 2)
-        started.append(True)
-        while True:
-            ps.get_world_group().barrier()
 
     with environment(**variables):
         Path(folder, f"begun-{os.environ['RANK']}").touch()
-        told = attempt_all(start)
+        told = attempt_in_turn(
+            lambda: ps.init_distributed_environment(timeout=TIMEOUT_S), lambda: ps.initialize_model_parallel(2, 2)
+        )
+        while told.kind == "ok":
+            started = True
+            told = attempt(ps.get_world_group().barrier)
         told_s = time.monotonic()
         ps.destroy_distributed_environment()
-    return bool(started), told, told_s, time.monotonic() - told_s
+    return started, told, told_s, time.monotonic() - told_s
 
 
 def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memory: str) -> float:

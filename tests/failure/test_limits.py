@@ -18,7 +18,7 @@ import torch
 
 import parallel_state as ps
 from device_communicators.base import limits
-from tests.contract.attempts import Outcome, attempt_all, environment
+from tests.contract.attempts import Outcome, attempt_all, attempt_in_turn, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.launchers import program
 from tests.failure.ranks import Ranks
@@ -43,9 +43,7 @@ def _limit_with(which: int, spare: int) -> int:
     return spare
 
 
-def _start(port: int) -> tuple[Any, ...]:
-    ps.init_distributed_environment(4, int(os.environ["RANK"]), f"tcp://127.0.0.1:{port}")
-    ps.initialize_model_parallel(2, 2)
+def _calls() -> tuple[Any, ...]:
     group = ps.get_tp_group()
     return group.all_reduce(torch.ones(1)).item(), group.broadcast_object("x" if group.is_first_rank else None)
 
@@ -57,7 +55,11 @@ def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outco
         if int(os.environ["RANK"]) in ranks:
             resource.setrlimit(which, (_limit_with(which, spare), hard))
         try:
-            return attempt_all(_start, port)
+            told = attempt_in_turn(
+                lambda: ps.init_distributed_environment(4, int(os.environ["RANK"]), f"tcp://127.0.0.1:{port}"),
+                lambda: ps.initialize_model_parallel(2, 2),
+            )
+            return attempt_all(_calls) if told.kind == "ok" else told
         finally:
             resource.setrlimit(which, (soft, hard))
             ps.destroy_distributed_environment()

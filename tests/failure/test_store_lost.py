@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt_all
+from tests.contract.attempts import Outcome, attempt
 from tests.contract.test_rendezvous import held_port
 from tests.failure.over_torch import OVER_TORCH, torch_world
 from tests.failure.ranks import Ranks
@@ -29,7 +29,7 @@ BEAT_S, LIMIT_S = 0.2, 2.0
 
 
 def _divide() -> None:
-    ps.destroy_model_parallel()
+    ps.destroy_model_parallel()  # which waits for nobody
     ps.initialize_model_parallel(2, 2)
 
 
@@ -55,7 +55,7 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
             return None
         while not Path(folder, "stopped").exists() and time.monotonic() < until:
             time.sleep(0.01)
-        told = attempt_all(make)
+        told = attempt(make)
         Path(folder, f"told-{group.rank}").touch()
     return told
 
@@ -117,12 +117,12 @@ def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, f
         "new_group": lambda: dist.new_group(timeout=timedelta(seconds=T_S)),
     }[what]
     time.sleep(3 * BEAT_S)  # all hosts have been heard
-    told = attempt_all(make)
+    told = attempt(make)
     if rank == (0 if host_of_store else 2):
         subprocess.run(f"ip link set {INTERFACE} down", shell=True, check=True, timeout=10)
     started = time.monotonic()
     while told.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:
-        told = attempt_all(make)
+        told = attempt(make)
     told = told._replace(seconds=time.monotonic() - started)
     left = time.monotonic()
     dist.destroy_process_group() if over_torch else ps.destroy_distributed_environment()
