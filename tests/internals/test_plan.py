@@ -496,7 +496,7 @@ def test_as_a_process(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_one_is_its_own_first_and_last() -> None:
-    """Of 100,000 such groups no list is made."""
+    """Also in a world of 100,000 ranks."""
     plan = plan_of(99_999, tp=9)
     for name in ("embedding", "position_embedding"):
         (kind,) = [each for each in plan.kinds if each.axis.name == name]
