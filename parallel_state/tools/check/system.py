@@ -177,8 +177,7 @@ def _ancestors() -> list[str]:
     while pid > 0 and len(found) < 16:
         words = [word for word in _text(f"/proc/{pid}/cmdline").split("\0") if word]
         found.append(_program(words) or _text(f"/proc/{pid}/comm") or "?")
-        stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        pid = _number(stat[1]) if len(stat) > 1 else 0
+        pid = host.parent_of(pid)
     return found
 
 
