@@ -24,7 +24,7 @@ from device_communicators.machine.topology import PCIE_PATHS, Gpu, Path, Topolog
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import Visible, visible_devices
 from parallel_state.tools.output import add_json, as_json, write, write_chosen
-from parallel_state.tools.plan.picture import NEUTRAL, PAGE, SOFT, STYLE, colored, themed
+from parallel_state.tools.plan.picture import NEUTRAL, STYLE, colored, heading, svg_file, themed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,18 +114,11 @@ def topology_picture(topology: Topology) -> str:
     middle = (width / 2, top + radius + _HEIGHT / 2)
     places = dict(zip((gpu.index for gpu in topology.gpus), _circle(len(topology.gpus), radius, middle), strict=True))
     parts = [
-        f'<text x="{_MARGIN:g}" y="{_MARGIN + _LINE * (row + 1) - 5:g}" {look}>{escape(line)}</text>'
-        for row, line in enumerate(lines)
-        for look in ('font-size="16" font-weight="600"' if row == 0 else f'{SOFT} font-size="13"',)
+        heading(_MARGIN, _MARGIN + _LINE * (row + 1) - 5, line, is_first=row == 0) for row, line in enumerate(lines)
     ]
     parts += [*_edges(topology, places), *_hub(topology, places, middle)]
     parts += [_box(gpu, places[gpu.index]) for gpu in topology.gpus]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
-        f"<title>{escape(lines[0])}</title><style>{_STYLE}</style>"
-        f"{PAGE}{''.join(parts)}</svg>\n"
-    )
+    return svg_file(lines[0], _STYLE, width, height, parts)
 
 
 def _words(topology: Topology) -> Iterator[str]:
