@@ -13,8 +13,8 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib import import_module
 from itertools import pairwise
-from math import ceil, log2, log10
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ PICTURES = DOCS / "pictures"
 GENERATED = DOCS / "_generated"
 
 LINES = {
-    "op, in place": ("parallel_state, in place", "#0b6e4f", ""),
-    "coordinator": ("parallel_state, new tensor", "#2a9d6f", ""),
-    "vLLM op, in place": ("vLLM CPU op", "#c1121f", "6 3"),
-    "Intel MPI": ("Intel MPI", "#3a5a9b", "6 3"),
-    "MPICH": ("MPICH", "#8a5a9b", "6 3"),
-    "Open MPI (int16)": ("Open MPI (int16)", "#9a6a00", "6 3"),
-    "gloo": ("gloo", "#555555", "6 3"),
+    "op, in place": "parallel_state, in place",
+    "coordinator": "parallel_state, new tensor",
+    "vLLM op, in place": "vLLM CPU op",
+    "Intel MPI": "Intel MPI",
+    "MPICH": "MPICH",
+    "Open MPI (int16)": "Open MPI (int16)",
+    "gloo": "gloo",
 }
-"""Candidate in the results -> name in the picture, colour, dashes."""
+"""Candidate in the results -> name in the picture."""
 
 
 def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
@@ -54,89 +54,36 @@ def _text(x: float, y: float, words: str, colour: str = "#24292f", more: str = "
 
 
 def latency_lines(paths: Sequence[Path]) -> dict[str, list[tuple[int, float]]]:
-    """Returns the median microseconds of each candidate in `LINES` over bytes."""
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES}
+    """Returns the median microseconds of each candidate in `LINES` over bytes, by its name in the picture."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES.values()}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            for name in LINES:
-                if name in row["us"]:
-                    found[name].append((row["case"]["bytes"], statistics.median(row["us"][name])))
+            for candidate, name in LINES.items():
+                if candidate in row["us"]:
+                    found[name].append((row["case"]["bytes"], statistics.median(row["us"][candidate])))
     return {name: sorted(line) for name, line in found.items() if line}
 
 
 def latency_picture(paths: Sequence[Path] = RESULTS) -> str:
     """Returns the README's SVG: latency of all_reduce over its size, beside the peers of the same run."""
-    lines = latency_lines(paths)
+    picture = _imported("harness.picture", ROOT / "benchmarks")
     machine = json.loads(paths[0].read_text())["machine"]
-    width, height, left, right, top, bottom = 800, 400, 66, 226, 66, 44
-    points = [point for line in lines.values() for point in line]
-    least, most = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = log10(min(y for _, y in points) * 0.7), ceil(log10(max(y for _, y in points)))
-
-    def place(size: float, us: float) -> tuple[float, float]:
-        across, up = log2(size / least) / log2(most / least), (log10(us) - low) / (high - low)
-        return left + across * (width - left - right), height - bottom - up * (height - top - bottom)
-
-    title = "all_reduce of bfloat16 between 2 CPU ranks: microseconds over bytes"
-    body = [
-        _text(20, 26, title, more=' font-size="15" font-weight="bold"'),
-        _text(20, 44, f"median; {machine['cores']} cores of an {machine['processor']}; lower is better", "#57606a"),
-    ]
-    for power in range(ceil(low), high + 1):
-        _, y = place(least, 10.0**power)
-        body.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d8dee4"/>')
-        body.append(_text(left - 6, y + 4, _duration(10.0**power), "#57606a", ' text-anchor="end"'))
-    for size in sorted({x for x, _ in points}):
-        x, _ = place(size, 10.0**low)
-        body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" stroke="#eef1f4"/>')
-        body.append(_text(x, height - bottom + 18, _bytes(size), "#57606a", ' text-anchor="middle"'))
-    heights = _apart({name: place(*line[-1])[1] for name, line in lines.items()}, 15)
-    for name, line in lines.items():
-        label, colour, dashes = LINES[name]
-        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
-        style = f' stroke-dasharray="{dashes}"' if dashes else ""
-        wide = 2.6 if not dashes else 1.6
-        body.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{wide}"{style}/>')
-        x, y = place(*line[-1])
-        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        weight = "" if dashes else ' font-weight="bold"'
-        body.append(_text(width - right + 12, heights[name] + 4, label, colour, weight))
-    return _svg(width, height, title, body)
+    title = "all_reduce of bfloat16 between 2 CPU ranks"
+    note = f"median; {machine['cores']} cores of an {machine['processor']}; lower is better"
+    lines = latency_lines(paths)
+    ours = [name for name in lines if name.startswith("parallel_state")]
+    svg: str = picture.draw([picture.Panel(title, lines, note=note)], ours)
+    return svg
 
 
-def _duration(us: float) -> str:
-    return f"{us:,.0f} µs" if us < 1000 else f"{us / 1000:,.0f} ms"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count // size} {unit}"
-    return f"{count} B"
-
-
-def _apart(heights: Mapping[str, float], least: float) -> dict[str, float]:
-    """Returns heights of labels in the same order, at least `least` apart."""
-    names = sorted(heights, key=lambda name: heights[name])
-    found = [heights[name] for name in names]
-    for i in range(1, len(found)):
-        found[i] = max(found[i], found[i - 1] + least)
-    over = found[-1] - heights[names[-1]] if found else 0.0
-    for i in range(len(found) - 1, -1, -1):
-        bound = found[i + 1] - least if i + 1 < len(found) else found[i] - over / 2
-        found[i] = min(found[i], bound)
-    return dict(zip(names, found, strict=True))
+def _imported(name: str, folder: Path) -> Any:
+    """Returns a module of a checkout's folder."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return import_module(name)
 
 
 # The picture of the rooms.
-
-
-def _rooms() -> Any:
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    from tests import rooms
-
-    return rooms
 
 
 def _depths(table: Mapping[str, Sequence[str]]) -> dict[str, int]:
@@ -220,7 +167,7 @@ def _box(name: str, middle: float, y: float, wide: float, fill: str, line: str) 
 
 def rooms_picture() -> str:
     """Returns the SVG of both packages' rooms, from the table that the direction test asserts."""
-    table = _rooms()
+    table = _imported("tests.rooms", ROOT)
     width, top = 900, 44.0
     body = [
         ARROW_HEAD,
@@ -282,7 +229,7 @@ def _default(name: str, value: Any) -> str:
 
 def rooms_table() -> str:
     """Returns each room with what it is for, by its own docstring, and what it may import."""
-    table = _rooms()
+    table = _imported("tests.rooms", ROOT)
     rows = []
     for package, rooms in ((table.UPPER, table.UPPER_ROOMS), (table.LOWER, table.LOWER_ROOMS)):
         for room, below in rooms.items():
@@ -324,10 +271,7 @@ imports are listed as well. Members of a class are names, too. A test compares e
 
 def names_page() -> str | None:
     """Returns docs/compat.md; None where the projects' files aren't here (tests/references.py fetches them)."""
-    _rooms()  # makes `tests` importable
-    from importlib import import_module
-
-    from tests import compat_names
+    compat_names = _imported("tests.compat_names", ROOT)
 
     if not all(each.is_cached() for project in compat_names.PROJECTS for each in project.references):
         return None

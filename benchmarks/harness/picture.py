@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from parallel_state.tools.bench.report import size_name
 
-WIDTH, HEIGHT = 560, 340
-LEFT, RIGHT, TOP, BOTTOM = 66, 176, 44, 40
+WIDTH, HEIGHT = 640, 360
+LEFT, RIGHT, TOP, BOTTOM = 66, 196, 44, 40
 OURS = ("#0b6e4f", "#2a9d6f", "#66a61e", "#8c9a12")
 PEERS = ("#c1121f", "#3a5a9b", "#8a5a9b", "#b8860b", "#d2691e", "#2a8ca3", "#5f6b76", "#b05a9b")
 Lines = Mapping[str, Sequence[tuple[float, float]]]
@@ -26,6 +26,8 @@ class Panel(NamedTuple):
     x_text: Callable[[int], str] = size_name
     bands: Mapping[str, Sequence[tuple[float, float, float]]] = {}
     """Candidate → [(x, low, high), …]: drawn behind its line."""
+    note: str = ""
+    """A line below the title."""
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
@@ -40,7 +42,7 @@ def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> st
     width, height = min(2, len(drawn)) * WIDTH, ceil(len(drawn) / 2) * HEIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>\n'
+        'font-family="system-ui, sans-serif" font-size="11"><rect width="100%" height="100%" fill="#ffffff"/>\n'
         + "\n".join(bodies)
         + "\n</svg>\n"
     )
@@ -66,6 +68,8 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
 
     bottom = HEIGHT - BOTTOM
     parts = [f'<text x="{LEFT}" y="22" font-size="13" font-weight="bold">{escape(panel.title)}</text>']
+    if panel.note:
+        parts.append(f'<text x="{LEFT}" y="36" fill="#57606a">{escape(panel.note)}</text>')
     for power in range(low, high + 1):
         _, y = place(least, 10.0**power)
         label = f"{10**power:,}" if power >= 0 else f"{10.0**power:.{-power}f}"

@@ -41,9 +41,19 @@ def namespace_id(kind: str) -> str:
 
 def start_time(pid: int) -> str:
     """Returns when a process of this PID namespace began; empty where there is none. Tells reused pids apart."""
+    return _stat(pid, 19)
+
+
+def parent_of(pid: int) -> int:
+    """Returns the PID of a process's parent; 0 if the process or its parent isn't in this PID namespace."""
+    return int(_stat(pid, 1) or 0)
+
+
+def _stat(pid: int, field: int) -> str:
+    """Returns a field of /proc/PID/stat, counted from the state, which follows the name."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
+            return file.read().rpartition(")")[2].split()[field]
     except (OSError, IndexError):
         return ""
 

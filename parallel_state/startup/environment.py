@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -223,6 +224,11 @@ _ITEM = re.compile(_HOST, re.ASCII)
 _HOSTLIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 
+def expand_counts(text: str) -> Iterator[int]:
+    """Yields the tasks of each node by SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
+    return (int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeat or 1)))
+
+
 def _expand(item: str) -> Iterator[str]:
     head, bracket, rest = item.partition("[")
     if not bracket:
@@ -290,18 +296,16 @@ def _check(place: ProcessEnvironment, family: _Family) -> None:
 
 
 def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
-    """Returns the tasks on this node by SLURM_STEP_TASKS_PER_NODE, run-length coded: `4(x2),3` is 4, 4 and 3."""
+    """Returns the tasks on this node by SLURM_STEP_TASKS_PER_NODE."""
     text, node = _get(env, "SLURM_STEP_TASKS_PER_NODE"), _get(env, "SLURM_NODEID")
     if not text or not node:
         return None
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         raise SettingError(f"SLURM_STEP_TASKS_PER_NODE must look like `4(x2),3`, but is {text!r}; unset it")
-    index = _int(env, "SLURM_NODEID")
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        index -= int(repeat or 1)
-        if index < 0:
-            return int(count)
-    raise SettingError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} has fewer nodes")
+    count = next(islice(expand_counts(text), _int(env, "SLURM_NODEID"), None), None)
+    if count is None:
+        raise SettingError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} has fewer nodes")
+    return count
 
 
 def _with_address(place: ProcessEnvironment, env: Mapping[str, str]) -> ProcessEnvironment:

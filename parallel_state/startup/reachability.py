@@ -15,6 +15,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -75,8 +76,8 @@ def _find_out(
 
     if rank in leaders:
         proof = secrets.token_bytes(_PROOF_BYTES)
-        with _Listener(places[rank].address, proof) as listener:
-            store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), listener.problem]))
+        with contextlib.closing(Listener(places[rank].address, partial(_tell, proof))) as listener:
+            store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), str(listener.problem or "")]))
             store.add("reach/listening", 1)
             wait_for_leaders("reach/listening")
             offers = _read(store, "reach/at/", leaders)
@@ -109,38 +110,41 @@ def leaders_of(places: Mapping[int, Address]) -> list[int]:
     return list(lowest.values()) if len({places[rank].network for rank in lowest.values()}) > 1 else []
 
 
-class _Listener:
-    """Tells whoever connects who listens here."""
+class Listener:
+    """Accepts connections at a port of the kernel's choice, in a thread, until it is closed."""
 
-    def __init__(self, address: str, proof: bytes) -> None:
-        self.port, self.problem = 0, ""
-        self._proof = proof
+    def __init__(self, address: str, answer: Callable[[socket.socket], object], name: str = "reach") -> None:
+        """`answer` is given each connection, and closes it. If nobody can listen at `address`, `problem` says why."""
+        self.port = 0
+        self.problem: OSError | None = None
         self._socket: socket.socket | None = None
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-            self.port = self._socket.getsockname()[1]
+            self.port = int(self._socket.getsockname()[1])
         except OSError as error:
-            self.problem = str(error)
+            self.problem = error
         else:
-            HelperThread("reach", self._serve, self._socket).start()
+            HelperThread(name, _accept, self._socket, answer).start()
 
-    def __enter__(self) -> _Listener:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._socket.close()
 
-    def _serve(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = listener.accept()
-                with peer, contextlib.suppress(OSError):
-                    peer.settimeout(1.0)
-                    peer.sendall(self._proof)
+
+def _accept(listener: socket.socket, answer: Callable[[socket.socket], object]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            answer(listener.accept()[0])
+
+
+def _tell(proof: bytes, peer: socket.socket) -> None:
+    """Sends to a connection who listens here."""
+    with peer, contextlib.suppress(OSError):
+        peer.settimeout(1.0)
+        peer.sendall(proof)
 
 
 def _reach(places: Mapping[int, Address], rank: int, offers: Mapping[int, Any], limit_s: float) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.live is not None:
         return live.show(options.live, stacks=options.stacks, as_json=options.json)
     folder: Path = options.folder
-    groups, broken = read(folder)
-    for path, why in broken:
-        print(f"{path.name} can't be read: {why}")
+    groups = read(folder)
     if not groups:
         print(f"there are no records in {folder}; set PARALLEL_STATE_DEBUG_DIR before the run, or call write_record()")
         return 2
@@ -78,16 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(folder: Path) -> tuple[dict[Any, list[_View]], list[tuple[Path, str]]]:
-    """Returns views by group (its name's stem, its ranks, and how many such came after it) and broken files."""
-    newest: dict[int, dict[str, Any]] = {}
-    broken: list[tuple[Path, str]] = []
+def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
+    """Gives the content of each rank's files to `use`, the oldest first. Prints which files can't be read, and why."""
     for path in sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime):
         try:
-            content = json.loads(path.read_text())
-            newest[int(content["rank"])] = content  # of several processes of one rank, the last
+            use(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, OSError) as error:
-            broken.append((path, f"{type(error).__name__}: {error}"))
+            print(f"{path.name} can't be read: {type(error).__name__}: {error}")
+
+
+def read(folder: Path) -> dict[Any, list[_View]]:
+    """Returns views by group: its name's stem, its ranks, and how many such came after it."""
+    newest: dict[int, dict[str, Any]] = {}  # of several processes of one rank, the last
+    read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)
     for rank, content in sorted(newest.items()):
         # The number in a name is that process' own count, so it can differ between ranks: the newest are put together.
@@ -97,7 +98,7 @@ def read(folder: Path) -> tuple[dict[Any, list[_View]], list[tuple[Path, str]]]:
             which = (*key, before[key])
             groups[which].append(_View(rank, group["ranks"], group["failure"], group["operations"], content["now_s"]))
             before[key] += 1
-    return dict(groups), broken
+    return dict(groups)
 
 
 def _number_of(name: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from device_communicators.base.errors import format_ranks
+from device_communicators.base.host import parent_of
 from device_communicators.liveness import questions
 from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.states import SILENT, State
@@ -67,12 +68,7 @@ def _ancestors(pid: int) -> set[int]:
     found: set[int] = set()
     while pid > 1 and pid not in found:
         found.add(pid)
-        try:
-            pid = int(
-                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()[1]
-            )
-        except OSError:
-            break
+        pid = parent_of(pid)
     return found
 
 

@@ -10,7 +10,6 @@ the rest. No script, no outside resource.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ from device_communicators.machine.nvml import NoAnswerError, Reader, Recorder, R
 from device_communicators.machine.topology import PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import Visible, visible_devices
-from parallel_state.tools.plan.command import STDOUT, write
-from parallel_state.tools.plan.picture import NEUTRAL, PAGE, SOFT, STYLE, colored, themed
+from parallel_state.tools.output import add_json, as_json, write, write_chosen
+from parallel_state.tools.plan.picture import NEUTRAL, STYLE, colored, heading, svg_file, themed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,15 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         topology = _read(options.replay, options.record)
         visible = visible_devices(topology.gpus, {} if options.replay else os.environ)
-        if options.json is not None:
-            write(options.json, json.dumps(_as_json(topology, visible), indent=1, ensure_ascii=False) + "\n")
-        if options.svg is not None:
-            write(options.svg, topology_picture(topology))
     except OSError as error:
         parser.error(f"cannot use {error.filename}: {error.strerror}")
     except RecordError as error:
         parser.error(f"{options.replay} is no record that --record wrote: {error}")
-    if STDOUT not in (options.json, options.svg):
+    makers = {"json": lambda: as_json(_as_json(topology, visible)), "svg": lambda: topology_picture(topology)}
+    if not write_chosen(parser, options, makers):
         print(topology_text(topology, visible))
     return 0
 
@@ -54,8 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access. Says so where there are none.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
-                        help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+    add_json(parser)
     parser.add_argument("--svg", metavar="FILE", help="a picture of the GPUs and what connects them")
     parser.add_argument("--record", metavar="FILE", help="write down all that the driver said, for a bug report")
     parser.add_argument("--replay", metavar="FILE", help="show the machine of such a file instead of this one")
@@ -119,18 +114,11 @@ def topology_picture(topology: Topology) -> str:
     middle = (width / 2, top + radius + _HEIGHT / 2)
     places = dict(zip((gpu.index for gpu in topology.gpus), _circle(len(topology.gpus), radius, middle), strict=True))
     parts = [
-        f'<text x="{_MARGIN:g}" y="{_MARGIN + _LINE * (row + 1) - 5:g}" {look}>{escape(line)}</text>'
-        for row, line in enumerate(lines)
-        for look in ('font-size="16" font-weight="600"' if row == 0 else f'{SOFT} font-size="13"',)
+        heading(_MARGIN, _MARGIN + _LINE * (row + 1) - 5, line, is_first=row == 0) for row, line in enumerate(lines)
     ]
     parts += [*_edges(topology, places), *_hub(topology, places, middle)]
     parts += [_box(gpu, places[gpu.index]) for gpu in topology.gpus]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
-        f"<title>{escape(lines[0])}</title><style>{_STYLE}</style>"
-        f"{PAGE}{''.join(parts)}</svg>\n"
-    )
+    return svg_file(lines[0], _STYLE, width, height, parts)
 
 
 def _words(topology: Topology) -> Iterator[str]:

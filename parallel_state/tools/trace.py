@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import format_ranks
+from parallel_state.tools.debug import read_files
 
 _SHOWN = 10
 MERGED = "trace.json"
@@ -44,9 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the worst waits as JSON")
     options = parser.parse_args(arguments)
     folder: Path = options.folder
-    events, broken = read(folder)
-    for path, why in broken:
-        print(f"{path.name} can't be read: {why}")
+    events: list[dict[str, Any]] = []
+    read_files(folder, lambda content: events.extend(content["traceEvents"]))
     if not events:
         print(f"there are no traces in {folder}; run the ranks `with parallel_state.trace(folder)`")
         return 2
@@ -62,18 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for wait in worst:
         print(wait)
     return 0
-
-
-def read(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
-    """Returns the events of all ranks, and the files that hold none."""
-    events: list[dict[str, Any]] = []
-    broken: list[tuple[Path, str]] = []
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            events += json.loads(path.read_text())["traceEvents"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            broken.append((path, f"{type(error).__name__}: {error}"))
-    return events, broken
 
 
 def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait]]:

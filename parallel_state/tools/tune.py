@@ -38,11 +38,11 @@ from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
 from parallel_state.collectives.capture_stream import side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, TensorTeam, answer, beside, given
-from parallel_state.tools.bench.devices import Captured, Clock, captured, share_gpus
+from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, answer, beside, given
+from parallel_state.tools.bench.devices import Captured, captured, share_gpus
+from parallel_state.tools.bench.ranks import GroupTeam
 from parallel_state.tools.bench.rounds import Plan as CasePlan
 from parallel_state.tools.bench.rounds import measure
-from parallel_state.tools.bench.worker import Timing
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
@@ -219,36 +219,25 @@ class Tuning:
             time.sleep(own.random() * 2e-4)
 
 
-class Candidates(TensorTeam):
+class Candidates(GroupTeam):
     """Measures one operation's candidates with the benchmark's harness; every rank makes one."""
 
     name = "tune"
 
     def __init__(self, group: ps.GroupCoordinator, calls: Mapping[str, Call]) -> None:
-        self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
-        self._group, self._candidates = group, calls
-        self._clock = Clock(group.device)
+        super().__init__(group)
+        self._candidates = calls
         self._graphs: dict[Call, Captured] = {}
-
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls the method on all ranks and returns their results in rank order."""
-        mine = getattr(self, method)(*arguments)
-        if isinstance(mine, Timing):
-            return [Timing(elapsed_s) for elapsed_s in self._group.all_gather_object(mine.elapsed_s)]
-        return list(self._group.all_gather_object(mine))
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         return {name: Exchange(call) for name, call in self._candidates.items()}
-
-    def finish(self) -> None:
-        self._clock.finish()
 
     def check(self, name: str) -> str | None:
         """Checks a candidate's answer, and captures the candidate in a graph once it was right on all ranks."""
         problem = super().check(name)
         call, x = self._prepared[name]
-        if any(self._group.all_gather_object(problem is not None)) or call in self._graphs:
-            return None if problem is None else str(problem)
+        if any(self.group.all_gather_object(problem is not None)) or call in self._graphs:
+            return problem
         try:
             self._graphs[call] = self._capture(call, x)
         except Exception as error:
@@ -269,7 +258,7 @@ class Candidates(TensorTeam):
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
         """Replays the graph until at least `calls` calls are made, and scales the time to `calls`."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
-        seconds = self._clock.seconds(lambda: [graph.replay() for _ in range(replays)])
+        seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
 
 

@@ -89,6 +89,7 @@ def test_slow_cases_get_fewer_rounds_but_three() -> None:
     assert len(measure([FakeTeam(["one"])], {}, Plan(rounds=30, round_s=10.0, case_s=0.001)).us["one"]) == 3
 
 
+@pytest.mark.slow
 def test_what_this_process_does_is_no_strangers_work() -> None:
     strangers, everybody = Strangers([]), Strangers([])
     everybody.pids = []
@@ -139,6 +140,7 @@ def test_a_machine_without_git_has_the_commit_that_it_is_told(monkeypatch: pytes
     assert report.commit() == "abc+"
 
 
+@pytest.mark.slow
 def test_folders_go_before_those_of_the_callers_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/wheels:/more")
     assert python_path(Path("/ours")) == "/ours:/wheels:/more"
@@ -146,6 +148,7 @@ def test_folders_go_before_those_of_the_callers_pythonpath(monkeypatch: pytest.M
     assert python_path(Path("/ours"), Path("/own")) == "/ours:/own"
 
 
+@pytest.mark.slow
 def test_a_picture_has_a_line_for_each_candidate() -> None:
     lines = {"ours": [(1024, 1.0), (4096, 2.0)], "peer & co": [(1024, 3.0), (4096, 5.0)]}
     svg = draw([("title", lines), ("empty", {})], ["ours"])
@@ -194,6 +197,7 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch, cores: list[float]) -> None:
     monkeypatch.setattr(Strangers, "cores", lambda self: cores.pop(0))
 
 
+@pytest.mark.slow
 def test_a_disturbed_case_is_measured_again_and_the_quietest_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     busy_machine(monkeypatch, [0.0, 0.9, 0.5, 0.7, 0.05])
     plan = Plan(rounds=3, round_s=0.001, repeat_s=60.0)
@@ -202,6 +206,7 @@ def test_a_disturbed_case_is_measured_again_and_the_quietest_time_is_kept(monkey
     assert rows[1].case == {"bytes": 2}
 
 
+@pytest.mark.slow
 def test_a_machine_that_stays_busy_ends_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     busy_machine(monkeypatch, [1.0] * 4)
     (row,) = measure_all([FakeTeam(["one"])], [{}], Plan(rounds=3, round_s=0.001, repeat_s=60.0))
@@ -222,6 +227,7 @@ def findings(**changes: Any) -> Findings:
     return Findings(about, [row], {"parallel_state": "route", "gloo": "gloo <1>"}, {"vLLM": "no AVX-512 & more"})
 
 
+@pytest.mark.slow
 def test_the_table_is_nccl_tests() -> None:
     found = findings().rows
     lines = page.table(found).splitlines()
@@ -232,6 +238,7 @@ def test_the_table_is_nccl_tests() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_reduce_of_peers_is_in_place_and_wrong_elements_are_counted() -> None:
     found = findings(wrong={"Intel MPI": WrongAnswer.of(7, "7 are off"), "vLLM op, in place": "it raised"})
     found.rows[0].case["operation"] = "all_reduce"
@@ -242,6 +249,7 @@ def test_all_reduce_of_peers_is_in_place_and_wrong_elements_are_counted() -> Non
     assert ("bad", "2 candidates failed or gave wrong answers: see the page's end.") in page.notices(found)
 
 
+@pytest.mark.slow
 def test_ranks_on_gpus_have_a_table_for_each_mode() -> None:
     case = {"part": "collectives", "ranks": 8, "dtype": "bfloat16", "operation": "all_reduce", "bytes": 1024}
     names = ("parallel_state, eager", "parallel_state, in place, eager", "nccl, eager", "torch.distributed, eager")
@@ -261,6 +269,7 @@ def test_ranks_on_gpus_have_a_table_for_each_mode() -> None:
 @pytest.mark.parametrize(
     ("cores", "said"), [(0.0, "The machine was quiet"), (1.5, "This machine was busy: others used")]
 )
+@pytest.mark.slow
 def test_the_page_says_first_whether_the_machine_was_quiet(cores: float, said: str) -> None:
     text = page.page(findings(cores=cores))
     assert text.index(said) < text.index("<h2>")
@@ -270,6 +279,7 @@ def test_the_page_says_first_whether_the_machine_was_quiet(cores: float, said: s
     assert text.count("<polyline") == 4
 
 
+@pytest.mark.slow
 def test_a_report_replaces_one_of_its_own_only(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "report"
     assert page.problem_of(folder) is None
@@ -283,6 +293,7 @@ def test_a_report_replaces_one_of_its_own_only(tmp_path: Path) -> None:
     assert "is no folder" in str(page.problem_of(folder / "report.json" / "below"))
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_ratio_holds_what_the_rounds_leave_open() -> None:
     chance = random.Random(1)
     before = [100 * chance.uniform(0.95, 1.05) for _ in range(60)]
@@ -297,6 +308,7 @@ def test_the_interval_of_a_ratio_holds_what_the_rounds_leave_open() -> None:
     assert ratio_of(before, before) == (1.0, 1.0, 1.0), "rounds go in pairs"
 
 
+@pytest.mark.slow
 def test_a_version_that_became_slower_is_named_and_gives_the_exit_code() -> None:
     case = {"operation": "all_reduce", "bytes": 8192, "part": "collectives"}
     quick, slow = [10.0, 10.1, 9.9] * 10, [11.0, 11.1, 10.9] * 10

@@ -17,6 +17,7 @@ import pytest
 import torch
 from gpu_proof import Proof, Step
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(gpu_proof.__file__)
 
 
@@ -78,7 +79,6 @@ time.sleep(60)
 """Its child has a session of its own, as a daemon has."""
 
 
-@pytest.mark.slow
 def test_after_a_failure_and_a_deadline_it_goes_on_and_all_evidence_is_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +106,6 @@ def test_after_a_failure_and_a_deadline_it_goes_on_and_all_evidence_is_there(
     assert {each.name for each in (folder / "out").iterdir()} == {"proof.json", "logs.tgz"}
 
 
-@pytest.mark.slow
 def test_a_step_that_ignores_an_interrupt_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_proof, "GRACE_S", 0.2)
     pid = folder / "pid"
@@ -122,7 +121,6 @@ def test_what_a_step_leaves_behind_is_ended(folder: Path) -> None:
     assert has_ended(int(child.read_text()))
 
 
-@pytest.mark.slow
 def test_what_the_limit_doesnt_hold_is_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_proof, "LEAST_S", 0.5)
     slow = "import time; time.sleep(60)"
@@ -214,7 +212,6 @@ def tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
     """pytest runs nothing at all then."""
     names = ("test_x.py::test_gone[2]", "test_x.py::test_one[2]", "test_y.py::test_one", "test_x.py::test_one[3]",
@@ -225,7 +222,6 @@ def test_a_name_that_isnt_there_costs_no_other_test(tree: Path) -> None:
     assert "2 passed" in log_of(tree, "tests")
 
 
-@pytest.mark.slow
 def test_tests_under_mps_have_a_daemon_of_their_own(
     tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,18 +1,17 @@
-"""The report of the GPU tests, of outcomes that nobody had; and what ranks that share a GPU are told."""
+"""The report of the GPU tests, of outcomes that nobody had."""
 
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from device_communicators.machine import group_topology
 from tests.gpu.report import Recorder, Report
 
+pytestmark = pytest.mark.slow
 MACHINE = {"gpu": "NVIDIA H200 (a | b)", "torch": "2.11.0+cu130", "driver": None, "commit": "abc"}
 
 
@@ -163,36 +162,3 @@ def test_nothing_is_written_where_nothing_ran(tmp_path: Path) -> None:
     recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="tests/unit/test_b.py::test_two", when="teardown"))  # type: ignore[arg-type]
     recorder.pytest_sessionfinish(pytest.ExitCode.OK)
     assert not list(tmp_path.iterdir())
-
-
-def test_ranks_with_a_gpu_each_are_told_nothing() -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
-    assert group_topology.share_gpus(1, 2, 2, 22809, environ) == {}
-    assert environ == {"CUDA_VISIBLE_DEVICES": "4,5"}
-
-
-@pytest.mark.parametrize(
-    ("visible", "gpus", "expected"),
-    [("", 1, "0000"), ("", 2, "0101"), ("7", 1, "7777"), (" GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"] * 2)],
-)
-def test_ranks_take_turns_on_the_gpus_that_are_visible(visible: str, gpus: int, expected: Any) -> None:
-    found = [group_topology.variables_of(rank, 4, gpus, 22809, {"CUDA_VISIBLE_DEVICES": visible}) for rank in range(4)]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == list(expected)
-    assert len({each["NCCL_HOSTID"] for each in found}) == 4
-    assert {each["NCCL_SOCKET_IFNAME"] for each in found} == {"lo"}
-
-
-def test_newer_versions_of_nccl_have_a_way_of_their_own() -> None:
-    found = group_topology.variables_of(1, 2, 1, 23003, {})
-    assert found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-    assert "NCCL_HOSTID" not in found
-    assert "NCCL_HOSTID" in group_topology.variables_of(1, 2, 1, 23002, {})
-
-
-def test_what_was_set_for_nccl_stays() -> None:
-    environ = {"NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3"}
-    written = group_topology.share_gpus(1, 2, 1, 22809, environ)
-    assert environ["NCCL_SOCKET_IFNAME"] == "eth0"
-    assert "NCCL_SOCKET_IFNAME" not in written
-    assert environ["NCCL_HOSTID"] == f"{socket.gethostname()}-rank-1"
-    assert environ["CUDA_VISIBLE_DEVICES"] == "3"

@@ -1,7 +1,11 @@
-"""What ranks make of what they told each other: sharing, NVLink, peer access. One process plays all ranks."""
+"""What ranks make of what they told each other: sharing, NVLink, peer access; variables of ranks that share a GPU.
+
+One process plays all ranks.
+"""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -169,3 +173,36 @@ def test_a_group_of_one_needs_nobody() -> None:
     found = agree_on_topology(context, node, node.gpus[0].uuid)
     assert found.nvlink_full_mesh and found.peer_access
     assert found.gpus[0].uuid == node.gpus[0].uuid
+
+
+def test_ranks_with_a_gpu_each_are_told_nothing() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert group_topology.share_gpus(1, 2, 2, 22809, environ) == {}
+    assert environ == {"CUDA_VISIBLE_DEVICES": "4,5"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"),
+    [("", 1, "0000"), ("", 2, "0101"), ("7", 1, "7777"), (" GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"] * 2)],
+)
+def test_ranks_take_turns_on_the_gpus_that_are_visible(visible: str, gpus: int, expected: Any) -> None:
+    found = [group_topology.variables_of(rank, 4, gpus, 22809, {"CUDA_VISIBLE_DEVICES": visible}) for rank in range(4)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == list(expected)
+    assert len({each["NCCL_HOSTID"] for each in found}) == 4
+    assert {each["NCCL_SOCKET_IFNAME"] for each in found} == {"lo"}
+
+
+def test_newer_versions_of_nccl_have_a_way_of_their_own() -> None:
+    found = group_topology.variables_of(1, 2, 1, 23003, {})
+    assert found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in found
+    assert "NCCL_HOSTID" in group_topology.variables_of(1, 2, 1, 23002, {})
+
+
+def test_what_was_set_for_nccl_stays() -> None:
+    environ = {"NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3"}
+    written = group_topology.share_gpus(1, 2, 1, 22809, environ)
+    assert environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert "NCCL_SOCKET_IFNAME" not in written
+    assert environ["NCCL_HOSTID"] == f"{socket.gethostname()}-rank-1"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "3"

@@ -13,6 +13,7 @@ import pytest
 import parallel_state as ps
 from device_communicators.base import host
 from parallel_state.store.client import ControlStore
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).parents[2]
 NO_NAMES = ("job-0..default.svc", "m" * 64, "." * 3, "é" * 64)
@@ -68,7 +69,7 @@ def test_a_host_whose_own_name_is_none_takes_loopback(monkeypatch: pytest.Monkey
 def _calls() -> Iterator[str]:
     for package in ("device_communicators", "parallel_state"):
         for file in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for node in nodes_of(file):
                 name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
                 if name in LOOK_UPS:
                     yield f"{file.relative_to(ROOT)}: {name}"

@@ -35,6 +35,7 @@ from parallel_state.tools.plan.remarks import CHECKS, remarks_on
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300
+RECORD = str(ROOT / "tests/topologies/dgx-h100.json")
 FIT_S = 5.0  # 0.25 s here for the worst of 16,384 ranks; generous, for shared machines
 
 THE_EXAMPLE = ["--world-size", "1024", "--tp", "8", "--pp", "8", "--cp", "2", "--ep", "8",
@@ -481,22 +482,23 @@ def test_as_a_process(tmp_path: Path) -> None:
     """A reader that stops reading ends a command without a traceback; a full disk, and an error, are told in a line."""
     plan = ["plan", "--world-size", "64", "--json"]
     commands = [("pipe", ["topology"]), ("pipe", plan), ("pipe", ["--help"]), ("/dev/full", plan[:3])]
-    commands += [("/dev/full", plan), ("/dev/null", ["plan", "--world-size", "7", "--tp", "2"])]
+    commands += [("/dev/full", plan), ("/dev/full", ["topology", "--replay", RECORD, "--svg", "-"])]
+    commands += [("/dev/null", ["plan", "--world-size", "7", "--tp", "2"])]
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps(commands), str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
-    *_, code_of_text, code_of_json, code_of_error = json.loads(done.stdout)
-    *stopped, text, tree, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
+    *_, code_of_text, code_of_json, code_of_picture, code_of_error = json.loads(done.stdout)
+    *stopped, text, tree, picture, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
     assert not [errors for errors in stopped if "Traceback" in errors or "BrokenPipe" in errors]
-    for code, full in ((code_of_text, text), (code_of_json, tree)):
+    for code, full in ((code_of_text, text), (code_of_json, tree), (code_of_picture, picture)):
         assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
     assert code_of_error == 2
     assert error.startswith("error: the world size must be divisible")
 
 
 def test_a_stage_of_one_is_its_own_first_and_last() -> None:
-    """Of 100,000 such groups no list is made."""
+    """Also in a world of 100,000 ranks."""
     plan = plan_of(99_999, tp=9)
     for name in ("embedding", "position_embedding"):
         (kind,) = [each for each in plan.kinds if each.axis.name == name]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from torch.utils._device import _device_constructors
 
+from tests.sources import nodes_of
+
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRUCTORS = {each.__name__ for each in _device_constructors()}
 BUT = ("parallel_state/tools/bench/",)
@@ -19,7 +21,7 @@ BUT = ("parallel_state/tools/bench/",)
 
 def _calls_without_a_device(path: Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import parallel_state
+from tests.sources import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_PRIVATE_ACCESSES = 150
@@ -35,16 +37,15 @@ FOREIGN = ("torch", "dist", "c10d", "ctypes", "os", "multiprocessing", "threadin
 def trees() -> list[tuple[str, ast.Module]]:
     """Returns each file of tests outside tests/internals."""
     paths = [path for path in sorted((ROOT / "tests").rglob("*.py")) if "internals" not in path.parts]
-    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+    return [(str(path.relative_to(ROOT)), tree_of(path)) for path in paths]
 
 
 def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yields line and text of each attribute with one leading underscore, except those of self, cls and super()."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
-            if not is_own and _root(node.value) not in FOREIGN:
-                yield node.lineno, ast.unparse(node)
+    private = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr))
+    for node in private:
+        if _root(node.value) not in FOREIGN and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            yield node.lineno, ast.unparse(node)
 
 
 def internal_modules(tree: ast.Module) -> Iterator[str]:

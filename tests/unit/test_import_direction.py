@@ -13,6 +13,7 @@ from typing import NamedTuple
 import parallel_state
 from device_communicators import CATALOG
 from tests.rooms import LOWER, LOWER_ROOMS, UPPER, UPPER_ROOMS, reachable
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONCRETE = {row.module for row in CATALOG}
@@ -39,7 +40,15 @@ class Source(NamedTuple):
     package: str
     room: str
     """The sub-package or file below the package's root; empty for the package's own `__init__` and `__main__`."""
-    tree: ast.Module
+    path: Path
+
+    @property
+    def tree(self) -> ast.Module:
+        return tree_of(self.path)
+
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return nodes_of(self.path)
 
 
 class Import(NamedTuple):
@@ -54,7 +63,7 @@ def sources() -> list[Source]:
             inside = path.relative_to(ROOT / package)
             room = "" if inside.name in ("__init__.py", "__main__.py") and len(inside.parts) == 1 else inside.parts[0]
             name = str(path.relative_to(ROOT))
-            found.append(Source(name, package, room.removesuffix(".py"), ast.parse(path.read_text(), name)))
+            found.append(Source(name, package, room.removesuffix(".py"), path))
     return found
 
 
@@ -63,7 +72,7 @@ SOURCES = sources()
 
 def imports_of(source: Source) -> Iterator[Import]:
     """Every module that the file imports, at any depth, for annotations too; `from a import b`: both `a` and `a.b`."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -133,7 +142,7 @@ def test_a_room_says_what_it_is_for() -> None:
 def test_the_lower_package_imports_nothing_by_name() -> None:
     """But the catalog, whose rows name their modules."""
     for source in SOURCES:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and source.package == LOWER:
                 assert source.room == "catalog", f"{source.name}:{node.lineno}"
     assert all(module.startswith(f"{LOWER}.") for module in CONCRETE)
@@ -142,7 +151,7 @@ def test_the_lower_package_imports_nothing_by_name() -> None:
 def test_only_the_catalog_knows_communicators_by_class() -> None:
     """Helper functions of a communicator's file may be shared in the lower package, its class and the module not."""
     for source in SOURCES:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Import):
                 assert not CONCRETE & {alias.name for alias in node.names}, source.name
             elif isinstance(node, ast.ImportFrom):
@@ -155,7 +164,7 @@ def test_only_the_catalog_knows_communicators_by_class() -> None:
 
 def test_only_state_assigns_globals() -> None:
     for source in SOURCES:
-        found = [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+        found = [node.lineno for node in source.nodes if isinstance(node, ast.Global)]
         assert not found or source.name == "parallel_state/state.py", f"{source.name}: lines {found}"
 
 
@@ -172,7 +181,7 @@ def test_layout_is_pure() -> None:
 def test_no_assert() -> None:
     """`python -O` drops them."""
     for source in SOURCES:
-        found = [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Assert)]
+        found = [node.lineno for node in source.nodes if isinstance(node, ast.Assert)]
         assert not found, f"{source.name}: lines {found}"
 
 
@@ -180,7 +189,7 @@ def test_threads_are_started_by_one_class() -> None:
     """It gives them names for Python and for the kernel."""
     for source in SOURCES:
         if source.name != "device_communicators/base/helper_threads.py":
-            called = [ast.unparse(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+            called = [ast.unparse(node.func) for node in source.nodes if isinstance(node, ast.Call)]
             assert not {"threading.Thread", "Thread", "threading.Timer", "Timer"} & set(called), source.name
 
 
@@ -190,7 +199,7 @@ def test_no_pickle_but_where_the_caller_asked_for_it() -> None:
     unpicklers = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "recv_object_list", "load"}
     for source in SOURCES:
         assert not picklers & tops_of(source) or source.name.startswith(MAY_PICKLE), source.name
-        for node in ast.walk(source.tree) if source.name != MEASURES_PICKLING else ():
+        for node in source.nodes if source.name != MEASURES_PICKLING else ():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert node.value.id not in ("dist", "torch") or node.attr not in unpicklers, source.name
 

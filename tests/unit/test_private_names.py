@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from device_communicators.base.torch_internals import MARKS, NAMES, OF_CUDA
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "device_communicators/base/torch_internals.py"
@@ -89,9 +90,9 @@ def private_names(path: str, *, strict: bool = False) -> Iterator[tuple[int, str
 
     `strict`: attributes of any other object, too.
     """
-    tree = ast.parse((ROOT / path).read_text())
+    nodes = nodes_of(ROOT / path)
     roots: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -103,7 +104,7 @@ def private_names(path: str, *, strict: bool = False) -> Iterator[tuple[int, str
                 roots[local] = "torch" if local == "torch" else name
                 if any(part.startswith("_") for part in name.split(".")):
                     yield node.lineno, name
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             root, _, rest = ast.unparse(node).partition(".")
             if root in roots:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.gpu.test_sanitizer import FOUND, command, problem
 
+pytestmark = pytest.mark.slow
+
 RIGHT = (
     "{'part': 'all_reduce'}: right (push, eager)\n{'part': 'norm'}: right (fused, eager; push, add, rms_norm, eager)\n"
 )

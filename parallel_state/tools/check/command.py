@@ -33,7 +33,8 @@ from parallel_state.tools.check import page, rules, system
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.findings import ERROR, EXIT_CODES
 from parallel_state.tools.check.session import Options, Outcome, Report, Session
-from parallel_state.tools.plan.command import STDOUT, add_sizes, write
+from parallel_state.tools.output import add_json, write_chosen
+from parallel_state.tools.plan.command import add_sizes
 
 PROGRAM = "python -m parallel_state check"
 _MOST_RANKS = 64
@@ -93,8 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("--local-rank", type=int, metavar="L", help="on this host, from 0")
     place.add_argument("--address", metavar="HOST:PORT", help="of rank 0")
     output = parser.add_argument_group("output")
-    output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
-                        help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+    add_json(output)
     output.add_argument("--html", metavar="FILE", help="a page with a matrix of hosts")
     return parser
 
@@ -186,15 +186,9 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
         if place.local_rank == 0:  # one of each host
             print(page.text(report, width=120), file=sys.stderr)
         return
-    try:
-        if chosen.json is not None:
-            content = msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
-            write(chosen.json, content)
-        if chosen.html is not None:
-            write(chosen.html, page.html(report))
-    except OSError as error:
-        if error.filename is None:  # stdout's
-            raise
-        parser.error(f"cannot write {error.filename}: {error.strerror}")
-    if STDOUT not in (chosen.json, chosen.html):
+    makers = {
+        "json": lambda: msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n",
+        "html": lambda: page.html(report),
+    }
+    if not write_chosen(parser, chosen, makers):
         page.show(report)

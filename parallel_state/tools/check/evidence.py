@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import TypeVar
 from device_communicators.base.errors import LayoutError, SettingError
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
-from parallel_state.startup.environment import expand_hostlist
+from parallel_state.startup.environment import expand_counts, expand_hostlist
 from parallel_state.tools.check.facts import CpuRun, Facts, GroupTraffic, Interface, Link, Measured, Traffic
 from parallel_state.tools.check.findings import named
 
@@ -130,9 +129,7 @@ def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
         return ""
     names = hostlist(hosts)
-    tasks = [
-        int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(repeat or 1))
-    ]
+    tasks = list(expand_counts(counts))
     if len(tasks) != len(names) or rank >= sum(tasks):
         return ""
     if variables.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):

@@ -20,6 +20,7 @@ import msgspec
 
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import connect_to
+from parallel_state.startup import reachability
 from parallel_state.tools.check.facts import Facts, Link
 
 _TOKEN_BYTES = 16
@@ -35,34 +36,13 @@ _MOST_HOSTS_IN_ALL_PAIRS = 24
 _NEIGHBOURS = 8
 
 
-class Listener:
-    """Answers one connection after another, in a thread, until it is closed. `entry` is how others find it."""
+class Listener(reachability.Listener):
+    """Answers each connection in a thread of its own. `entry` is how others find it."""
 
     def __init__(self, address: str) -> None:
-        self.entry: list[str] = []
-        self.problem = ""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._socket: socket.socket | None = None
-        try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._socket = socket.create_server((address, 0), family=family, backlog=64)
-        except OSError as error:
-            self.problem = error.strerror or str(error)
-            return
-        self.entry = [address, str(self._socket.getsockname()[1]), self._token.hex()]
-        HelperThread("check", self._accept, self._socket).start()
-
-    def close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                peer, _ = listener.accept()
-                HelperThread("check-answer", self._answer, peer).start()
+        super().__init__(address, lambda peer: HelperThread("check-answer", self._answer, peer).start(), "check")
+        self.entry = [address, str(self.port), self._token.hex()] if self.port else []
 
     def _answer(self, peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError, struct.error):

@@ -16,9 +16,9 @@ from parallel_state.tools.check.evidence import groups_of_kind, runs_of
 from parallel_state.tools.check.facts import Facts, Link
 from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
 from parallel_state.tools.check.session import Report
+from parallel_state.tools.output import html_page
 
 _COLOURS = {ERROR: "red", WARNING: "yellow", INFO: "cyan"}
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MOST_ROWS = 16
 
 
@@ -205,28 +205,13 @@ def _wrapped(label: str, words: str, width: int) -> list[str]:
 def html(report: Report) -> str:
     """Returns a page that works from a file, without a script or an outside resource."""
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    title = f"check: {heading(report)}"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{escape(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<h1 class="{report.severity or "good"}">{escape(heading(report))}</h1>
+    body = f"""<h1 class="{report.severity or "good"}">{escape(heading(report))}</h1>
 <p class="soft">{escape(started_by(report))}<br>{escape(versions(report))}</p>
 {"".join(map(_finding, report.findings))}
 {_matrix(report)}
 {"".join(map(_html_table, tables(report)))}
-{_ranks(report)}
-</body>
-</html>
-"""
+{_ranks(report)}"""
+    return html_page(f"check: {heading(report)}", f"\n{style}", body)
 
 
 def _finding(each: Finding) -> str:

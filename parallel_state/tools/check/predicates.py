@@ -11,6 +11,7 @@ from typing import Any
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import LayoutError, format_ranks
 from device_communicators.base.host import is_loopback
+from parallel_state.tools.check import matches
 from parallel_state.tools.check.evidence import (
     Evidence,
     by_value,
@@ -23,9 +24,9 @@ from parallel_state.tools.check.evidence import (
     ranks_of,
     runs_of,
 )
-from parallel_state.tools.check.facts import Facts, Interface, Place
+from parallel_state.tools.check.facts import Facts, Interface, Limits, Place
 from parallel_state.tools.check.findings import INFO, WARNING, named, rate
-from parallel_state.tools.check.matches import Group, Match, Words, differing
+from parallel_state.tools.check.matches import Group, Match, Predicate, Words, differing
 
 # The launcher and the meeting.
 
@@ -470,9 +471,15 @@ _COMPARED_LIMITS = {
 }
 
 
-def shm_state(group: Group) -> str:
-    """Returns what is wrong with /dev/shm of ranks that have the same: `missing`, `small`, `full` or nothing."""
-    limits = group[0].limits
+def shm(state: str) -> Predicate:
+    """Matches, on each host, the ranks whose /dev/shm is `missing`, `small` or `full`."""
+    return matches.groups(
+        lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
+        lambda _, group: _shm_state(group[0].limits) == state,
+    )
+
+
+def _shm_state(limits: Limits) -> str:
     if limits.shm_problem and not (limits.shm_bytes >= 0 and "No space" in limits.shm_problem):
         return "missing"
     if 0 <= limits.shm_bytes < _SHM_BYTES:

@@ -100,8 +100,9 @@ class Session:
             return self._run()
         with contextlib.closing(links.Listener(address)) as listener:
             self.facts.probe = listener.entry
-            if listener.problem:
-                self.facts.late["links"] = f"nobody can listen at {address}: {listener.problem}"
+            if listener.problem is not None:
+                why = listener.problem.strerror or listener.problem
+                self.facts.late["links"] = f"nobody can listen at {address}: {why}"
             return self._run()
 
     def _run(self) -> Outcome:

@@ -177,8 +177,7 @@ def _ancestors() -> list[str]:
     while pid > 0 and len(found) < 16:
         words = [word for word in _text(f"/proc/{pid}/cmdline").split("\0") if word]
         found.append(_program(words) or _text(f"/proc/{pid}/comm") or "?")
-        stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        pid = _number(stat[1]) if len(stat) > 1 else 0
+        pid = host.parent_of(pid)
     return found
 
 
@@ -360,7 +359,8 @@ def compiled_part() -> tuple[str, str]:
 def limits() -> Limits:
     found = Limits(uid=os.geteuid())
     _read_shared_memory(found)
-    _read_temporary_folder(found)
+    found.tmp_folder = os.environ.get("TMPDIR") or "/tmp"
+    _, found.tmp_free_bytes, found.tmp_problem = _try_folder(found.tmp_folder)
     found.files_hard = _bound(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with contextlib.suppress(OSError):
         found.files_open = len(os.listdir("/proc/self/fd"))
@@ -387,34 +387,29 @@ def _bound(value: int) -> int:
     return -1 if value == resource.RLIM_INFINITY else value
 
 
-def _read_shared_memory(found: Limits) -> None:
-    folder = "/dev/shm"
+def _try_folder(folder: str) -> tuple[int, int, str]:
+    """Writes a file in a folder. Returns the bytes that the folder has (-1: unknown), those free, and the problem."""
+    total = free = -1
     try:
         state = os.statvfs(folder)
-        found.shm_bytes, found.shm_free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-        found.shm_device = os.stat(folder).st_dev
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="parallel_state_check_") as file:
+        total, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0" * 4096)
             file.flush()
     except OSError as error:
-        found.shm_problem = f"{error.strerror or error}"
-        return
+        return total, free, f"{error.strerror or error}"
+    return total, free, ""
+
+
+def _read_shared_memory(found: Limits) -> None:
+    folder = "/dev/shm"
+    found.shm_bytes, found.shm_free_bytes, found.shm_problem = _try_folder(folder)
+    with contextlib.suppress(OSError):
+        found.shm_device = os.stat(folder).st_dev
     mounted = [line.split() for line in _text("/proc/self/mounts").splitlines()]
     kinds = [words[2] for words in mounted if len(words) > 2 and words[1] == folder]
-    if kinds and kinds[-1] not in ("tmpfs", "ramfs"):
+    if not found.shm_problem and kinds and kinds[-1] not in ("tmpfs", "ramfs"):
         found.shm_problem = f"it is a {kinds[-1]}, not a tmpfs"
-
-
-def _read_temporary_folder(found: Limits) -> None:
-    found.tmp_folder = os.environ.get("TMPDIR") or "/tmp"
-    try:
-        state = os.statvfs(found.tmp_folder)
-        found.tmp_free_bytes = state.f_bavail * state.f_frsize
-        with tempfile.TemporaryFile(dir=found.tmp_folder) as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-    except OSError as error:
-        found.tmp_problem = f"{error.strerror or error}"
 
 
 def _threads_of(uid: int) -> int:

@@ -18,6 +18,7 @@ import parallel_state as ps
 from device_communicators.base.errors import ParallelStateError
 from device_communicators.routing.communicator import Request
 from parallel_state.groups.parallel_groups import made_at_start
+from parallel_state.tools.bench.devices import Clock
 from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
@@ -96,8 +97,7 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
             request = Request("all_reduce", torch.float32, group.device.type, numel, "sum")
             carriers.append(group.route.pick(request).name)
     found.route = ", ".join(dict.fromkeys(carriers))
-    small, large = torch.ones(16, device=group.device), torch.ones(_QUICK_LARGE if quick else _LARGE, device="cpu")
-    large = large.to(group.device)
+    small, large = (torch.ones(numel, device=group.device) for numel in (16, _QUICK_LARGE if quick else _LARGE))
     samples = _timed(group, small, 30 if quick else 100)
     found.latency_us = statistics.median(samples)
     found.latency_mad_us = statistics.median(abs(sample - found.latency_us) for sample in samples)
@@ -109,17 +109,8 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
     """Returns microseconds of each all_reduce; the first, which may set something up, isn't counted."""
-    cuda, samples = x.is_cuda, []
-    for repeat in range(repeats + 1):
-        if cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        group.all_reduce(x)
-        if cuda:
-            torch.cuda.synchronize()
-        if repeat:
-            samples.append((time.perf_counter() - started) * 1e6)
-    return samples
+    clock = Clock(group.device)
+    return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 
 
 def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]]:
@@ -146,21 +137,14 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Passes a tensor on to the next rank; even ranks send first, so that nobody waits for somebody who waits."""
+    """Passes a tensor on to the next rank; even ranks send first, but the last one: ranks that wait are no circle."""
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size
-
-    def receive() -> Tensor:
-        return group.recv(mine.shape, mine.dtype, previous)
-
-    if rank % 2 == 0 and rank != size - 1:
+    sends_first = rank % 2 == 0 and rank != size - 1
+    if sends_first:
         group.send(mine, following)
-        received = receive()
-    elif rank % 2 == 0:  # the last of an odd number: both of its neighbours send first
-        received = receive()
-        group.send(mine, following)
-    else:
-        received = receive()
+    received = group.recv(mine.shape, mine.dtype, previous)
+    if not sends_first:
         group.send(mine, following)
     return _same(received, ramp + previous)
 

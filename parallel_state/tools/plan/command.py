@@ -7,14 +7,12 @@ options that make no sense. What `--json` writes is in `report`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import AXES, PRESETS
+from parallel_state.tools.output import add_json, as_json, write, write_chosen
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
 from parallel_state.tools.plan.page import page
@@ -23,7 +21,6 @@ from parallel_state.tools.plan.remarks import remarks_on
 from parallel_state.tools.plan.report import plan_json, plan_text, rank_text, refusal_json
 
 BAD_SIZES = 2
-STDOUT = "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,18 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check(parser, plan, options)
     remarks, communicators = remarks_on(plan), count_communicators(plan)
     kind = options.color_by or default_kind(plan)
-    try:
-        if options.json is not None:
-            write(options.json, _dump(plan_json(plan, remarks, communicators, options.rank)))
-        if options.svg is not None:
-            write(options.svg, picture(plan, kind))
-        if options.html is not None:
-            write(options.html, page(plan, kind, remarks))
-    except OSError as error:
-        if error.filename is None:  # stdout's
-            raise
-        parser.error(f"cannot write {error.filename}: {error.strerror}")
-    if STDOUT not in (options.json, options.svg, options.html):
+    makers = {
+        "json": lambda: as_json(plan_json(plan, remarks, communicators, options.rank)),
+        "svg": lambda: picture(plan, kind),
+        "html": lambda: page(plan, kind, remarks),
+    }
+    if not write_chosen(parser, options, makers):
         print(plan_text(plan, remarks, communicators) if options.rank is None else rank_text(plan, options.rank))
     return 0
 
@@ -76,8 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add_sizes(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--rank", type=int, metavar="N", help="the view of one rank instead of the table")
-    output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
-                        help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+    add_json(output)
     output.add_argument("--svg", metavar="FILE", help="a picture of all nodes and GPUs")
     output.add_argument("--html", metavar="FILE", help="a page with the picture, to look around in a browser")
     output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, as tp")
@@ -109,26 +99,10 @@ def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namesp
                      f"but is {options.color_by!r}")  # fmt: skip
 
 
-def _dump(found: dict[str, Any]) -> str:
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-
-
-def write(path: str, text: str) -> None:
-    """Writes to a file, or to stdout."""
-    if path == STDOUT:
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        error.filename = path  # where it is full, the error doesn't name it
-        raise
-
-
 def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
     changes = changes_that_fit(request)
     if json_path is not None:
-        write(json_path, _dump(refusal_json(error, changes)))
+        write(json_path, as_json(refusal_json(error, changes)))
     print(f"error: {error}", file=sys.stderr)
     for index, change in enumerate(changes):
         print(f"{'or' if index else 'smallest change'}: {change}", file=sys.stderr)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from parallel_state.groups.parallel_groups import made_at_start
-from parallel_state.layout.axes import AXES, BY_NAME, Axis, embedding_ranks, position_embedding_ranks
+from parallel_state.layout.axes import AXES, BY_NAME, Axis
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
 
@@ -32,6 +33,10 @@ class Request:
         return resolve_layout(self.world_size, self.sizes, self.order, ranks_per_node=self.gpus_per_node)
 
 
+Groups = tuple[tuple[int, ...], ...]
+"""Lists of ranks, each ascending."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of group, such as `tp`, in one layout."""
@@ -40,8 +45,8 @@ class Kind:
     count: int
     size: int
     """Ranks in a group."""
-    first: tuple[int, ...]
-    """Ranks of the first group."""
+    groups: Groups = field(repr=False, compare=False)
+    """Each group's ranks."""
     nodes: int
     """Nodes that a group touches at most."""
     crossing: int
@@ -54,6 +59,11 @@ class Kind:
     @property
     def name(self) -> str:
         return self.axis.name
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """Returns the ranks of the first group."""
+        return self.groups[0]
 
 
 @dataclass(frozen=True)
@@ -115,23 +125,21 @@ def make_plan(request: Request) -> Plan:
     """Returns the plan for `request`; raises LayoutError where the sizes don't fit."""
     layout = request.resolve()
     names = [axis.name for axis in AXES if axis.name in layout.names]
-    ends = {
-        name: tuple(map(tuple, layout.groups(name)))
-        for name in names
-        if (whole := whole_of(layout, name)) is not None and not (layout.size(whole) == 1 and _takes_all(layout, name))
-    }
-    shapes = {name: _shape_of(layout, name) for name in names if name not in ends}
-    shapes |= {name: _known_shape(layout, shapes, lists) for name, lists in ends.items()}
-    facts: dict[Shape, dict[str, Any]] = {}
-    for name, shape in shapes.items():
-        if shape not in facts:
-            facts[shape] = _facts_of(layout, name, ends.get(name), request.gpus_per_node)
+    facts: dict[str, dict[str, Any]] = {}
+    known: dict[object, dict[str, Any]] = {}
+    for name in names:
+        # Kinds that span the same steps have the same groups; those that take ranks of another kind may have any.
+        key = name if whole_of(layout, name) else frozenset(each[1:] for each in steps_of(layout, name))
+        if key not in known:
+            groups = tuple(map(tuple, layout.groups(name)))
+            known[key] = known[groups] = known.get(groups) or _facts_of(groups, request.gpus_per_node)
+        facts[name] = known[key]
     made = made_at_start(layout, request.sizes)
     kinds = [
         Kind(
             axis=BY_NAME[name],
-            **facts[shapes[name]],
-            same_as=tuple(other for other in names if other != name and shapes[other] == shapes[name]),
+            **facts[name],
+            same_as=tuple(other for other in names if other != name and facts[other] is facts[name]),
             made=name in made,
         )
         for name in names
@@ -139,65 +147,16 @@ def make_plan(request: Request) -> Plan:
     return Plan(request, layout, tuple(kinds))
 
 
-def _takes_all(layout: Layout, name: str) -> bool:
-    """Returns True if a kind is known to take the one rank of a group of one, of which a layout may have 100,000."""
-    return name in layout.parts or layout.ends[name][1] in (embedding_ranks, position_embedding_ranks)
-
-
 def whole_of(layout: Layout, name: str) -> str | None:
     """Returns the kind of group that a kind takes its ranks from, if it is part of another one."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
-Shape = tuple[tuple[int, ...], ...]
-
-
-def _shape_of(layout: Layout, name: str) -> Shape:
-    """Returns what two kinds have in common whose sets of ranks are the same: size and stride of each step."""
-    joined: list[tuple[int, int]] = []
-    for step in sorted(steps_of(layout, name), key=lambda step: step.stride):
-        if joined and joined[-1][0] * joined[-1][1] == step.stride:
-            joined[-1] = (joined[-1][0] * step.size, joined[-1][1])
-        else:
-            joined.append((step.size, step.stride))
-    return tuple(joined)
-
-
-def _known_shape(layout: Layout, shapes: Mapping[str, Shape], lists: Shape) -> Shape:
-    """Returns the shape of the kind that has these sets of ranks, else the sets: a part of others may be any."""
-    for name, shape in shapes.items():
-        alike = layout.size(name) * len(lists) == layout.world_size and layout.group_of(lists[0][0], name) == [
-            *lists[0]
-        ]
-        if alike and tuple(map(tuple, layout.groups(name))) == lists:
-            return shape
-    return lists
-
-
-def _facts_of(layout: Layout, name: str, groups: Shape | None, per_node: int) -> dict[str, Any]:
-    """Returns a kind's counts, without its lists of ranks where one of them, moved, gives all others."""
-    if groups is not None:
-        touched = Counter(len({rank // per_node for rank in ranks}) for ranks in groups)
-        count, first, size = len(groups), groups[0], max(map(len, groups))
-    else:
-        grid, axes = layout.grid_of(name), layout.axes_of(name)
-        first = tuple(layout.group_of(layout.rank_offset, name))
-        count, size = layout.world_size // len(first), len(first)
-        starts = Counter({layout.rank_offset % per_node: 1})  # of the groups, by GPU of the node
-        for axis, steps in grid.axes:
-            if axis not in axes and steps > 1:
-                moved: Counter[int] = Counter()
-                stride = grid.stride(axis)
-                for step in range(steps):
-                    for gpu, groups_there in starts.items():
-                        moved[(gpu + step * stride) % per_node] += groups_there
-                starts = moved
-        offsets = [rank - layout.rank_offset for rank in first]
-        touched = Counter()
-        for gpu, groups_there in starts.items():
-            touched[len({(gpu + offset) // per_node for offset in offsets})] += groups_there
-    crossing = count - touched[1]
-    return {"count": count, "size": size, "first": first, "nodes": max(touched), "crossing": crossing}
+def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
+    ends = ((ranks, ranks[0] // per_node, ranks[-1] // per_node) for ranks in groups)
+    touched = Counter(1 if first == last else len({rank // per_node for rank in ranks}) for ranks, first, last in ends)
+    size, crossing = max(map(len, groups)), len(groups) - touched[1]
+    return {"groups": groups, "count": len(groups), "size": size, "nodes": max(touched), "crossing": crossing}
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:
@@ -226,21 +185,13 @@ def abbreviate(ranks: Sequence[int]) -> str:
     ranks = list(ranks)
     if len(ranks) < 3:
         return " ".join(map(str, ranks)) or "none"
-    run = _run_length(ranks)
-    if run == len(ranks):
-        return f"{ranks[0]}–{ranks[-1]}" if ranks[1] - ranks[0] == 1 else _shorten(list(map(str, ranks)))
+    steps = [after - before for before, after in pairwise(ranks)]
+    run = next((at for at, step in enumerate(steps, 1) if step != steps[0]), len(ranks))
+    if run == len(ranks) and steps[0] == 1:
+        return _span(ranks)
     runs = [ranks[start : start + run] for start in range(0, len(ranks), run)]
-    if any([rank - part[0] for rank in part] != [rank - ranks[0] for rank in runs[0]] for part in runs):
-        return _shorten(list(map(str, ranks)))
-    return _shorten([_span(part) for part in runs])
-
-
-def _run_length(ranks: Sequence[int]) -> int:
-    """Returns how many of the first ranks have equal distances."""
-    length = min(2, len(ranks))
-    while length < len(ranks) and ranks[length] - ranks[length - 1] == ranks[1] - ranks[0]:
-        length += 1
-    return length
+    alike = all([rank - part[0] for rank in part] == [rank - ranks[0] for rank in runs[0]] for part in runs)
+    return _shorten([_span(part) for part in runs] if alike and len(runs) > 1 else list(map(str, ranks)))
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -315,60 +266,24 @@ def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
 
     Rank 0 has as many as any, for only first stages have both embedding groups.
     """
-    made = [kind.name for kind in plan.kinds if kind.made]
-    everything = [kind.name for kind in plan.kinds]
-    ends = {
-        kind.name: list(map(tuple, plan.layout.groups(kind.name)))
-        for kind in plan.kinds
-        if whole_of(plan.layout, kind.name) is not None and kind.size > 1
-    }
+    made = [kind for kind in plan.kinds if kind.made]
     return Communicators(
         made=_sets_of(plan, rank, made),
-        all_kinds=_sets_of(plan, rank, everything),
-        groups_made=_count_groups(plan, made, ends),
-        groups_of_all_kinds=_count_groups(plan, everything, ends),
+        all_kinds=_sets_of(plan, rank, plan.kinds),
+        groups_made=_count_groups(plan, made),
+        groups_of_all_kinds=_count_groups(plan, plan.kinds),
         all_to_all=plan.made("ep") is not None,
     )
 
 
-def _sets_of(plan: Plan, rank: int, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+def _sets_of(plan: Plan, rank: int, kinds: Iterable[Kind]) -> tuple[tuple[str, ...], ...]:
     sets: dict[tuple[int, ...], list[str]] = {tuple(range(plan.world_size)): ["world"]}
-    for name in names:
-        sets.setdefault(tuple(plan.layout.group_of(rank, name)), []).append(name)
+    for kind in kinds:
+        sets.setdefault(next((ranks for ranks in kind.groups if rank in ranks), ()), []).append(kind.name)
     return tuple(tuple(sharing) for ranks, sharing in sets.items() if len(ranks) > 1)
 
 
-def _count_groups(plan: Plan, names: Iterable[str], ends_of: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
-    """Returns how many sets of several ranks these kinds have.
-
-    Kinds that are no ends of others share all of them, or none.
-    """
-    kinds = [kind for kind in map(plan.kind, names) if kind is not None and kind.size > 1]
-    shared: set[str] = set()
-    ends: set[tuple[int, ...]] = set()
-    count = 1 if plan.world_size > 1 else 0
-    for kind in sorted(kinds, key=lambda kind: whole_of(plan.layout, kind.name) is not None):
-        if kind.name in shared or kind.size == plan.world_size:
-            continue
-        shared.update(kind.same_as)
-        if whole_of(plan.layout, kind.name) is None:
-            count += kind.count
-        else:
-            ends.update(ends_of[kind.name])
-    whole: dict[tuple[int, ...], list[str]] = {tuple(range(plan.world_size)): []}
-    for kind in kinds:
-        if whole_of(plan.layout, kind.name) is None:
-            whole.setdefault(_from_zero(kind.first), []).append(kind.name)
-
-    def is_counted(ranks: tuple[int, ...]) -> bool:
-        """Returns True for the world, or a group of a kind that is no end of another."""
-        names = whole.get(_from_zero(ranks), [])
-        return len(ranks) == plan.world_size or any(
-            plan.layout.group_of(ranks[0], name) == list(ranks) for name in names
-        )
-
-    return count + sum(len(ranks) > 1 and not is_counted(ranks) for ranks in ends)
-
-
-def _from_zero(ranks: Sequence[int]) -> tuple[int, ...]:
-    return tuple(rank - ranks[0] for rank in ranks)
+def _count_groups(plan: Plan, kinds: Iterable[Kind]) -> int:
+    """Returns how many sets of several ranks these kinds and the world have."""
+    sets = {ranks for kind in kinds if kind.size > 1 for ranks in kind.groups} | {tuple(range(plan.world_size))}
+    return sum(len(ranks) > 1 for ranks in sets)

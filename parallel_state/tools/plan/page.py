@@ -15,11 +15,10 @@ from typing import Any
 
 from parallel_state.layout.axes import BY_NAME
 from parallel_state.layout.ranks import Grid
+from parallel_state.tools.output import html_page
 from parallel_state.tools.plan.groups import Kind, Plan, whole_of
 from parallel_state.tools.plan.picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
 from parallel_state.tools.plan.remarks import Remark
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
@@ -28,22 +27,9 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
     kind = next(kind for kind in plan.kinds if kind.name == name)
     shows, read = shown(kind), how_to_read(plan, kind)
     data = json.dumps(page_data(plan, name, geometry), separators=(",", ":"), ensure_ascii=False)
-    title = escape(str(plan.layout))
     style, script = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{title}</title>
-<style>{STYLE}
-{style}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
+    body = f"""<header>
+<h1>{escape(str(plan.layout))}</h1>
 <p>{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {escape(plan.request.order)}</p>
 {_remarks(remarks)}</header>
 <div class="kinds">
@@ -62,13 +48,12 @@ style="max-width:{geometry.width * 1.3 + 4:.0f}px;--mark:{geometry.gap / 2:g}">
 max="{plan.world_size - 1}" value="0"></form>
 <div id="panel"></div>
 </aside>
-</main>
-<script type="application/json" id="data">{for_script(data)}</script>
+</main>"""
+    scripts = f"""<script type="application/json" id="data">{for_script(data)}</script>
 <script>
 {script}</script>
-</body>
-</html>
 """
+    return html_page(str(plan.layout), f"{STYLE}\n{style}", body, scripts)
 
 
 def for_script(text: str) -> str:

@@ -174,15 +174,23 @@ def picture(plan: Plan, name: str) -> str:
     parts, y = [], float(margin)
     for style, line in lines:
         y += 22 if style else 18
-        look = 'font-size="16" font-weight="600"' if style else f'{SOFT} font-size="13"'
-        parts.append(f'<text x="{margin}" y="{y - 6:g}" {look}>{escape(line)}</text>')
-    total_width, total_height = width + 2 * margin, top + geometry.height + margin
+        parts.append(heading(margin, y - 6, line, is_first=bool(style)))
+    parts.append(f'<g transform="translate({margin},{top:g})">{"".join(nodes(plan, name, geometry))}</g>')
+    return svg_file(str(plan.layout), STYLE, width + 2 * margin, top + geometry.height + margin, parts)
+
+
+def heading(x: float, y: float, line: str, *, is_first: bool) -> str:
+    """Returns a line above a drawing."""
+    look = 'font-size="16" font-weight="600"' if is_first else f'{SOFT} font-size="13"'
+    return f'<text x="{x:g}" y="{y:g}" {look}>{escape(line)}</text>'
+
+
+def svg_file(title: str, style: str, width: float, height: float, parts: Sequence[str]) -> str:
+    """Returns an SVG file of these elements, on the page's colour."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width:g} {total_height:g}" '
-        f'width="{total_width:g}" height="{total_height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
-        f"<title>{escape(str(plan.layout))}</title><style>{STYLE}</style>"
-        f"{PAGE}{''.join(parts)}"
-        f'<g transform="translate({margin},{top:g})">{"".join(nodes(plan, name, geometry))}</g></svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
+        f"<title>{escape(title)}</title><style>{style}</style>{PAGE}{''.join(parts)}</svg>\n"
     )
 
 

@@ -168,10 +168,6 @@ def plan_json(
     plan: Plan, remarks: Sequence[Remark], communicators: Communicators, rank: int | None = None
 ) -> dict[str, Any]:
     """Returns the whole plan, and one rank's view if asked for; the module's text lists the keys."""
-    counts = {
-        "made": (communicators.made, communicators.groups_made),
-        "all_kinds": (communicators.all_kinds, communicators.groups_of_all_kinds),
-    }
     found: dict[str, Any] = {
         "format": 1,
         "world_size": plan.world_size,
@@ -184,18 +180,20 @@ def plan_json(
         "missing": dict(plan.layout.missing),
         "warnings": [vars(remark) for remark in remarks],
         "communicators": {
-            **{
-                name: {"sets": sets, "per_rank": len(sets), "in_world": in_world,
-                       "megabytes": communicators.megabytes(len(sets))}
-                for name, (sets, in_world) in counts.items()
-            },
+            "made": _sets_json(communicators, communicators.made, communicators.groups_made),
+            "all_kinds": _sets_json(communicators, communicators.all_kinds, communicators.groups_of_all_kinds),
             "basis": BASIS,
             "figures": [vars(figure) for figure in FIGURES],
         },
-    }  # fmt: skip
+    }
     if rank is not None:
         found["rank"] = _rank_json(plan, rank)
     return found
+
+
+def _sets_json(communicators: Communicators, sets: Sequence[Sequence[str]], in_world: int) -> dict[str, Any]:
+    megabytes = communicators.megabytes(len(sets))
+    return {"sets": sets, "per_rank": len(sets), "in_world": in_world, "megabytes": megabytes}
 
 
 def refusal_json(error: LayoutError, changes: Sequence[Change]) -> dict[str, Any]:
@@ -212,12 +210,7 @@ def _kind_json(kind: Kind, plan: Plan) -> dict[str, Any]:
         "name": kind.name,
         "long_name": kind.axis.long_name,
         "about": kind.axis.about,
-        "count": kind.count,
-        "size": kind.size,
-        "first": kind.first,
-        "nodes": kind.nodes,
-        "crossing": kind.crossing,
-        "same_as": kind.same_as,
+        **{name: getattr(kind, name) for name in ("count", "size", "first", "nodes", "crossing", "same_as")},
         "process_group": plan.process_group(kind),
         "made": kind.made,
         "steps": [step._asdict() for step in steps_of(plan.layout, kind.name)],

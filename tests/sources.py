@@ -1,0 +1,18 @@
+"""Syntax trees of this project's files, parsed and walked once for all tests that read the source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Returns all nodes of a file's tree. A walk takes ten times as long as a loop over these."""
+    return tuple(ast.walk(tree_of(path)))
