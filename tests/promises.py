@@ -8,7 +8,7 @@ A promise is one line, made from the name of a collected test, or from a key of 
     bits | shared_memory | all_reduce_async | float32   # transport, call (started calls end in _async), dtype
     compiled | test_graph_breaks | inductor-names3      # file, parameters
     layout | test_every_group_that_vllm_makes           # test that compares layouts with an engine's own code
-    doors | gloo-all_reduce                             # transport and operation that go through every door
+    doors | gloo-compiled-all_reduce                    # transport, door, operation
 
 A line that no test makes any more must move to the file's last part, below `withdrawn:`, and CHANGELOG.md must quote it
 in backquotes with the reason. `python -m tests.lanes`, which CI runs, compares the file with what the lanes collected.

@@ -173,11 +173,12 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             if in_use and not stranger and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world may be just closing its server
                 continue
-            what = (
-                f"is in use by another process{stranger}"
-                if in_use
-                else f"can't be served: {str(error).splitlines()[0]}"
-            )
+            if in_use and (os.getpid(), address) in _OWN_SERVERS:
+                what = "is in use by an earlier world of this process, of which something holds a process group"
+            elif in_use:
+                what = f"is in use by another process{stranger}"
+            else:
+                what = f"can't be served: {str(error).splitlines()[0]}"
             raise _error_of(
                 0,
                 f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "

@@ -107,6 +107,29 @@ def _again_though_groups_are_kept(port: int) -> list[float]:
     return totals
 
 
+def _at_other_addresses(port: int) -> list[str]:
+    """Worlds at two addresses of this host and one port, while the program keeps their groups."""
+    kept, told = [], []
+    for host in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
+        with start_timeout(AMPLE_S):
+            outcome = attempt(ps.init_distributed_environment, 2, int(os.environ[RANK]), f"tcp://{host}:{port}")
+        told.append(outcome.kind if outcome.kind == "ok" else outcome.text)
+        if outcome.kind == "ok":
+            kept.append(ps.get_world_group().device_group)
+        ps.destroy_distributed_environment()
+        if len(told) == 2 and os.environ[RANK] == "1":
+            break  # rank 0 alone is told why
+    return told
+
+
+def test_a_kept_group_at_another_address_is_no_server_of_the_next_world(pools: Pools) -> None:
+    with held_port() as port:
+        first, second = pools(2).run(_at_other_addresses, port, timeout_s=DEADLINE_S)
+    assert second == ["ok", "ok"]
+    assert first[:2] == ["ok", "ok"]
+    assert "in use by an earlier world of this process" in first[2]
+
+
 def test_worlds_follow_each_other_though_groups_are_kept(pools: Pools) -> None:
     """A kept group keeps the server of its world at the port: the next world has the same one."""
     with held_port() as port:
