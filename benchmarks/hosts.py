@@ -282,7 +282,7 @@ _OPEN_MPI_AS_ROOT = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", 
 _MPI_DEADLINE_S = 240.0
 
 
-def _starter(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
+def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
     """Returns how an MPI starts a command on each rank."""
     ranks = str(len(cluster.hosts) * ranks_per_host)
     if name == "Open MPI":
@@ -306,7 +306,7 @@ def _measure_mpi(
     mpi = next(each for each in peers.MPIS if each.name == name)
     programs = peers.DEFAULT / mpi.folder / "bin"
     cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))
-    command = _starter(name, programs, cluster, ranks_per_host)
+    command = _mpi_command(name, programs, cluster, ranks_per_host)
     script = [str(Path(__file__).with_name("hosts_mpi.py")), operation, str(count), str(rounds), str(calls), cores]
     variables = {**_MPI_OVER_TCP, **_OPEN_MPI_AS_ROOT, **_YIELDING}
     ended = cluster.run(0, [*command, *script, hex(mpi.bfloat16 or 0)], _MPI_DEADLINE_S, **variables)

@@ -76,7 +76,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """Returns what speaks against it by what is equal on every rank, or None."""
+        """Returns why the row is unsupported, from facts equal on every rank, or None."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):

@@ -143,7 +143,7 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
 def _objection(
     gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, slices: str, joint: str
 ) -> str | None:
-    """Returns why not every two devices of the group are as one would have them, or None.
+    """Returns the first pair of devices of the group that fails the check, in words, or None.
 
     `problem`: the entry of a view that says so; `slices`: what slices of one GPU lack; `joint`: goes before a problem.
     """

@@ -489,7 +489,7 @@ class NcclCommunicator(Communicator):
         self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        """Sends and receives in one launch, in which nothing waits for another; copies what this rank gives itself."""
+        """Sends and receives in one launch, in which nothing waits for another. Copies this rank's own block."""
         rank = self.context.rank
         own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]

@@ -54,7 +54,7 @@ class Sharing(Protocol):
 
 
 class Way(Protocol):
-    """A way to share memory: called, it gives zeroed memory of this rank's device, and may raise anything."""
+    """A way to share memory. A call allocates zeroed memory on this rank's device, and may raise any exception."""
 
     @property
     def name(self) -> str: ...

@@ -224,7 +224,10 @@ def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> 
 def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
     """Returns the row that was measured, and proven, under these conditions."""
     wanted = asdict(conditions).items()
-    return next((row for row in rows if _counts(row) and all(getattr(row, name) == it for name, it in wanted)), None)
+    for row in rows:
+        if _counts(row) and all(getattr(row, name) == value for name, value in wanted):
+            return row
+    return None
 
 
 def _counts(row: Thresholds) -> bool:

@@ -107,7 +107,7 @@ class Frames:
         as_bytes(out).copy_(self._frames[rank, begin : begin + out.nbytes])
 
     def copy_all_to(self, out: Tensor) -> None:
-        """Fills contiguous `out` with what came in all of them, as much in each, in rank order."""
+        """Fills contiguous `out` with the payloads of all frames, of equal size, in rank order."""
         each = out.nbytes // len(self._frames)
         as_bytes(out).view(len(self._frames), each).copy_(self._frames[:, self._begin : self._begin + each])
 

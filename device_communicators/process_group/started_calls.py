@@ -45,7 +45,7 @@ class Steps(NamedTuple):
     size_bytes: int
     """Of the payload of any rank."""
     finish: Callable[[Transport, Frames | None], object]
-    """Is given no frames where tensors didn't fit into them."""
+    """Its `frames` are None if the tensors exceeded a frame."""
 
 
 class StartedCalls:

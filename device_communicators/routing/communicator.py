@@ -281,8 +281,8 @@ class Communicator(ABC):
         """Returns the bytes of `src`, of which the others don't know how many there are, but for `most_bytes`."""
         raise UnsupportedError(f"{self.name} has no broadcast_sized")
 
-    # With `_into` the result goes to contiguous `out`, which shares no memory with `x`: at once where nothing but dims
-    # of length 1 comes before `dim`, so that what each rank gives or gets is in one piece.
+    # With `_into` the result goes to contiguous `out`, which shares no memory with `x`. It isn't copied if all dims
+    # before `dim` have length 1: each rank's block is then contiguous.
 
     def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
         """Gathers `[…, d, …]` into `out`, `[…, size · d, …]`."""

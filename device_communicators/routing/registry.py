@@ -54,7 +54,7 @@ def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[],
 
 
 def _add(hook: _T, hooks: list[_T], changed: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Adds a hook, and returns a function that takes it back; either calls `changed`."""
+    """Adds a hook, and returns a function that removes it. Both call `changed`."""
     hooks.append(hook)
     changed()
 

@@ -181,8 +181,10 @@ def _ring_body() -> None:
         sending, receiving = group.isend(sent, following), group.irecv([numel], torch.float32, previous)
         assert bool((receiving.wait() == previous).all())
         sending.wait()
-    to, of = ([5 * (each == peer) for each in range(size)] for peer in (following, previous))
-    assert nccl.all_to_all(torch.full((5,), float(rank), device=device()), of, to).tolist() == [float(previous)] * 5
+    input_splits = [5 if peer == following else 0 for peer in range(size)]
+    output_splits = [5 if peer == previous else 0 for peer in range(size)]
+    x = torch.full((5,), float(rank), device=device())
+    assert nccl.all_to_all(x, output_splits, input_splits).tolist() == [float(previous)] * 5
 
 
 @pytest.mark.parametrize("world", [2, 4])
