@@ -20,7 +20,6 @@ import functools
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -48,6 +47,7 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORC
 program for each and loads it in an interpreter with torch, 6 s of CPU time."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 _STEP_S = 0.2
+_LOOK_S = 2.0
 
 
 class Lane(NamedTuple):
@@ -176,7 +176,7 @@ class Run:
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
         self.cpu_s = 0.0
-        """Of it and of the descendants that were waited for, once it has ended; not of those that were killed."""
+        """Of it and of all that descends from it, as of the last look; those of orphans are missing."""
         self._cache = LOGS / f"{lane.name}.cache"
         command = list(lane.command)
         if not command:
@@ -204,16 +204,12 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """How it ended; None while it runs, or unless `poll` has seen it end."""
-        return self._process.returncode
+        """How it ended; None while it runs."""
+        return self._process.poll()
 
-    def poll(self) -> bool:
-        """Returns whether it has ended. Takes its CPU seconds then."""
-        if self._process.returncode is None:
-            before_s = _cpu_s_of_children()
-            if self._process.poll() is not None:
-                self.cpu_s = _cpu_s_of_children() - before_s
-        return self._process.returncode is not None
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def failures(self) -> list[str]:
         """Returns the names of tests that failed and of files that couldn't be read; none if pytest itself failed."""
@@ -222,7 +218,7 @@ class Run:
 
     def kill(self) -> None:
         """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""
-        if not self.poll():
+        if self.code is None:
             for pid in [self._process.pid, *descendants(self._process.pid)]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -259,10 +255,22 @@ def apart() -> tuple[str, ...]:
         return ()
 
 
-def _cpu_s_of_children() -> float:
-    """Returns the CPU seconds of processes that this one has waited for, and of what they have waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _note_cpu_s(runs: Sequence[Run]) -> None:
+    """Updates the CPU seconds of lanes: of all that descends from them, with what those processes have waited for."""
+    used_s, children = dict[int, float](), dict[int, list[int]]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            _, parent, *fields = stat.read_text("utf-8", "replace").rpartition(") ")[2].split()
+            pid = int(stat.parent.name)
+            children.setdefault(int(parent), []).append(pid)
+            used_s[pid] = sum(map(int, fields[9:13])) / os.sysconf("SC_CLK_TCK")
+    for run in runs:
+        total_s, waiting = 0.0, [run.pid]
+        while waiting:
+            pid = waiting.pop()
+            total_s += used_s.get(pid, 0.0)
+            waiting += children.get(pid, [])
+        run.cpu_s = max(run.cpu_s, total_s)
 
 
 def counts_of(text: str) -> Counter[str]:
@@ -282,9 +290,12 @@ def last_line(total: Counter[str], seconds: float, again: Sequence[str] = ()) ->
 
 def ended(runs: Sequence[Run]) -> Iterator[Run]:
     """Yields each as it ends."""
-    running = list(runs)
+    running, next_look_s = list(runs), 0.0
     while running:
-        for run in [run for run in running if run.poll()]:
+        if time.monotonic() >= next_look_s:
+            _note_cpu_s(running)
+            next_look_s = time.monotonic() + _LOOK_S
+        for run in [run for run in running if run.code is not None]:
             running.remove(run)
             yield run
         time.sleep(_STEP_S)

@@ -12,6 +12,7 @@ UPPER = "parallel_state"
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "base": (),
     "liveness": ("base",),
+    "control": (),
     "calls": ("base",),
     "cpu": ("liveness", "calls"),
     "routing": ("cpu",),

@@ -35,6 +35,8 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
     rank = int(os.environ["RANK"])
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
     if rank != 0:
+        if stage == "meeting":
+            after_entering(Path(folder, f"entered-{rank}").touch)
         return
     owner, name = STAGES[stage]
     function = getattr(owner, name)
@@ -45,7 +47,7 @@ def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
             os.kill(int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")), signal.SIGKILL)
 
     def kill_once_others_meet() -> None:
-        while not all(Path(folder, f"pid-{other}").exists() for other in range(3)):
+        while not all(Path(folder, f"entered-{other}").exists() for other in (1, 2)):
             time.sleep(0.01)
         later(MEETING_S, kill)  # a rank that comes later than that can't learn who served the store
 
