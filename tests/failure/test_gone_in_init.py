@@ -26,7 +26,7 @@ from tests.workers import WorkerPool
 pytestmark = pytest.mark.side_by_side
 SOON_S = 2.0
 START_S = 30.0
-MEETING_S = 0.8
+MEETING_S = 2.0
 NEEDS_CONTROL_PLANE = "two ranks that nobody watches yet: the control plane is to name both"
 
 
