@@ -142,7 +142,7 @@ def _without_paths(words: Sequence[str]) -> list[str]:
 
 
 def _write(folder: Path, findings: Findings) -> None:
-    """Writes the page; an earlier report isn't given up for a run that was interrupted."""
+    """Writes the page. An earlier report stays if this run is interrupted."""
     before = page.date_of(folder)
     if findings.interrupted and (before is not None or not findings.rows):
         print(f"nothing was written to {folder}" + (f": the report of {before} stays" if before else ""))

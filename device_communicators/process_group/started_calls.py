@@ -33,7 +33,7 @@ _NUMBERS = 1 << 10
 
 
 Transport = Union[PlainProcessGroup, "Exchange"]
-"""What carries tensors that are too large for frames: gloo's own collectives, or the transfers of a started call."""
+"""Carriers of tensors that are too large for frames: gloo's own collectives, or the transfers of a started call."""
 
 
 class Steps(NamedTuple):

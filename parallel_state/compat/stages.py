@@ -1,4 +1,4 @@
-"""How an engine's environment variable divides a model's layers among pipeline stages."""
+"""Reads an engine's environment variable that divides a model's layers among pipeline stages."""
 
 from __future__ import annotations
 

@@ -165,7 +165,8 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
-            if in_use and _OWN_SERVERS and _may_share(address):
+            is_own = in_use and (os.getpid(), address) in _OWN_SERVERS
+            if is_own and _may_share(address):
                 store = _connect_to_own_server(address, place, give_up)
                 if store is not None:
                     return store
@@ -173,7 +174,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             if in_use and not stranger and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world may be just closing its server
                 continue
-            if in_use and (os.getpid(), address) in _OWN_SERVERS:
+            if is_own:
                 what = "is in use by an earlier world of this process, of which something holds a process group"
             elif in_use:
                 what = f"is in use by another process{stranger}"
@@ -200,7 +201,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
 
 
 def _may_share(address: tuple[str, int]) -> bool:
-    """Returns whether this process has started no server at the port but at this address.
+    """Returns True if this process has started no server at the port but at this address.
 
     torch finds a shared server by its port alone, also in a forked child, where no thread runs it.
     """

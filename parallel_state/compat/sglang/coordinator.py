@@ -331,7 +331,7 @@ def reg_all_to_all_single(output: Tensor, input: Tensor, group_name: str) -> Non
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a module's functions by name: each a call, in the table as `tp.all_reduce`, of a group of the context."""
+    """Returns functions by name. The table has the group and method that each calls, such as `tp.all_reduce`."""
     found = {}
     for name, call in table.items():
         group, _, method = call.partition(".")

@@ -42,7 +42,7 @@ _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": ("mpirun", "mpiexec", "orted", "prted", "prterun", "orterun", "srun", "slurmstepd"),
     "MPI_LOCALRANKID": ("mpirun", "mpiexec", "hydra", "srun", "slurmstepd"),
 }
-"""What must be among the processes above one that has the variable; a container's start hides them."""
+"""Processes of which one must be an ancestor of a process that has the variable. A container hides them."""
 _INITS = ("systemd", "init")
 _SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
