@@ -7,8 +7,8 @@
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
-end, of the others the summary. Many tests have ranks that must notice something in time, with six lanes on few cores:
-up to MOST_AGAIN that failed run once more, with the machine to themselves. The last line counts all tests in pytest's
+end, of the others the summary. Many tests have ranks that must notice something in time, so no more lanes run at once
+than there are cores, and one; and up to MOST_AGAIN tests that failed run once more, with the machine to themselves. The last line counts all tests in pytest's
 words, and names those that were run again. The exit code is 1 where a lane failed for good or ran no test, where more
 than MOST_FLAKES passed only when run again, and where the tests of all lanes no longer hold each of
 `tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
@@ -46,6 +46,8 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORC
 """The lanes have the cores among them; and inductor makes scalar code: a process that tries instruction sets compiles a
 program for each and loads it in an interpreter with torch, 6 s of CPU time."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
+AT_ONCE = (os.cpu_count() or 1) + 1
+"""Lanes that run at the same time: tests of ranks wait more than they compute, but each has deadlines."""
 _STEP_S = 0.2
 _LOOK_S = 2.0
 
@@ -95,7 +97,6 @@ DISAGREEMENTS = _files(
 """Failure tests in which all ranks live and their calls differ: they wait for deadlines."""
 LANES = (
     Lane("failures", ("tests/failure", *FUZZING), but=DISAGREEMENTS),
-    Lane("disagreements", DISAGREEMENTS),
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane(
         "programs",
@@ -105,9 +106,10 @@ LANES = (
     ),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=2),
     Lane("native", NATIVE, niceness=3),
+    Lane("disagreements", DISAGREEMENTS),
 )
-"""By what they wait for: the first two for ranks to notice something in time, so that they go before the others, none
-of which may starve: they have deadlines, too. "compiles" has the most to do, and goes before those beside it."""
+"""In the order in which they start: the longest first. The failure tests wait for ranks to notice something in time, so
+the other lanes are nice to them, but none may starve: they have deadlines, too."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
@@ -189,11 +191,15 @@ class Run:
                 *(f"--ignore={path}" for path in lane.but),
             ]
             command += ["-o", f"cache_dir={self._cache}", "--cache-clear", *options]
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
         with open(self.log, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                self._command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
-                preexec_fn=lambda: _be_nice(lane.niceness),
+                preexec_fn=lambda: _be_nice(self.lane.niceness),
                 env=environment(os.environ),
             )  # fmt: skip
 
@@ -204,12 +210,13 @@ class Run:
 
     @property
     def code(self) -> int | None:
-        """How it ended; None while it runs."""
-        return self._process.poll()
+        """How it ended; None before that."""
+        return None if self._process is None else self._process.poll()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """0 before it was started."""
+        return 0 if self._process is None else self._process.pid
 
     def failures(self) -> list[str]:
         """Returns the names of tests that failed and of files that couldn't be read; none if pytest itself failed."""
@@ -218,7 +225,7 @@ class Run:
 
     def kill(self) -> None:
         """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""
-        if self.code is None:
+        if self._process is not None and self.code is None:
             for pid in [self._process.pid, *descendants(self._process.pid)]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -289,9 +296,12 @@ def last_line(total: Counter[str], seconds: float, again: Sequence[str] = ()) ->
 
 
 def ended(runs: Sequence[Run]) -> Iterator[Run]:
-    """Yields each as it ends."""
-    running, next_look_s = list(runs), 0.0
-    while running:
+    """Starts them, AT_ONCE at a time, and yields each as it ends."""
+    waiting, running, next_look_s = list(runs), list[Run](), 0.0
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(waiting.pop(0))
+            running[-1].start()
         if time.monotonic() >= next_look_s:
             _note_cpu_s(running)
             next_look_s = time.monotonic() + _LOOK_S

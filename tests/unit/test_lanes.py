@@ -119,6 +119,30 @@ def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [lanes.main(paths, [passes]), lanes.main(paths, [well]), lanes.main(paths, [ill])] == [0, 0, 1]
 
 
+ALONE = """
+import os, pathlib, time
+def test_alone():
+    held = pathlib.Path(__file__).with_name("held")
+    held.touch(exist_ok=False)
+    time.sleep(0.5)
+    held.unlink()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare")
+def test_only_so_many_lanes_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").write_text(ALONE)
+    both = [Lane(name, (f"test_{name}.py",)) for name in "ab"]
+    monkeypatch.setattr(lanes, "MOST_AGAIN", 0)
+    monkeypatch.setattr(lanes, "AT_ONCE", 2)
+    assert lanes.main([], both) == 1
+    (tmp_path / "held").unlink(missing_ok=True)
+    monkeypatch.setattr(lanes, "AT_ONCE", 1)
+    assert lanes.main([], both) == 0
+
+
 def test_interpreters_keep_their_bytecode() -> None:
     """Also where the caller wants none: without it each of them compiles all that it imports."""
     kept = lanes.environment({"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"})
