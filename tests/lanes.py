@@ -8,10 +8,10 @@
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
 end, of the others the summary. Many tests have ranks that must notice something in time, so no more lanes run at once
-than there are cores, and one; and up to MOST_AGAIN tests that failed run once more, with the machine to themselves. The last line counts all tests in pytest's
-words, and names those that were run again. The exit code is 1 where a lane failed for good or ran no test, where more
-than MOST_FLAKES passed only when run again, and where the tests of all lanes no longer hold each of
-`tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
+than there are cores, and one; and up to MOST_AGAIN tests that failed run once more, with the machine to themselves. The
+last line counts all tests in pytest's words, and names those that were run again. The exit code is 1 where a lane
+failed for good or ran no test, where more than MOST_FLAKES passed only when run again, and where the tests of all lanes
+no longer hold each of `tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
 """
 
 from __future__ import annotations
