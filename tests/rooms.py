@@ -11,8 +11,8 @@ UPPER = "parallel_state"
 
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "base": (),
-    "liveness": ("base",),
-    "control": (),
+    "control": ("base",),
+    "liveness": ("control",),
     "calls": ("base",),
     "cpu": ("liveness", "calls"),
     "routing": ("cpu",),

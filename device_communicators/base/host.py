@@ -39,6 +39,12 @@ def namespace_id(kind: str) -> str:
     return f"{boot}/{number}" if boot and number else ""
 
 
+def process_domain() -> str:
+    """Returns an id that is equal for processes that can watch each other by PID; empty where that can't be told."""
+    processes = namespace_id("pid")
+    return f"{processes}/{local_namespace('time')}" if processes else ""  # `start_time` is by the clock of who asks
+
+
 def start_time(pid: int) -> str:
     """Returns when a process of this PID namespace began; empty where there is none. Tells reused pids apart."""
     return _stat(pid, 19)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.host import address_towards
 from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.watching import watch_ranks
+from device_communicators.cpu.watching import listen, watch_ranks
 from device_communicators.liveness.health import FailureDomain, Watcher
 
 
@@ -33,6 +33,8 @@ class World:
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
         """The address at which other hosts reach this process, if known."""
+        if len(ranks) > 1:
+            listen(self.watcher, self.address)
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank on this host, a bit each."""
         self.begun = False
@@ -58,7 +60,7 @@ class World:
         self.begun = True
         self.neighbours = memory.cores
         self.watcher.open_store = self._open_store
-        watch_ranks(memory, self.watcher, self._open_store, self.address)
+        watch_ranks(memory, self.watcher)
 
     def close(self) -> None:
         """Ends the watch. Twice is fine."""

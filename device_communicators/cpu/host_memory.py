@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,21 +23,22 @@ from typing import Any
 
 from device_communicators.base import cores, limits, settings
 from device_communicators.base.errors import CommunicationError, ConfigMismatchError, plain
-from device_communicators.base.host import local_namespace
+from device_communicators.base.host import namespace_id, process_domain, start_time
 from device_communicators.base.limits import describe_address_space
 from device_communicators.calls.work import gather_bytes
+from device_communicators.control.plane import Endpoint
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
-from device_communicators.liveness.health import FailureDomain, Watcher, describe_deaths, kind_of_deaths
-from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES
+from device_communicators.liveness.health import FailureDomain, Place, Watcher, describe_deaths, kind_of_deaths
 
 logger = logging.getLogger("parallel_state")
 
 MAX_RANKS = 64  # csrc/group.h
-_TOLD_BYTES = 512
+_TOLD_BYTES = 1024
+_NAME_BYTES = 64
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
@@ -75,8 +77,8 @@ class HostMemory:
         """By rank: whether it has PARALLEL_STATE_ROUND_BETWEEN_HOSTS on."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
-        self.watched_together: tuple[tuple[int, ...], ...] = ()
-        """As `hosts`, but ranks of a host that can't watch each other are apart."""
+        self.places: tuple[Place, ...] = ()
+        """Of all ranks, for the control plane."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -110,7 +112,8 @@ class HostMemory:
                 exchange = functools.partial(
                     _wait, ranks=watched or self.members.ranks, watcher=watcher, deadline=started + limit_s
                 )
-                self._attach(_Meeting(self.members, cpu_group, stack, exchange))
+                endpoint = None if watcher is None else watcher.endpoint
+                self._attach(_Meeting(self.members, cpu_group, stack, exchange, endpoint))
         except RuntimeError as error:
             if isinstance(error, CommunicationError):
                 raise
@@ -142,7 +145,7 @@ class HostMemory:
                 memory.unmap()
             raise
         self.pids = meeting.pids()
-        self.watched_together = meeting.watched_together(self.hosts)
+        self.places = meeting.places()
         self.debug = meeting.debug
         self.rounding = meeting.rounding()
         self.cores = meeting.core_masks()
@@ -304,8 +307,10 @@ class _Meeting:
         cpu_group: Any,
         stack: contextlib.ExitStack,
         wait: Callable[[Any], None],
+        endpoint: Endpoint | None,
     ) -> None:
         self._wait = wait
+        self._endpoint = endpoint
         self.members = members
         self.problem: str | None = None
         self.local_ranks: tuple[int, ...] = (members.rank,)
@@ -332,7 +337,11 @@ class _Meeting:
             {
                 "name": name,
                 "pid": os.getpid(),
-                "namespace": local_namespace("pid") if CAN_WATCH_PROCESSES else 0,  # where ranks watch each other
+                "began": start_time(os.getpid()),
+                "host": socket.gethostname()[:_NAME_BYTES],
+                "network": namespace_id("net"),
+                "processes": process_domain(),
+                "endpoint": "" if self._endpoint is None else str(self._endpoint),
                 "cores": f"{sum(1 << core for core in cores.usable_cores()):x}",
                 "areas_by": settings.AREAS.get(),
                 "area": cores.area_of(frozenset(cores.usable_cores())),
@@ -447,18 +456,23 @@ class _Meeting:
         return tuple(cores.Area(*self._facts[rank]["area"]) for rank in self.local_ranks)
 
     def pids(self) -> tuple[int, ...]:
-        own = self._facts[self.members.rank]["namespace"]
+        own = self._facts[self.members.rank]["processes"]
         return tuple(
-            self._facts[rank]["pid"] if self._facts[rank]["namespace"] == own != 0 else -1 for rank in self.local_ranks
+            self._facts[rank]["pid"] if self._facts[rank]["processes"] == own != "" else -1 for rank in self.local_ranks
         )
 
-    def watched_together(self, hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        parts: dict[tuple[int, int], list[int]] = {}
-        for host in hosts:
-            for rank in host:
-                namespace = self._facts[rank]["namespace"] or -rank  # who can't tell is alone
-                parts.setdefault((host[0], namespace), []).append(rank)
-        return tuple(sorted(tuple(ranks) for ranks in parts.values()))
+    def places(self) -> tuple[Place, ...]:
+        return tuple(
+            Place(
+                facts["host"],
+                facts["network"],
+                facts["processes"],
+                facts["pid"],
+                facts["began"],
+                Endpoint.parse(facts["endpoint"]) if facts["endpoint"] else None,
+            )
+            for facts in self._facts
+        )
 
     def _others_problem(self, facts: list[dict[str, Any]]) -> str | None:
         found = next(((rank, each["problem"]) for rank, each in enumerate(facts) if each["problem"]), None)

@@ -1,8 +1,7 @@
-"""Notes the ranks that have ended: one thread per process watches the others and fills a table that waits look at.
+"""What this process knows of the ends of other ranks: a table that waits look at, filled by the control plane.
 
-Ranks on this host are watched by `process_ends`, hosts by the heartbeats of `heartbeat`.
-Nobody asks here on a fast path: who waits looks at `deaths_of` between two slices of its wait. A rank that left on
-purpose (`leave` in its own process) is no death: what it owed the others has been sent.
+Nobody asks here on a fast path: a wait looks at `deaths_of` between two slices. A rank that left on purpose (`leave` in
+its own process) is no death: what it owed the others has been sent.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from device_communicators.base import exits
+from device_communicators.base import exits, settings
 from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -27,9 +26,10 @@ from device_communicators.base.errors import (
     HostUnreachableError,
     PeerDiedError,
 )
-from device_communicators.base.helper_threads import Call, HelperThread
+from device_communicators.base.helper_threads import Call
+from device_communicators.base.host import is_loopback
+from device_communicators.control.plane import Change, ControlError, Endpoint, Member, World
 from device_communicators.liveness.condition import condition_of
-from device_communicators.liveness.process_ends import CAN_WATCH_PROCESSES, ProcessEnds
 
 logger = logging.getLogger("parallel_state")
 
@@ -39,13 +39,11 @@ process before it tells of its end, and on a busy machine some time lies between
 NOTICE_S = 0.2
 """The time after a death in which an operation may still be completed by what the dead rank sent before."""
 
-_FAREWELL_S = 0.1
 _TOGETHER_S = 0.1
 """Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
 _HOST_TOGETHER_S = 0.25
 """The same for ranks of another host, all of which may be ending."""
-
-
+LOOPBACK = "127.0.0.1"
 _PF_EXITING = 4
 """Of the flags in /proc/PID/stat."""
 
@@ -83,6 +81,8 @@ class Death:
     """False for one that is only not heard of, or that gave up."""
     unreachable: bool = False
     """True for a rank whose host is not heard of."""
+    stopped: bool = False
+    """True for a rank whose host answers though it doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
     """On the monotonic clock of this host: since when it is known."""
 
@@ -95,12 +95,15 @@ def describe_deaths(deaths: Iterable[Death]) -> str:
 def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
     """Returns the class of the error for a wait that these deaths ended.
 
-    PeerDiedError if one of them is certain, HostUnreachableError if a host doesn't answer, else `otherwise`.
+    PeerDiedError if one of them is certain, HostUnreachableError if a host doesn't answer, CollectiveTimeoutError if
+    ranks are stopped, else `otherwise`.
     """
     deaths = list(deaths)
     if any(death.certain for death in deaths):
         return PeerDiedError
-    return HostUnreachableError if any(death.unreachable for death in deaths) else otherwise
+    if any(death.unreachable for death in deaths):
+        return HostUnreachableError
+    return CollectiveTimeoutError if any(death.stopped for death in deaths) else otherwise
 
 
 class FailureDomain:
@@ -121,11 +124,11 @@ class FailureDomain:
 
 
 def is_ending(pid: int) -> bool:
-    """Returns True for a process whose threads all have a SIGKILL to come or are in their exit, which takes a while."""
+    """Returns True for a process that has ended, or whose threads all have a SIGKILL to come or are in their exit."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:  # it has ended, or there is no /proc
-        return False
+    except OSError:
+        return os.path.exists("/proc/self/task")
     return all(_thread_is_ending(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
 
 
@@ -148,48 +151,49 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
     return None
 
 
-class Farewells:
-    """Records in the store, over a connection of its own, which ranks leave on purpose."""
+class Place(NamedTuple):
+    """The process of a rank, as all ranks are told of it."""
 
-    def __init__(self, store: Any) -> None:
-        """Binds the store of the farewells, or None."""
-        self._store = None if store is None else BoundedStore.of(store)
+    host: str
+    """Its name; empty where that isn't known."""
+    network: str
+    """Equal for processes that can reach each other over loopback; empty where that can't be told."""
+    processes: str
+    """Equal for processes that can watch each other by PID; empty where that can't be told."""
+    pid: int
+    began: str
+    """Start time of the process, as the kernel counts: another one may have its PID later."""
+    endpoint: Endpoint | None
+    """Of its control plane; None if it has none."""
 
-    def announce(self, rank: int) -> None:
-        with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                store, key = self._store.within(_FAREWELL_S), f"left/{rank}"
-                store.set(key, "1")
-                store.check([key])  # a set has no answer; this answer proves that the key is set
 
-    def was_announced(self, rank: int) -> bool:
-        """Returns True if the rank announced its end; False if the store, gone with it perhaps, is silent."""
-        with contextlib.suppress(RuntimeError):
-            return self._store is not None and self._store.within(_FAREWELL_S).check([f"left/{rank}"])
-        return False
+def _problem_of(rank: int, place: Place, spans_hosts: bool) -> str:
+    """Returns the reason that the control plane can't reach a rank; empty if it can."""
+    if place.endpoint is None:
+        return f"rank {rank} has no control plane"
+    if spans_hosts and is_loopback(place.endpoint.host):
+        return f"rank {rank} can be reached on its own host only, at {place.endpoint.host}"
+    return ""
 
 
 class Watcher:
-    """The ranks of one world, as far as this process can tell that they are gone."""
+    """The ranks of one world, as far as this process knows that they are gone."""
 
     def __init__(self) -> None:
         exits.prepare()
         self._deaths: dict[int, Death] = {}
         self._news = threading.Condition()
-        self._ends = ProcessEnds()  # by global rank
+        self._world: World | None = None
+        self._rank = -1
+        self._places: dict[int, Place] = {}
+        """Of the ranks that the control plane watches, with this one."""
+        self._problem = "they have not met yet"
         self._pids: dict[int, int] = {}  # global rank -> PID
-        self._linked: set[int] = set()
-        self.linked_apart: list[list[int]] = []
-        """The ranks by host where those of several are connected since the start."""
         self.news_s = NEWS_S
         """The time from a transport's own error to the news of a death; more while a world starts."""
-        self.bound_s = NEWS_S
-        """The time from a broken connection to the news of a death: over hosts, the heartbeats' limit."""
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
-        self._thread: threading.Thread | None = None
-        self._wake: WakeEvent | None = None
         self._pid = os.getpid()
         self.open_store: Callable[[], BoundedStore | None] | None = None
         """Gives a connection of its own to the world's store, for questions after a failure."""
@@ -200,7 +204,7 @@ class Watcher:
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
-        """Other sources of the table, which end with it."""
+        """Called by `close`, the last one first."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -219,57 +223,124 @@ class Watcher:
 
         return answer_within(limit_s, ask)
 
-    def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
-        """Watches processes of this host, by global rank; once. `has_left` tells who went on purpose."""
+    def listen(self, library: Any, address: str) -> Endpoint | None:
+        """Returns the endpoint at which the other ranks reach this process' control plane: for the roster.
+
+        `library`: the compiled part, or the reason that there is none. `address`: of this host, as others reach it.
+        None if the control plane can't be had: then exits of ranks are noticed at deadlines only.
+        """
+        if self._world is None:
+            try:
+                if isinstance(library, str):
+                    raise ControlError(library)
+                self._world = World(
+                    library,
+                    address or LOOPBACK,
+                    beat_s=settings.HEARTBEAT_S.get(),
+                    limit_s=settings.HEARTBEAT_LIMIT_S.get(),
+                )
+            except ControlError as error:
+                self._problem = str(error)
+                return None
+        return self._world.endpoint
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Returns the endpoint for a roster; None without one, or once the ranks have met."""
+        return None if self._world is None or self._places else self._world.endpoint
+
+    @property
+    def is_following(self) -> bool:
+        """True once `follow` has begun to watch."""
+        return bool(self._places)
+
+    def follow(self, rank: int, places: Mapping[int, Place]) -> None:
+        """Watches the ranks of `places`, by global rank, all of which call this with the same places; once.
+
+        Does nothing, with one warning, if one of them has no endpoint that all others can reach.
+        """
+        world, spans_hosts = self._world, len({place.network for place in places.values()}) > 1
+        found = (_problem_of(each, place, spans_hosts) for each, place in sorted(places.items()))
+        problem = next(filter(None, found), "")
+        if problem or world is None:
+            self._problem = self._problem if world is None else problem
+            logger.warning("exits of ranks are noticed at deadlines only: %s", self._problem)
+            return
+        self._rank, self._places = rank, dict(places)
+        members = [
+            Member(each, place.processes, place.pid, place.began, place.endpoint)
+            for each, place in sorted(places.items())
+            if place.endpoint is not None
+        ]
+        world.meet(members, self._take_in)
+
+    def _take_in(self, change: Change) -> None:
+        """Notes what the control plane reports, in its thread."""
+        rank = change.rank
+        host = self._places[rank].host
+        if change.kind == "left":
+            self._left = self._left | {rank}
+        elif change.kind == "died" and not self.has_left(rank):
+            is_near = rank in self._pids or host == ""
+            self.report(rank, "has ended" if is_near else f"on host {host!r} has ended")
+        elif change.kind == "unreachable":
+            silent = f"has not been heard of for {settings.HEARTBEAT_LIMIT_S.get():g} s: look at the network"
+            text = f"on host {host!r} {change.text or f'{silent} between the hosts'}"
+            self.report(rank, text, certain=False, unreachable=True)
+        elif change.kind == "stopped":
+            text = f"on host {host!r} is stopped: its host answers, but no rank there has run for"
+            self.report(rank, f"{text} {settings.HEARTBEAT_LIMIT_S.get():g} s", certain=False, stopped=True)
+        elif change.kind in ("failed", "revoked"):
+            self.report(rank, change.text, certain=False)
+
+    def look_at_connections(self) -> None:
+        """Reports hosts that acknowledge nothing on data connections, whose route may differ from the control plane's.
+
+        Called now and then while a call waits.
+        """
+        world, limit_s = self._world, settings.HEARTBEAT_LIMIT_S.get()
+        if world is None or not self._places:
+            return
+        for connections, ranks in list(self.connections.items()):
+            silent = {self._places[ranks[peer]].processes for peer in connections.silent_peers(limit_s)}
+            gone = [each for each, place in self._places.items() if place.processes in silent and each != self._rank]
+            if gone and not self.deaths_of(gone):
+                world.report_unreachable(
+                    gone,
+                    f"has acknowledged nothing on a data connection for {limit_s:g} s: look at the network between the "
+                    "hosts, at each interface that the connections take",
+                )
+
+    def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
+        """Notes the processes of this host, by global rank; `has_left` tells who went on purpose."""
         self.has_left = has_left
         self._pids = dict(pids)
-        for rank, pid in pids.items():
-            try:
-                self._ends.add(rank, pid)
-            except ProcessLookupError:
-                self.report(rank, f"(pid {pid}) has ended")
-            except OSError as error:  # no descriptor, or neither pidfds nor /proc: only the deadline
-                logger.warning("rank %d can't be watched (%s): its end is noticed at deadlines only", rank, error)
-        if self._ends.ranks:
-            self._wake = WakeEvent()
-            self._thread = HelperThread("health", self._watch)
-            self._thread.start()
-
-    def note_left(self, rank: int) -> None:
-        """Notes that a rank of another host left its world on purpose."""
-        self._left = self._left | {rank}
 
     def left(self, ranks: Iterable[int]) -> list[int]:
         """Returns the ranks among these global ranks, of any host, that are known to have left on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if the exit of each of these ranks is detected at once, by its process or by a link."""
-        return set(ranks) <= self._ends.ranks | self._linked
+        """Returns True if the exit of each of these ranks is detected at once."""
+        return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """Returns how the ends of these global ranks are noticed where the system has no pidfds; else nothing."""
-        if CAN_WATCH_PROCESSES:
-            return ""
-        how = "by their connections" if self.watches(ranks) else "by heartbeats"
-        return f"ends of ranks are noticed {how}: {sys.platform} has no pidfds"
+        """Returns how the ends of these global ranks are noticed, if not at once; else nothing."""
+        return "" if self.watches(ranks) else f"ends of ranks are noticed at deadlines only: {self._problem}"
 
     def is_neighbour(self, rank: int) -> bool:
         """Returns True for a rank of this host whose process is watched: it is dead only if its process has exited."""
-        return rank in self._ends.ranks
+        return rank in self._pids
 
-    def link(self, rank: int, up: bool) -> None:
-        """Notes that a connection to a rank of another host tells of its end, or no longer does."""
-        with self._news:
-            self._linked = self._linked | {rank} if up else self._linked - {rank}
-
-    def report(self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False) -> None:
+    def report(
+        self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
+    ) -> None:
         """Notes a death; the first reason stays, but a certain one replaces a guess."""
         with self._news:
             known = self._deaths.get(rank)
             if known is not None and (known.certain or not certain):
                 return
-            self._deaths[rank] = Death(rank, reason, certain, unreachable)
+            self._deaths[rank] = Death(rank, reason, certain, unreachable, stopped)
             self._news.notify_all()
         for hear in list(self.on_death):
             try:
@@ -299,7 +370,7 @@ class Watcher:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)
         if found:
-            is_local = all(self.is_neighbour(death.rank) for death in found) and not self._linked.intersection(ranks)
+            is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
             together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
@@ -310,12 +381,8 @@ class Watcher:
 
         And what has ended without the thread having had the time to say so.
         """
-        ends = self._ends
-        ended = ends.ended()
-        if ends is not self._ends:  # closed meanwhile
-            return
         for rank, pid in self._pids.items():
-            is_late = rank in ranks and rank not in self._deaths and (rank in ended or is_ending(pid))
+            is_late = rank in ranks and rank not in self._deaths and is_ending(pid)
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
 
@@ -353,25 +420,8 @@ class Watcher:
                 stack.callback(call)
 
     def _end(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None and self._wake is not None and self._pid == os.getpid():
-            self._wake.set()
-            thread.join(1.0)
-        ends, self._ends = self._ends, ProcessEnds()
-        ends.close()
-        self._pids = {}
+        world, self._world = self._world, None
+        if world is not None and self._pid == os.getpid():
+            world.leave()
+        self._pids, self._places = {}, {}
         self.has_left = lambda rank: False
-        wake, self._wake = self._wake, None
-        if wake is not None:
-            wake.close()
-
-    def _watch(self) -> None:
-        wake, ends = self._wake, self._ends
-        if wake is None:
-            return
-        left = set(ends.ranks)
-        while left and self._thread is not None:  # None: `close` has woken this thread
-            for rank in ends.wait(None, [wake.fileno()]):
-                left.discard(rank)
-                if not self.has_left(rank):
-                    self.report(rank, "has ended")

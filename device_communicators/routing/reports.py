@@ -73,17 +73,12 @@ def _write(store: BoundedStore, context: GroupContext, own: Report) -> None:
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
-    """Returns `failure` of a connection, or the error with the ranks that the watcher comes to know as dead.
-
-    A broken connection overtakes what tells of a host's end: where one of the `missing` can't be watched at once, that
-    may take as long as the heartbeats do.
-    """
+    """Returns `failure` of a connection, or the error with the ranks that the watcher comes to know as dead."""
     watcher = context.watcher
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
     started = time.monotonic() - (failure.elapsed_s or 0)
-    wait_s = watcher.news_s if watcher.watches(missing) else watcher.bound_s
-    if watcher.await_death_of(context.failure_ranks, wait_s):
+    if watcher.await_death_of(context.failure_ranks):
         return died(context, failure.operation or "an operation", started)
     return failure
 

@@ -540,7 +540,7 @@ def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
     if memory is None:
         return
     pool.neighbours = memory.cores
-    watch_ranks(memory, pool.watcher, pool.private_store, pool.address)
+    watch_ranks(memory, pool.watcher)
 
 
 def prove(group: GroupCoordinator) -> None:

@@ -42,7 +42,8 @@ from device_communicators.base.torch_internals import (
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
 from device_communicators.cpu import host_memory  # noqa: F401
-from device_communicators.liveness.health import describe_deaths, kind_of_deaths
+from device_communicators.cpu.watching import listen
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
@@ -245,10 +246,12 @@ def make_default_group(
     try:
         if place.world_size > 1:
             served_by = None if environment.store_server(init_method, place) is None else 0
-            watch = StartWatch(met.store, place.rank, place.world_size, met.processes, met.deadline, served_by)
+            watch = StartWatch(
+                met.store, place.rank, place.world_size, met.processes, met.deadline, served_by, met.watcher
+            )
         if watch is not None and over_gloo:
             reachability.prove(met.store, place.rank, met.places, watch)
-            watch.connect(met.places, met.links)
+            watch.follow(met.places)
         if watch is not None:
             agreement = Agreement(met.store, "start", place.rank, watch.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
@@ -271,12 +274,10 @@ def make_default_group(
         if watch is not None:
             watch.give_up(named)
             watch.close()
-            watch.watcher.close()
         else:  # there was no descriptor, or no thread, for one
             publish_failure(met.store, place.rank, named)
             met.processes.close()
-        if met.links is not None:
-            met.links.listener.close()
+        met.watcher.close()
         met.reserved.close()
         if named is not error:
             raise named from error
@@ -373,8 +374,18 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
+    watcher = Watcher()
+    try:
+        own = interfaces.process()._replace(endpoint=listen(watcher, host.address_towards(place.master)))
+        return _watch_those_who_join(place, token, watcher, own)
+    except BaseException:
+        watcher.close()
+        raise
+
+
+def _watch_those_who_join(place: ProcessEnvironment, token: str, watcher: Watcher, own: Address) -> StartWatch:
     store = default_store().prefixed(f"parallel_state{token}/start")
-    own, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
+    start_timeout_s = settings.START_TIMEOUT_S.get()
     deadline = time.monotonic() + start_timeout_s
     keys = [f"process/{rank}" for rank in range(place.world_size)]
     bounded = store.until(deadline + LAST_WORD_S)
@@ -388,14 +399,16 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
         raise _not_joined(place, plain(error), suspects, start_timeout_s) from error
     if missing:
         raise _not_joined(place, f"ranks {format_ranks(missing)} did not", missing, start_timeout_s)
-    processes = Processes(own)
-    processes.see({rank: Address.parse(json.loads(each)) for rank, each in entries if rank != place.rank})
+    processes, places = Processes(own), {rank: Address.parse(json.loads(each)) for rank, each in entries}
+    processes.see({rank: each for rank, each in places.items() if rank != place.rank})
     try:
-        return StartWatch(store, place.rank, place.world_size, processes, deadline)
+        watch = StartWatch(store, place.rank, place.world_size, processes, deadline, watcher=watcher)
     except BaseException as error:
         publish_failure(store, place.rank, error)
         processes.close()
         raise
+    watch.follow(places)
+    return watch
 
 
 def _not_joined(

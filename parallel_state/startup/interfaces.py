@@ -15,6 +15,8 @@ import socket
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
+from device_communicators.control.plane import Endpoint
+
 from device_communicators.base import settings
 from device_communicators.base.errors import format_ranks
 from device_communicators.base.host import (
@@ -23,10 +25,11 @@ from device_communicators.base.host import (
     gloo_address,
     ipv4_of,
     is_loopback,
-    local_namespace,
     namespace_id,
+    process_domain,
     start_time,
 )
+from device_communicators.liveness.health import Place
 from parallel_state.startup.environment import ProcessEnvironment
 
 logger = logging.getLogger("parallel_state")
@@ -53,8 +56,8 @@ class Address(NamedTuple):
     """Start time of the process, as the kernel counts: another one may have its pid later."""
     next_store: str = ""
     """`host:port` at which it would serve the next world's store; empty where it can't, or a launcher does."""
-    link: str = ""
-    """Port for ranks that can't watch its process, as `LinkPlace` writes it; empty where it can't listen."""
+    endpoint: str = ""
+    """Of its control plane; empty if it has none."""
     cores: str = ""
     """The cores that it shares with the ranks of its host, as `0-3,8`; empty where it doesn't."""
 
@@ -62,6 +65,11 @@ class Address(NamedTuple):
     def parse(cls, words: Sequence[str]) -> Address:
         """Returns a place as another rank has told it; nowhere if it has told something else."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
+
+    @property
+    def for_control(self) -> Place:
+        endpoint = Endpoint.parse(self.endpoint) if self.endpoint else None
+        return Place(self.name, self.network, self.processes, int(self.pid or 0), self.born, endpoint)
 
     def __str__(self) -> str:
         return f"host {self.name} (interface {self.interface}, address {self.address or 'unknown'})"
@@ -78,10 +86,7 @@ def whereabouts() -> Address:
 def process() -> Address:
     """Returns this process' place, without what takes a look-up of names."""
     pid = os.getpid()
-    processes = namespace_id("pid")
-    if processes:  # `start_time` is told by the clock of who asks
-        processes += f"/{local_namespace('time')}"
-    return Address(namespace_id("net"), processes=processes, pid=str(pid), born=start_time(pid))
+    return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:

@@ -45,7 +45,8 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host import is_loopback
-from device_communicators.liveness.links import LinkPort
+from device_communicators.cpu.watching import listen
+from device_communicators.liveness.health import Watcher
 from parallel_state.startup import binding, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -85,8 +86,8 @@ class Met(NamedTuple):
     """Deadline of the whole start."""
     reserved: ReservedPort
     """This process' port for the store of the next world; `places` have those of all ranks."""
-    links: LinkPort | None = None
-    """This process' port for ranks that can't watch it; its owner is who takes it, a `StartWatch`."""
+    watcher: Watcher
+    """The world's, from its beginning."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
@@ -113,18 +114,15 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     that ended meanwhile, ConfigMismatchError where ranks have different world sizes, InvalidArgumentError for a method
     that nobody knows.
     """
+    watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(BoundedStore(dist.HashStore()), {}, Processes(Address()), deadline, ReservedPort())
+        return Met(BoundedStore(dist.HashStore()), {}, Processes(Address()), deadline, ReservedPort(), watcher)
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
-    links = None
-    if own_place.address and not is_loopback(own_place.address):
-        with contextlib.suppress(OSError):  # the heartbeats are left
-            links = LinkPort(own_place.address)
     own_place = own_place._replace(
-        cores=binding.cores_to_share(), next_store=reserved.where, link="" if links is None else str(links.place)
+        cores=binding.cores_to_share(), next_store=reserved.where, endpoint=listen(watcher, own_place.address)
     )
     meeting = _Meeting(
         place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix, rank_0_serves=way.server is not None
@@ -132,12 +130,11 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), meeting.places, meeting.processes, deadline, reserved, links)
+        return Met(BoundedStore(store.raw), meeting.places, meeting.processes, deadline, reserved, watcher)
     except BaseException as error:
         meeting.processes.close()
         reserved.close()
-        if links is not None:
-            links.listener.close()
+        watcher.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error

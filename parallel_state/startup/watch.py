@@ -24,7 +24,6 @@ from device_communicators.base import exits
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
-from device_communicators.liveness.links import LinkPlace, LinkPort, Links
 from device_communicators.liveness.process_ends import ProcessEnds
 from parallel_state.startup.interfaces import Address
 
@@ -94,10 +93,11 @@ class StartWatch:
         processes: Processes,
         deadline: float,
         served_by: int | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
-        """`served_by`: the rank that serves the store, if one does."""
+        """`served_by`: the rank that serves the store, if one does. `watcher`: one that listens already."""
         self._own: BoundedStore | None = BoundedStore.of(store)
-        self.watcher = Watcher()
+        self.watcher = watcher or Watcher()
         """The world's, from its beginning."""
         self.deadline = deadline
         self._store: BoundedStore | None = self._own.connect_anew()
@@ -117,23 +117,9 @@ class StartWatch:
         self._thread = HelperThread("start", self._run)
         self._thread.start()
 
-    def connect(self, places: Mapping[int, Address], port: LinkPort | None) -> None:
-        """Connects the ranks that can't watch each other's processes, for as long as the world lives: see `links`.
-
-        Before they reach each other's hosts a connection that is refused says nothing.
-        """
-        apart: dict[str, list[int]] = {}
-        for rank, place in sorted(places.items()):
-            apart.setdefault(place.processes or str(rank), []).append(rank)
-        if port is None or len(apart) < 2 or not all(place.link for place in places.values()):
-            if port is not None:
-                port.listener.close()
-            return
-        known = {rank: LinkPlace.parse(place.link) for rank, place in places.items()}
-        self.watcher.linked_apart = list(apart.values())
-        links = Links(self.watcher.linked_apart, self._rank, port, self.watcher, places=known)
-        self.watcher.on_close.append(links.close)
-        links.start()
+    def follow(self, places: Mapping[int, Address]) -> None:
+        """Watches the ranks by the control plane from now on, for as long as the world lives."""
+        self.watcher.follow(self._rank, {rank: place.for_control for rank, place in places.items()})
 
     def stage(self, number: int) -> None:
         """Tells how far this rank has come: who is furthest behind at the deadline is who the others waited for."""

@@ -77,9 +77,9 @@ def after_entering(then: Callable[[], object]) -> None:
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
     nobody: Any = SimpleNamespace(close=lambda: None)
-    return Met(BoundedStore(dist.HashStore()), {}, nobody, math.inf, ReservedPort())
+    return Met(BoundedStore(dist.HashStore()), {}, nobody, math.inf, ReservedPort(), Watcher())
 
 
 def watch_no_processes() -> None:
     """Has Python watch no process of a rank: what notices deaths is the library alone."""
-    Watcher.watch_processes = lambda self, pids, has_left: None  # type: ignore[method-assign]
+    Watcher.follow = lambda self, rank, places: None  # type: ignore[method-assign]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import CommunicationError, PeerDiedError
 from device_communicators.base.host import start_time
-from device_communicators.cpu.native_group import Members
-from device_communicators.cpu.watching import watch_ranks
-from device_communicators.liveness import health
-from device_communicators.liveness.health import Farewells, Watcher
-from device_communicators.liveness.links import LinkPort, Links
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
 from parallel_state.startup import interfaces, reachability
@@ -134,48 +128,10 @@ def test_a_store_that_is_lost_while_hosts_are_proven_is_named(neighbour: subproc
         watch.close()
 
 
-def _two_hosts() -> Any:
-    """Returns what the watch over its ranks asks of a world's memory: that of rank 0 of two, alone on its host."""
-    return SimpleNamespace(
-        members=Members("world", (0, 1), 0, 5.0), local_ranks=(0,), pids=(1,), collectives=None,
-        watched_together=((0,), (1,)),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("stores", [[LostStore(), LostStore()], [dist.HashStore(), None]], ids=["lost", "one only"])
-def test_ranks_are_watched_as_far_as_the_store_goes(stores: list[Any]) -> None:
-    """It may have gone with its server while the groups were made: the start's first call will say with whom."""
-    watcher = Watcher()
-    watch_ranks(_two_hosts(), watcher, lambda: stores.pop(0), "127.0.0.1")
-    watcher.close()
-
-
 def _seconds(call: Callable[[], object]) -> float:
     started = time.monotonic()
     call()
     return time.monotonic() - started
-
-
-def test_links_do_not_wait_for_a_rank_that_has_ended() -> None:
-    watcher = Watcher()
-    watcher.report(1, "has ended")
-    links = Links([[0], [1]], 0, LinkPort("127.0.0.1"), watcher, store=dist.HashStore())
-    try:
-        assert _seconds(links.start) < SOON_S
-    finally:
-        links.close()
-
-
-def test_a_farewell_is_seen_by_whoever_asks_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In time for the end of the process that follows; a store takes in what is set as it comes to that."""
-    monkeypatch.setattr(health, "_FAREWELL_S", DEADLINE_S)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own, others = (Farewells(dist.TCPStore("127.0.0.1", server.port)) for _ in range(2))
-    unseen = 0
-    for rank in range(500):
-        own.announce(rank)
-        unseen += not others.was_announced(rank)
-    assert unseen == 0
 
 
 def test_no_second_connection_to_a_store_that_has_ended() -> None:
