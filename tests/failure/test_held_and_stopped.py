@@ -24,7 +24,6 @@ from tests.hosts import HostRanks, Hosts, problem
 BEAT_S, LIMIT_S = 0.2, 1.5
 HELD_S = 3 * LIMIT_S
 LARGE_BYTES = 4 << 30
-CONTROL_PLANE = "the control plane's own thread is to show that a host lives whose ranks can't run Python"
 PLACEMENT = (0, 0, 1, 1)
 
 
@@ -62,7 +61,6 @@ def _hold_the_interpreter(who: tuple[int, ...]) -> Outcome:
 
 
 @pytest.mark.side_by_side
-@pytest.mark.xfail(strict=True, reason=CONTROL_PLANE)
 def test_row_51_all_ranks_of_a_host_hold_the_interpreter_lock() -> None:
     with _hosts() as two, _ranks(two) as ranks:
         found = ranks.survivors(_hold_the_interpreter, (2, 3), timeout_s=DEADLINE_S)
@@ -96,7 +94,6 @@ def _stop_and_go_on(who: tuple[int, ...], pause_s: float) -> tuple[Outcome, list
 
 
 @pytest.mark.side_by_side
-@pytest.mark.xfail(strict=True, reason="the control plane is to tell a stopped host by its kernel's acknowledgements")
 def test_row_52_all_ranks_of_a_host_are_stopped(tmp_path: Path) -> None:
     def trial(_: Path) -> float:
         with _hosts() as two, _ranks(two) as ranks:
