@@ -12,7 +12,7 @@ UPPER = "parallel_state"
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "base": (),
     "liveness": ("base",),
-    "control": (),
+    "control": ("base",),
     "calls": ("base",),
     "cpu": ("liveness", "calls"),
     "routing": ("cpu",),
