@@ -49,7 +49,7 @@ _TOKEN_BYTES = 33
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _REVOKED, _STOPPED = 1, 2, 4, 8, 16, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_REVOKED, "revoked"), (_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
-_DIED, _HAS_LEFT, _DECIDED, _STOPS, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 10)
+_DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 """Verdict::Kind in csrc/core.h."""
@@ -167,8 +167,8 @@ class World:
     ) -> None:
         """Joins the world of these members; all of them call it with the same ones. Waits for nobody.
 
-        `on_change` is called of each rank that ends, this one included, and `on_question(rank, question)` returns the
-        reply: both by one thread, so they must be quick.
+        `on_change` is called of each rank that ends, and of this one if others take it for dead.
+        `on_question(rank, question)` returns the reply. One thread calls both, so they must be quick.
         """
         if self._thread is not None:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -279,7 +279,7 @@ class World:
             return
         if self._pid != os.getpid():
             raise forks.error("the control plane")
-        known = {errno.ESHUTDOWN: self._end or "it ended", errno.ESRCH: "it was left", errno.ENOTCONN: "no meet yet"}
+        known = {errno.ESHUTDOWN: self._end or "it ended", errno.ESRCH: "it was left"}
         raise ControlError(f"{what} isn't possible in the control plane: {known.get(-code, os.strerror(-code))}")
 
     def _wait(self, waiting: _Waiting, timeout_s: float, what: str) -> Any:
@@ -333,10 +333,8 @@ class World:
             self._end_calls(lambda: ConfigMismatchError(self._refusal))
         elif kind == _LOGGED:
             logger.info("control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
-        elif rank >= 0:
-            words = {_HAS_LEFT: "left", _STOPS: "stopped" if flags else "runs"}
-            word = words.get(kind) or _kind_of(flags)
-            self._guarded(self._on_change, Change(word, rank, _words(text)))
+        elif rank >= 0 and not (kind == _HAS_LEFT and proc == self.endpoint.proc):
+            self._guarded(self._on_change, Change("left" if kind == _HAS_LEFT else _kind_of(flags), rank, _words(text)))
 
     def _finish(self, waiting: Mapping[Any, _Waiting], key: Any, result: Any) -> None:
         with self._lock:

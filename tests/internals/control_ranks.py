@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 
 from device_communicators.base.host import local_namespace, namespace_id, start_time
 from device_communicators.control.plane import Change, Endpoint, Member, Verdict, World
-import sys
-
-sys.path.insert(0, "/tmp/peek")
-import shim as native
+from device_communicators.cpu import native
 from tests.workers import WorkerPool, WorkersFailedError
 
 LIMIT_S, BEAT_S = 2.0, 0.3

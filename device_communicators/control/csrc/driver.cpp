@@ -120,12 +120,12 @@ class Driver {
   void erase(Stay* stay, int number);
   void check_timed(Nanos now);
 
-  void meet(Stay* stay, const Event& event, const std::vector<int>& boards);
+  void meet(Stay* stay, Event event, const std::vector<int>& boards);
   void watch(Stay* stay, const Member& member, int board);
   void on_end(Stay* stay, Neighbour* neighbour);
   void read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved);
   void beat(Stay* stay);
-  bool may_leave(Stay* stay);
+  bool may_close_board(Stay* stay);
   void finish(Stay* stay);
 
   Descriptor epoll_;
@@ -252,7 +252,7 @@ int Driver::wait_ms() const {
     next = std::min(next, connection.is_dialing() ? connection.until : now + kPoll);
   }
   for (const auto& [stay, shared] : stays_) {
-    if (!stay->left && stay->core != nullptr) next = std::min(next, stay->core->wake_at());
+    next = std::min(next, stay->core->wake_at());
     if (stay->leave_by != kNever) next = std::min(next, now + kPoll);
     if (!stay->accepts) next = std::min(next, std::max(shortage_until_, now + kPoll));
   }
@@ -275,35 +275,22 @@ void Driver::on_ready(int number, std::uint32_t events) {
 
 void Driver::obey(Command command) {
   Stay* stay = command.stay.get();
-  if (command.event.kind == Event::kMeet && stay->core == nullptr) stays_.emplace(stay, command.stay);
-  if (stays_.count(stay) == 0 || stay->left) return;
+  if (stay->over) return;
+  if (stays_.emplace(stay, command.stay).second) stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
   if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
-  if (command.event.kind != Event::kLeave) return feed(stay, std::move(command.event));
-  const Nanos now = monotonic_now();
-  stay->leave_by = std::max(command.event.deadline, now);
-  stay->wait_until = now + (stay->leave_by - now) / 2;
+  if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
+  feed(stay, std::move(command.event));
 }
 
 void Driver::tend(Stay* stay) {
   const Nanos now = monotonic_now();
-  if (!stay->left && now >= stay->core->wake_at()) feed(stay, Event{});
-  if (!stay->accepts && !stay->left && now >= shortage_until_) {
+  if (now >= stay->core->wake_at()) feed(stay, Event{});
+  if (!stay->accepts && now >= shortage_until_) {
     stay->accepts = control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, EPOLLIN);
   }
   if (stay->leave_by == kNever) return;
-  if (!stay->left && (may_leave(stay) || now >= stay->wait_until)) {
-    Event event;
-    event.kind = Event::kLeave;
-    feed(stay, std::move(event));
-    stay->left = true;
-    stay->board.set_stage(BoardHead::kLeft);
-    std::vector<int> dials;
-    for (const auto& [number, connection] : stay->connections) {
-      if (connection.is_dialing()) dials.push_back(number);
-    }
-    for (const int number : dials) erase(stay, number);
-  }
-  if (stay->left && (stay->connections.empty() || now >= stay->leave_by)) finish(stay);
+  const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
+  if (said || now >= stay->leave_by) finish(stay);
 }
 
 // Events and actions.
@@ -369,7 +356,6 @@ void Driver::act(Stay* stay, const Action& action) {
     case Action::kDoom: stay->inbox.push(Inbox::kDied, encode_news(action)); break;
     case Action::kLeft: stay->inbox.push(Inbox::kLeft, encode_news(action)); break;
     case Action::kVerdict: stay->inbox.push(Inbox::kVerdict, encode_news(action)); break;
-    case Action::kStopped: stay->inbox.push(Inbox::kStopped, encode_news(action)); break;
     case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
     case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
     case Action::kRefuse: stay->inbox.push(Inbox::kRefused, encode_news(action)); break;
@@ -517,7 +503,6 @@ void Driver::flush(int number, Connection* connection) {
     else if (errno == EAGAIN || errno == EINTR) break;
     else connection->hung_up = true;  // the end follows what is still to be read, which may be a farewell
   }
-  connection->written += sent;
   connection->out.erase(0, connection->hung_up ? Bytes::npos : sent);
   const bool polls_out = !connection->out.empty();
   if (polls_out != connection->polls_out) {
@@ -529,13 +514,13 @@ void Driver::flush(int number, Connection* connection) {
 void Driver::probe(Stay* stay, int number) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end()) return;
-  Connection& connection = found->second;
-  if (!connection.out.empty() || connection.written == connection.reported) return;
-  if (unacknowledged(*connection.socket) != 0) return;
-  connection.reported = connection.written;
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
   Event event;
   event.kind = Event::kAcked;
   event.connection = number;
+  event.age = info.tcpi_last_ack_recv * kMillisecond;
   stay->events.push_back(std::move(event));
 }
 
@@ -581,14 +566,10 @@ void Driver::check_timed(Nanos now) {
 
 // The own watch domain.
 
-void Driver::meet(Stay* stay, const Event& event, const std::vector<int>& boards) {
+void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   std::vector<Proc> procs;
   for (const Member& member : event.roster->members) procs.push_back(member.proc);
-  if (stay->core == nullptr) {
-    stay->core = std::make_unique<Core>(Core::digest_of(procs), stay->proc, stay->token, stay->config);
-    stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
-    stay->accepts = true;
-  }
+  event.world = Core::digest_of(procs);
   const int me = event.roster->index_of(stay->proc);
   feed(stay, event);
   if (me < 0) return;
@@ -598,7 +579,7 @@ void Driver::meet(Stay* stay, const Event& event, const std::vector<int>& boards
                                     [&](const auto& entry) { return entry.second.proc == member.proc; });
     if (index != me && known == stay->neighbours.end()) watch(stay, member, boards[index]);
   }
-  stay->board.set_stage(BoardHead::kMet);
+  stay->board.note_met();
 }
 
 void Driver::watch(Stay* stay, const Member& member, int board) {
@@ -653,11 +634,11 @@ void Driver::beat(Stay* stay) {
 }
 
 // A farewell is read from the board, so it stays until all neighbours have opened it.
-bool Driver::may_leave(Stay* stay) {
+bool Driver::may_close_board(Stay* stay) {
   for (auto& [number, neighbour] : stay->neighbours) {
-    if (neighbour.ended || !neighbour.board || neighbour.board.stage() != BoardHead::kOpen) continue;
+    if (neighbour.ended || !neighbour.board || neighbour.board.has_met()) continue;
     read_board(stay, &neighbour, nullptr);
-    if (neighbour.board.stage() == BoardHead::kOpen) return false;
+    if (!neighbour.board.has_met()) return false;
   }
   return true;
 }
@@ -725,7 +706,7 @@ std::int64_t open_stay(const std::string& address, int first, int last, Config c
     stay->token += "0123456789abcdef"[static_cast<unsigned char>(byte) >> 4];
     stay->token += "0123456789abcdef"[byte & 15];
   }
-  stay->config = config;
+  stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
   int code = EADDRINUSE;
   const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));
   for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host don't all try the same port first
@@ -733,6 +714,7 @@ std::int64_t open_stay(const std::string& address, int first, int last, Config c
   }
   if (code != 0) return -code;
   if (!stay->board.make(stay->proc) || !stay->inbox.make()) return -errno;
+  if (!post(stay, Event{})) return -errno;
   const Lock lock(fork_mutex());
   own_plane().stays[next_handle] = stay;
   *made = std::move(stay);
@@ -754,10 +736,8 @@ bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> board
   const Lock lock(fork_mutex());
   Plane& own = own_plane();
   if (stay->over) return errno = ESHUTDOWN, false;
-  if (event.kind == Event::kMeet && own.driver == nullptr) own.driver = Driver::start();
+  if (own.driver == nullptr) own.driver = Driver::start();
   if (own.driver == nullptr) return false;
-  if (event.kind == Event::kMeet) stay->joined = true;
-  if (!stay->joined) return errno = ENOTCONN, false;
   own.driver->post({stay, std::move(event), std::move(boards)});
   return true;
 }
@@ -767,12 +747,7 @@ void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {
   Event event;
   event.kind = Event::kLeave;
   event.deadline = deadline;
-  if (!post(stay, std::move(event))) {  // it never joined, or is over
-    stay->listener.close();
-    stay->board.close();
-    stay->over = true;
-    return;
-  }
+  if (!post(stay, std::move(event))) return;
   const auto patience = std::chrono::nanoseconds(std::max<Nanos>(deadline - monotonic_now(), 0) + kSecond);
   stay->ended.wait_for(lock, patience, [&] { return stay->over; });
 }

@@ -1,7 +1,7 @@
 // Drives the cores of this process: one thread with one epoll, which never takes Python's lock. It decides nothing.
 //
-// A `Stay` is this process' stay in one world: it listens from `open` on, joins at `meet` and ends with `leave`. The
-// thread lives while a stay is joined. A forked child has no stays and no thread, and may open stays of its own.
+// A `Stay` is this process' stay in one world: it listens from `open_stay` on and ends with `leave_stay`. The thread
+// lives while there are stays. A forked child has no stays and no thread, and may open stays of its own.
 #pragma once
 
 #include <condition_variable>
@@ -20,7 +20,7 @@ namespace parallel_state::control {
 // What Python hears of a stay, in order. All functions may be called by any thread.
 class Inbox {
  public:
-  enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kStopped, kQuestion, kReply, kRefused, kLog, kOver };
+  enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
   // Drops logs and questions beyond a bound, which a peer could send without end.
   void push(Kind kind, Bytes news);
@@ -41,10 +41,8 @@ struct Connection {
   bool closing = false;
   bool hung_up = false;  // it takes no more bytes, but may still have some
   bool polls_out = false;
-  Nanos until = kNever;        // the end of a dial, or of closing
-  Bytes out;                   // what the socket didn't take
-  std::uint64_t written = 0;   // bytes that the socket took
-  std::uint64_t reported = 0;  // `written` when they were last reported as acknowledged
+  Nanos until = kNever;  // the end of a dial, or of closing
+  Bytes out;             // what the socket didn't take
   bool is_dialing() const { return dialed != 0; }
 };
 
@@ -59,16 +57,15 @@ struct Neighbour {
 };
 
 struct Stay {
-  // Set by `open`:
+  // Set by `open_stay`:
   Proc proc = 0;
   std::string token;
-  Config config;
   int port = 0;
   Descriptor listener;
   Board board;
   Inbox inbox;
   // Guarded by the fork mutex:
-  bool joined = false, over = false;
+  bool over = false;
   std::condition_variable_any ended;  // with the fork mutex: `over`
   // The thread's:
   std::unique_ptr<Core> core;
@@ -77,10 +74,8 @@ struct Stay {
   std::deque<Event> events;
   bool feeding = false;
   Nanos leave_by = kNever;
-  Nanos wait_until = kNever;  // for neighbours that haven't opened this process' board
-  bool left = false;
   int listener_number = -1;
-  bool accepts = false;
+  bool accepts = true;
 };
 
 // Returns the number of a stay that listens at `address`, or the negative errno. `first` to `last`: the ports that may
@@ -88,10 +83,10 @@ struct Stay {
 std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
-// Hands an event to the thread; returns false if the stay is over, or not joined yet. The first kMeet joins the world
-// and starts the thread: false if it can't be started. `boards`: the descriptors of the members' boards, in rank order.
+// Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors
+// of the members' boards, in rank order.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
-// Says farewell; returns when all bytes are acknowledged, or at the deadline.
+// Says farewell; returns when the peers' kernels and the neighbours have it, or at the deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);
 
 }  // namespace parallel_state::control

@@ -101,7 +101,7 @@ Nanos monotonic_now() {
 Bytes random_bytes(std::size_t count) {
   Bytes bytes(count, '\0');
   if (getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count)) return bytes;  // 256 bytes come whole
-  std::random_device device;  // of a sandbox without that call
+  std::random_device device;                                                           // of a sandbox without that call
   for (char& byte : bytes) byte = static_cast<char>(device());
   return bytes;
 }
@@ -171,8 +171,8 @@ void Board::beat() {
   write_head();
 }
 
-void Board::set_stage(BoardHead::Stage stage) {
-  head_.stage = stage;
+void Board::note_met() {
+  head_.has_met = 1;
   write_head();
 }
 

@@ -64,13 +64,11 @@ class Wake {
 // left of it when they exit, however they do. It has two areas for the state, used in turn: a reader finds the last one
 // whole whatever becomes of the writer.
 struct BoardHead {
-  enum Stage : std::uint32_t { kOpen, kMet, kLeft };  // kMet: has opened the boards of all others
   Proc proc = 0;
   std::uint64_t beat = 0;
   std::uint64_t generation = 0;  // its state is in area generation % 2
   std::uint32_t sizes[2] = {0, 0};
-  std::uint32_t stage = kOpen;
-  std::uint32_t reserved = 0;
+  std::uint64_t has_met = 0;  // 1: it has opened the boards of all others
 };
 
 class Board {
@@ -79,7 +77,7 @@ class Board {
   bool make(Proc proc);
   bool publish(const Bytes& state);
   void beat();
-  void set_stage(BoardHead::Stage stage);
+  void note_met();
   int number() const { return *file_; }
   void close() { file_.close(); }
 
@@ -96,7 +94,7 @@ class PeerBoard {
   bool open(int pid, int number, Proc proc);
   // Reads the board; returns true if its beat moved. `state` is set if there is another one than before.
   bool read(Bytes* state, bool* is_new);
-  BoardHead::Stage stage() const { return static_cast<BoardHead::Stage>(head_.stage); }
+  bool has_met() const { return head_.has_met != 0; }
   explicit operator bool() const { return static_cast<bool>(file_); }
 
  private:
