@@ -102,6 +102,13 @@ def _microseconds(text: str) -> float:
     return number
 
 
+def _port_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not 1024 <= int(first) <= int(last) <= 65535:
+        raise ValueError(text)
+    return int(first), int(last)
+
+
 def _core_lists(text: str) -> tuple[tuple[int, ...], ...]:
     if text.lower() == "share":
         return ()
@@ -149,6 +156,11 @@ HEARTBEAT_S: Setting[float] = Setting(
 HEARTBEAT_LIMIT_S: Setting[float] = Setting(
     "PARALLEL_STATE_HEARTBEAT_LIMIT_S", 20.0, _positive_seconds, "a positive number of seconds",
     "How long a host may be silent before it is given up. The same on all ranks.", equal=True,
+)  # fmt: skip
+PORTS: Setting[tuple[int, int] | None] = Setting(
+    "PARALLEL_STATE_PORTS", None, _port_range, "two ports, as 20000-20999",
+    "Ports at which ranks may listen for each other's connections that carry no data, for firewalls; else any. Each "
+    "rank takes one, so there must be as many as ranks on a host.",
 )  # fmt: skip
 BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
@@ -284,7 +296,7 @@ LOG_LEVEL: Setting[str] = Setting(
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
+    TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, PORTS, BACKEND, CPU_BACKEND,
     SHOWN_BACKEND, GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY,
     PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES,
     BUILD, INSTRUCTIONS, SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR,

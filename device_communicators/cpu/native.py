@@ -24,7 +24,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_uint64, c_ulong, c_void_p
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_ulong,
+    c_void_p,
+)  # fmt: skip
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,7 +157,26 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
     "ps_packed": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
-}
+    "ps_control_open": (
+        c_int64,
+        (
+            c_char_p, c_int, c_int, c_double, c_double, c_uint32,
+            POINTER(c_uint64), POINTER(c_int), POINTER(c_int), c_char_p,
+        ),
+    ),
+    "ps_control_meet": (c_int, (c_int64, c_uint64, c_char_p, c_uint64, c_int)),
+    "ps_control_call": (
+        c_int,
+        (c_int64, c_char_p, c_uint32, POINTER(c_uint64), c_int, c_char_p, c_uint64, c_double, POINTER(c_uint64)),
+    ),
+    "ps_control_ask": (c_int, (c_int64, c_uint64, c_uint64, c_char_p, c_uint64, c_double)),
+    "ps_control_reply": (c_int, (c_int64, c_uint64, c_uint64, c_char_p, c_uint64)),
+    "ps_control_report": (c_int, (c_int64, c_uint64, c_int, c_char_p)),
+    "ps_control_leave": (None, (c_int64, c_double)),
+    "ps_control_next": (c_uint64, (c_int64, c_char_p, c_uint64)),
+    "ps_control_eventfd": (c_int, (c_int64,)),
+    "ps_control_close": (None, (c_int64,)),
+}  # fmt: skip
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_describe_tensor": (c_int, (c_void_p, c_void_p)),
     "ps_set_direct": (None, (c_void_p,)),

@@ -1,4 +1,4 @@
-"""The build of `csrc/`: which files, which flags, in which two builds. Used by `native` and by setup.py.
+"""The build of the C++ here and in `control/`: which files and flags, in which two builds. Used by `native`, setup.py.
 
 Needs nothing of this package, so that setup.py can load it by its path. No `-march=native`: the kernels choose their
 instruction set at run time, and what is built here may run elsewhere.
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parent / "csrc"
+CONTROL = Path(__file__).parents[1] / "control" / "csrc"
+FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 """In the full build only."""
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
@@ -48,7 +50,7 @@ class Recipe:
     """The build of torch that it belongs to, wherever that is installed; empty: any."""
     include_flags: tuple[str, ...] = ()
     """Folders of headers, which tell no builds apart: environments with one torch share what is compiled."""
-    folders: tuple[Path, ...] = (SOURCES,)
+    folders: tuple[Path, ...] = FOLDERS
     """The folders of the sources and their own headers."""
 
     def digest(self) -> str:
@@ -115,10 +117,10 @@ def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
 
 
 def _cpp_files() -> tuple[Path, ...]:
-    return tuple(sorted(path for path in SOURCES.iterdir() if path.suffix == ".cpp"))
+    return tuple(sorted(path for folder in FOLDERS for path in folder.iterdir() if path.suffix == ".cpp"))
 
 
-def sources_digest(folders: Sequence[Path] = (SOURCES,)) -> str:
+def sources_digest(folders: Sequence[Path] = FOLDERS) -> str:
     content = hashlib.sha256()
     for path in sorted(path for folder in folders for path in folder.iterdir()):
         if path.suffix in (".cpp", ".h", ".inc"):

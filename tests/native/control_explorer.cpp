@@ -51,7 +51,7 @@ class Explorer {
     for (std::size_t host = 0; host < hosts.size(); ++host) {
       for (int i = 0; i < hosts[host]; ++i) {
         const int rank = static_cast<int>(members.size());
-        members.push_back({rank, proc_of(rank), host, {"host", static_cast<std::uint16_t>(rank), "token"}});
+        members.push_back({rank, proc_of(rank), host, {"host", static_cast<std::uint16_t>(rank), "token"}, 0, 0});
         host_.push_back(static_cast<int>(host));
       }
     }
@@ -202,6 +202,7 @@ class Explorer {
     if (id == state->connections.size()) state->connections.emplace_back();
     state->connections[id] = Connection{{from, to}, {true, true}, {}};
     event.connection = static_cast<int>(id);
+    event.nonce = Bytes(kNonceBytes, 'n');  // equal states have equal digests
     event.kind = Event::kAccepted;
     step(state, to, event);
     event.kind = Event::kDialed;
@@ -211,7 +212,6 @@ class Explorer {
   void call(State* state, int rank) {
     state->called[rank] = true;
     auto call = std::make_shared<Call>();
-    call->world = kWorld;
     call->purpose = "group";
     for (int member = 0; member < ranks_; ++member) call->members.push_back(proc_of(member));
     call->value = std::to_string(rank);

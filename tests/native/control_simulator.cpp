@@ -64,7 +64,7 @@ struct Connection {
   bool broken = false;
   Nanos arrival[2] = {0, 0};  // of the last bytes at each side's kernel
   Nanos closes[2] = {-1, -1};
-  bool unacknowledged[2] = {false, false};
+  Nanos acknowledged[2] = {0, 0};  // when the peer's kernel last acknowledged something to each side
 };
 
 struct Agreement {
@@ -315,7 +315,6 @@ class Simulator {
     Agreement& agreement = *agreements_[number];
     if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
     auto call = std::make_shared<Call>();
-    call->world = kWorld;
     call->purpose = std::to_string(number);
     for (const int member : agreement.members) call->members.push_back(proc_of(member));
     call->value = "value of " + std::to_string(rank);
@@ -421,12 +420,12 @@ class Simulator {
     const int kind = static_cast<int>(random_.below(4));
     if (kind > 0) junk = encode(Hello{});
     if (kind == 2) {
-      Frame frame{FrameKind::kIdentity, 0, 0, 0, proc_of(static_cast<int>(random_.below(ranks_))), {}};
-      frame.body = Writer().text("wrong").number(proc_of(rank)).take();
-      junk += encode(frame);
+      const Proc claimed = proc_of(static_cast<int>(random_.below(ranks_)));
+      junk += encode(Frame{FrameKind::kNonce, kWorld, 1, 0, claimed, Bytes(kNonceBytes, 'n')});
+      junk += encode(Frame{FrameKind::kIdentity, kWorld, 1, 0, claimed, Bytes(32, 'w')});
     }
     if (kind == 3) {
-      Frame frame{FrameKind::kState, 0, 0, 0, proc_of(0), Bytes(40, '\x7f')};
+      Frame frame{FrameKind::kState, kWorld, 1, 0, proc_of(0), Bytes(40, '\x7f')};
       junk += encode(frame);
     }
     for (int i = static_cast<int>(random_.below(100)); i >= 0; --i) junk.push_back(static_cast<char>(random_.next()));
@@ -440,6 +439,7 @@ class Simulator {
     Event event;
     event.kind = Event::kAccepted;
     event.connection = id;
+    event.nonce = nonce();
     step(rank, event);
     event.kind = Event::kBytes;
     event.bytes = junk;
@@ -520,6 +520,7 @@ class Simulator {
       event.kind = kind;
       event.proc = proc;
       event.connection = id;
+      if (id >= 0) event.nonce = nonce();
       return event;
     };
     if (there >= kForEver) return post(now_ + 5 * kSecond, from, answer(Event::kNoAnswer, -1));
@@ -531,6 +532,7 @@ class Simulator {
       connections_.push_back({{from, to}});
       connections_[id].open[1] = true;
       connections_[id].arrival[0] = back;
+      connections_[id].acknowledged[0] = connections_[id].acknowledged[1] = now_;
       ++processes_[from].connections;
       ++processes_[to].connections;
       deliver(to, answer(Event::kAccepted, id));
@@ -556,6 +558,8 @@ class Simulator {
     operations_.push_back(std::move(operation));
     queue_.push({time, order_++, -1, operations_.size() - 1});
   }
+
+  Bytes nonce() { return Writer().number(++nonces_).number(std::uint64_t{7}).take(); }
 
   // Steps.
 
@@ -616,7 +620,6 @@ class Simulator {
         Connection& connection = connections_[action.connection];
         const int side = connection.side[0] == rank ? 0 : 1;
         ++process.frames;
-        connection.unacknowledged[side] = true;
         Event event;
         event.kind = Event::kBytes;
         event.bytes = std::move(action.bytes);
@@ -627,11 +630,13 @@ class Simulator {
         Connection& connection = connections_[action.connection];
         const int side = connection.side[0] == rank ? 0 : 1;
         const int peer = connection.side[1 - side];
-        const bool acknowledged = connection.arrival[1 - side] + kMillisecond < now_ && !connection.broken &&
-                                  !is_cut(processes_[peer].host, process.host);
-        if (!acknowledged || !connection.unacknowledged[side]) break;
-        connection.unacknowledged[side] = false;
+        Nanos& acknowledged = connection.acknowledged[side];
+        if (connection.arrival[1 - side] + kMillisecond < now_ && !connection.broken &&
+            !is_cut(processes_[peer].host, process.host)) {
+          acknowledged = connection.arrival[1 - side];
+        }
         Event event;
+        event.age = now_ - acknowledged;
         event.kind = Event::kAcked;
         event.connection = action.connection;
         post(now_ + 1'000, rank, std::move(event));
@@ -686,6 +691,16 @@ class Simulator {
     const std::string text = "rank " + std::to_string(rank) + " takes rank " + std::to_string(rank_of(action.proc)) +
                              " for dead (flags " + std::to_string(action.flags) + "): " + action.bytes;
     if ((action.flags & kExited) != 0 && !is_gone) fail(text + ", which lives");
+    if ((action.flags & kStopped) != 0 && !is_gone) {
+      const auto& mates = on_host_[process.host];
+      if (std::any_of(mates.begin(), mates.end(), [&](int mate) {
+            const Process& each = processes_[mate];
+            return each.alive && !each.exiting && !each.left && !each.declared && each.runs &&
+                   now_ - each.ran_since > kSecond / 2;
+          })) {
+        fail(text + ", whose host runs");
+      }
+    }
     if ((action.flags & kUnreachable) != 0 && !is_gone) {
       Nanos cut_for = 0;
       for (const auto& [pair, times] : cuts_) {
@@ -834,8 +849,8 @@ class Simulator {
         return fail("rank " + std::to_string(rank) + ", which is no lead, has " + counts);
       }
       const double beats = static_cast<double>(storm_ >= 0 ? storm_ : now_) / static_cast<double>(config_.beat);
-      // A greeting of three frames, the beats, and in a storm the farewell.
-      if (process.connections > hosts_ - 1 || process.frames > (hosts_ - 1) * (beats + 6)) {
+      // A greeting of four frames, the beats, and in a storm the farewell.
+      if (process.connections > hosts_ - 1 || process.frames > (hosts_ - 1) * (beats + 7)) {
         return fail("rank " + std::to_string(rank) + ", a lead, has " + counts);
       }
     }
@@ -861,7 +876,7 @@ class Simulator {
   Nanos now_ = 0, storm_ = -1;
   long steps_ = 0;
   int slow_percent_ = 0;
-  std::uint64_t order_ = 0;
+  std::uint64_t order_ = 0, nonces_ = 0;
   std::shared_ptr<const Roster> roster_;
   std::deque<Process> processes_;
   std::vector<std::vector<int>> on_host_;

@@ -70,9 +70,7 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
 }
 
 void Core::on_call(const Call& call, bool cancel) {
-  const auto world = worlds_.find(call.world);
-  const AgreementKey key{call.world, world == worlds_.end() ? 0 : world->second.epoch, digest_of(call.members),
-                         call.purpose, call.attempt};
+  const AgreementKey key{epoch_, digest_of(call.members), call.purpose, call.attempt};
   RoundEntry* entry = call.members.size() > kMostMembers ? nullptr : open_round(key, call.members);
   if (entry == nullptr || call.value.size() > kMostValueBytes || call.purpose.size() > kMostTextBytes) {
     act(Action::kRefuse).bytes = "agreement '" + call.purpose.substr(0, kMostTextBytes) +
@@ -100,7 +98,7 @@ void Core::on_call(const Call& call, bool cancel) {
 // A frame of an agreement. Returns false if it is malformed.
 bool Core::on_round(int connection, const Frame& frame) {
   Reader reader(frame.body);
-  AgreementKey key{frame.world, frame.epoch, reader.number<std::uint64_t>(), "", 0};
+  AgreementKey key{frame.epoch, reader.number<std::uint64_t>(), "", 0};
   key.purpose = reader.text(kMostTextBytes);
   key.attempt = reader.number<std::uint32_t>();
   const auto seat_index = reader.number<std::uint32_t>();
@@ -121,8 +119,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   const auto verdict = has_verdict ? get_verdict(&reader) : nullptr;
   if (!reader.finished() || (begins && digest_of(members) != key.members)) return false;
 
-  const auto world = worlds_.find(key.world);
-  if (world != worlds_.end() && key.epoch < world->second.epoch) return true;  // of members that were
+  if (key.epoch < epoch_) return true;  // of members that were
   auto found = rounds_.find(key);
   if (found == rounds_.end()) {
     if (frame.kind == FrameKind::kDone && !tells) {  // success needs all calls, so this process was past it
@@ -275,7 +272,6 @@ void Core::deliver(RoundEntry* entry) {
   round.delivered = true;
   Action& action = act(Action::kVerdict);
   action.key = key;
-  action.world = key.world;
   action.verdict = round.verdict;
   if (round.verdict != nullptr) return;
   auto verdict = std::make_shared<Verdict>();

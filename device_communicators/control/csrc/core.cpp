@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "hmac.h"
+
 namespace parallel_state::control {
 namespace {
 
@@ -66,15 +68,6 @@ Ends merged(const Ends& one, const Ends& other) {
   return result;
 }
 
-// Compares in a time that doesn't depend on where the texts differ.
-bool equal_tokens(std::string_view one, std::string_view other) {
-  unsigned difference = one.size() == other.size() ? 0 : 1;
-  for (std::size_t i = 0; i < std::min(one.size(), other.size()); ++i) {
-    difference |= static_cast<unsigned char>(one[i] ^ other[i]);
-  }
-  return difference == 0;
-}
-
 }  // namespace
 
 Roster::Roster(std::vector<Member> all) : members(std::move(all)) {
@@ -122,25 +115,12 @@ void Core::handle(const Event& event) {
     case Event::kDialed: on_dialed(event); break;
     case Event::kRefused:
     case Event::kNoAnswer: on_no_dial(event); break;
-    case Event::kAccepted: {
-      std::size_t strangers = 0;
-      for (const auto& [connection, link] : links_) strangers += link.proc == 0 ? 1 : 0;
-      std::size_t most = kMostStrangers;
-      for (const auto& [id, world] : worlds_) most += world.roster->members.size();
-      if (strangers >= most) {
-        act(Action::kClose).connection = event.connection;
-        break;
-      }
-      Link& link = links_[event.connection];
-      link.heard = link.sign = now_;
-      wake_by(now_ + config_.stranger);
-      break;
-    }
+    case Event::kAccepted: on_accepted(event); break;
     case Event::kClosed: drop(event.connection, true); break;
     case Event::kBytes: on_bytes(event); break;
     case Event::kAcked: {
       const auto found = links_.find(event.connection);
-      if (found != links_.end()) found->second.sign = std::max(found->second.sign, found->second.sent);
+      if (found != links_.end()) found->second.sign = std::max(found->second.sign, now_ - event.age);
       break;
     }
     case Event::kBoard: {
@@ -166,14 +146,15 @@ void Core::handle(const Event& event) {
     case Event::kExiting: report(event.proc, kExited, "exiting"); break;
     case Event::kCall: on_call(*event.call, false); break;
     case Event::kCancel: on_call(*event.call, true); break;
-    case Event::kReport: report(self_, event.flags & (kFailed | kRevoked), event.bytes); break;
+    case Event::kReport: on_report(event); break;
     case Event::kAsk:
       questions_.push_back({event.proc, event.id, event.deadline + skew_, event.bytes, -1});
       advance_questions();
       break;
     case Event::kReply: {
       const auto peer = peers_.find(event.proc);
-      if (peer == peers_.end() || peer->second.link() < 0) break;  // the asker asks again on its next connection
+      if (peer == peers_.end() || peer->second.link() < 0 || !links_[peer->second.link()].identified)
+        break;  // the asker asks again on its next connection
       send(peer->second.link(), FrameKind::kReply, Writer().number(event.id).text(event.bytes).take());
       break;
     }
@@ -193,6 +174,11 @@ const End* Core::end_of(Proc proc) const {
   const auto at = std::lower_bound(ends_.begin(), ends_.end(), proc,
                                    [](const std::pair<Proc, End>& entry, Proc value) { return entry.first < value; });
   return at != ends_.end() && at->first == proc ? &at->second : nullptr;
+}
+
+void Core::on_report(const Event& event) {
+  if (event.proc != 0 && event.proc != self_) report(event.proc, event.flags & kUnreachable, event.bytes);
+  else report(self_, event.flags & (kFailed | kRevoked), event.bytes);
 }
 
 void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
@@ -222,22 +208,19 @@ void Core::announce(const std::pair<Proc, End>& entry, const End& before) {
   const bool died = end.is_death() && !before.is_death();
   const bool left = (end.flags & kLeft) != 0 && (before.flags & kLeft) == 0;
   if (!died && !left) return;
-  for (auto& [id, world] : worlds_) {
-    const int index = world.roster->index_of(proc);
-    if (index < 0) continue;
-    const auto peer = peers_.find(proc);
-    if (!died && world.leading && peer != peers_.end() &&
-        peer->second.link() >= 0) {  // its successor dials; if all leave now, nobody does
-      Watch& watch = world.watches[world.roster->domain_of[index]];
-      watch.sign = now_;
-      watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
-    }
-    Action& action = act(died ? Action::kDoom : Action::kLeft);
-    action.world = id;
-    action.proc = proc;
-    action.flags = end.flags;
-    action.bytes = end.text;
+  const int domain = domain_of(proc);
+  if (domain < 0) return;
+  const auto peer = peers_.find(proc);
+  if (!died && leading_ && peer != peers_.end() &&
+      peer->second.link() >= 0) {  // its successor dials; if all leave now, nobody does
+    Watch& watch = watches_[domain];
+    watch.sign = watch.heard = now_;
+    watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
   }
+  Action& action = act(died ? Action::kDoom : Action::kLeft);
+  action.proc = proc;
+  action.flags = end.flags;
+  action.bytes = end.text;
 }
 
 // Gives this domain what it lacks.
@@ -252,22 +235,22 @@ void Core::flood() {
   if (!urgent_) return;
   urgent_ = false;
   for (const auto& [connection, link] : links_) {
-    if (link.beating && link.peer_digest != ends_digest_) send_state(connection);
+    if (link.identified && link.beating && link.peer_digest != ends_digest_) send_state(connection);
   }
-  for (auto& [id, world] : worlds_) {
-    // Leads that notice the loss of this domain's lead dial; this process dials those that have not.
-    for (Watch& watch : world.watches) watch.dial_at = std::min(watch.dial_at, now_ + config_.tick);
-  }
+  // Leads that notice the loss of this domain's lead dial; this process dials those that have not.
+  for (Watch& watch : watches_) watch.dial_at = std::min(watch.dial_at, now_ + config_.tick);
 }
 
 // Connections.
 
 const Member* Core::find_member(Proc proc) const {
-  for (const auto& [id, world] : worlds_) {
-    const int index = world.roster->index_of(proc);
-    if (index >= 0) return &world.roster->members[index];
-  }
-  return nullptr;
+  const int index = roster_ == nullptr ? -1 : roster_->index_of(proc);
+  return index < 0 ? nullptr : &roster_->members[index];
+}
+
+int Core::domain_of(Proc proc) const {
+  const int index = roster_ == nullptr ? -1 : roster_->index_of(proc);
+  return index < 0 ? -1 : roster_->domain_of[index];
 }
 
 void Core::dial(Proc proc, Peer* peer, bool for_watch) {
@@ -286,8 +269,9 @@ void Core::dial(Proc proc, Peer* peer, bool for_watch) {
 int Core::connect(Proc proc) {
   Peer& peer = peers_[proc];
   if (peer.link() >= 0) {
-    links_[peer.link()].for_watch = false;
-    return peer.link();
+    Link& link = links_[peer.link()];
+    link.for_watch = false;
+    return link.identified ? peer.link() : -1;
   }
   if (now_ >= peer.next_dial) dial(proc, &peer, false);
   else wake_by(peer.next_dial);
@@ -295,13 +279,7 @@ int Core::connect(Proc proc) {
 }
 
 void Core::send(int connection, FrameKind kind, Bytes body, const AgreementKey* key) {
-  Frame frame{kind, 0, 0, 0, self_, std::move(body)};
-  if (key != nullptr) {
-    frame.world = key->world;
-    frame.epoch = key->epoch;
-    const auto world = worlds_.find(key->world);
-    frame.term = world == worlds_.end() ? 0 : world->second.term;
-  }
+  const Frame frame{kind, world_, key == nullptr ? epoch_ : key->epoch, term_, self_, std::move(body)};
   Action& action = act(Action::kSend);
   action.connection = connection;
   action.bytes = control::encode(frame);
@@ -313,17 +291,39 @@ void Core::send_state(int connection) {
   send(connection, FrameKind::kState, encode(ends_));
 }
 
-// Begins this side of a connection: the hello, who this is, all that it knows.
-void Core::greet(int connection) {
-  const Link& link = links_[connection];
-  const Member* member = find_member(link.proc);
+// Begins this side of a connection: the hello, who this is, a random number.
+void Core::greet(int connection, const Bytes& nonce) {
+  Link& link = links_[connection];
+  link.heard = link.sign = now_;
+  link.nonce = nonce;
   Action& action = act(Action::kSend);
   action.connection = connection;
   action.bytes = control::encode(Hello{kVersion, kOldestVersion, config_.build});
-  const std::string token = link.dialed ? (member == nullptr ? "" : member->endpoint.token) : token_;
-  send(connection, FrameKind::kIdentity, Writer().text(token).number(link.proc).take());
-  if (!ends_.empty()) send_state(connection);
-  if (link.beating) send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
+  send(connection, FrameKind::kNonce, nonce);
+}
+
+// What only holders of the listener's token can say, about this connection and in one direction alone.
+Bytes Core::proof(const Link& link, bool of_dialer) const {
+  const Member* member = find_member(link.proc);
+  const std::string& token = !link.dialed ? token_ : member == nullptr ? Bytes() : member->endpoint.token;
+  const Bytes& dialer = link.dialed ? link.nonce : link.theirs;
+  const Bytes& listener = link.dialed ? link.theirs : link.nonce;
+  Writer writer;
+  writer.number(static_cast<std::uint8_t>(of_dialer)).text(dialer).text(listener);
+  writer.number(link.dialed ? self_ : link.claimed).number(link.dialed ? link.claimed : self_);
+  return hmac_sha256(token, writer.take());
+}
+
+void Core::on_accepted(const Event& event) {
+  std::size_t strangers = 0;
+  for (const auto& [connection, link] : links_) strangers += link.proc == 0 ? 1 : 0;
+  if (strangers >= kMostStrangers + (roster_ == nullptr ? kMostMembers : roster_->members.size())) {
+    act(Action::kClose).connection = event.connection;
+    return;
+  }
+  links_[event.connection] = Link();
+  greet(event.connection, event.nonce);
+  wake_by(now_);
 }
 
 void Core::on_dialed(const Event& event) {
@@ -334,13 +334,11 @@ void Core::on_dialed(const Event& event) {
     return;
   }
   peer.out = event.connection;
-  Link& link = links_[event.connection];
+  Link& link = links_[event.connection] = Link();
   link.proc = event.proc;
   link.dialed = true;
   link.beating = link.for_watch = peer.for_watch;
-  link.heard = link.sign = now_;
-  link.peer_digest = kEmptyDigest;
-  greet(event.connection);
+  greet(event.connection, event.nonce);
   routed_ = true;
 }
 
@@ -356,11 +354,9 @@ void Core::on_no_dial(const Event& event) {
   }
   // A call that is refused judges nobody: the process may have left, and its domain says which of both.
   if (!peer.for_watch) return;
-  for (auto& [id, world] : worlds_) {
-    const int index = world.roster->index_of(event.proc);
-    if (!world.leading || index < 0) continue;
-    const int domain = world.roster->domain_of[index];
-    if (world.watches[domain].hunt < 0) start_hunt(&world, domain);
+  const int domain = domain_of(event.proc);
+  if (leading_ && domain >= 0) {
+    if (watches_[domain].hunt < 0) start_hunt(domain);
     dirty_ = true;
   }
   peer.refused = true;
@@ -392,7 +388,6 @@ void Core::on_bytes(const Event& event) {
 
 bool Core::on_hello(int connection, const Hello& hello) {
   Link& link = links_[connection];
-  link.greeted = true;
   if (hello.version >= kOldestVersion && kVersion >= hello.oldest) return true;
   if (!link.dialed) {  // so that the other side can say the same
     Action& action = act(Action::kSend);
@@ -409,28 +404,32 @@ bool Core::on_hello(int connection, const Hello& hello) {
   return true;
 }
 
+bool Core::on_nonce(int connection, const Frame& frame) {
+  Link& link = links_[connection];
+  const bool is_known = link.dialed ? frame.from == link.proc : frame.from != 0 && frame.from != self_;
+  if (!is_known || frame.body.size() != kNonceBytes || !link.theirs.empty()) return false;
+  link.claimed = frame.from;
+  link.theirs = frame.body;
+  send(connection, FrameKind::kIdentity, proof(link, link.dialed));
+  return true;
+}
+
 bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  Reader reader(frame.body);
-  const std::string token = reader.text(64);
-  const Proc to = reader.number<Proc>();
-  if (!reader.finished() || frame.from == 0 || frame.from == self_) return false;
-  if (link.dialed) {
-    const Member* member = find_member(link.proc);
-    if (frame.from != link.proc || member == nullptr || !equal_tokens(token, member->endpoint.token)) return false;
-  } else {
-    if (to != self_ || !equal_tokens(token, token_)) return false;
+  if (link.theirs.empty() || frame.from != link.claimed) return false;
+  if (!equal_secrets(frame.body, proof(link, !link.dialed))) return false;
+  if (!link.dialed) {
     link.proc = frame.from;
     Peer& peer = peers_[frame.from];
     // The newest connection of a dialer replaces its older one: what is still in flight there is void.
     if (peer.in >= 0) close(peer.in);
     peer.in = connection;
-    link.peer_digest = kEmptyDigest;
-    greet(connection);
   }
   link.identified = true;
   link.heard = link.sign = now_;
   link.parser.trust();
+  if (!ends_.empty()) send_state(connection);
+  if (link.beating) send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
   peers_[frame.from].suspect = false;
   if (const End* end = end_of(frame.from); end != nullptr && end->is_death()) close(connection);  // it knows why now
   routed_ = true;
@@ -439,14 +438,14 @@ bool Core::on_identity(int connection, const Frame& frame) {
 
 bool Core::on_frame(int connection, Frame* frame) {
   Link& link = links_[connection];
+  // 0: the sender hasn't met its world yet.
+  if (frame->world != world_ && frame->world != 0 && world_ != 0) return false;
+  if (!link.identified && frame->kind == FrameKind::kNonce) return on_nonce(connection, *frame);
   if (!link.identified) return frame->kind == FrameKind::kIdentity && on_identity(connection, *frame);
   if (frame->from != link.proc) return false;
   link.heard = link.sign = now_;
-  if (link.stopped) {
-    link.stopped = false;
-    act(Action::kStopped).proc = link.proc;
-  }
   switch (frame->kind) {
+    case FrameKind::kNonce:
     case FrameKind::kIdentity: return false;
     case FrameKind::kBeat: {
       Reader reader(frame->body);
@@ -502,8 +501,7 @@ void Core::close(int connection) {
 
 void Core::meet(const Event& event) {
   const int me = event.roster->index_of(self_);
-  const auto known = worlds_.find(event.world);
-  if (known != worlds_.end() && known->second.epoch >= event.epoch) return;
+  if (roster_ != nullptr && epoch_ >= event.epoch) return;
   if (me < 0 || event.roster->domains.size() > kMostDomains || event.roster->members.size() > kMostMembers) {
     act(Action::kRefuse).bytes = me < 0 ? "this process is no member of its world"
                                         : "a world of " + std::to_string(event.roster->members.size()) + " ranks on " +
@@ -512,9 +510,15 @@ void Core::meet(const Event& event) {
                                               " ranks on " + std::to_string(kMostDomains) + " hosts";
     return;
   }
-  World& world = worlds_[event.world] = World{event.epoch, event.term, event.roster, me, false, {}};
-  for (const int index : world.roster->domains[world.domain()]) {
-    if (index != me) seen_.emplace(world.roster->members[index].proc, now_);
+  world_ = event.world;
+  epoch_ = event.epoch;
+  term_ = event.term;
+  roster_ = event.roster;
+  me_ = me;
+  leading_ = false;
+  watches_.clear();
+  for (const int index : roster_->domains[own_domain()]) {
+    if (index != me) seen_.emplace(roster_->members[index].proc, now_);
   }
   for (const auto& entry : ends_) announce(entry, {});
   dirty_ = true;
@@ -524,7 +528,7 @@ void Core::leave() {
   report(self_, kLeft, "");
   publish();
   for (const auto& [connection, link] : links_) {
-    if (link.beating) send_state(connection);
+    if (link.identified && link.beating) send_state(connection);
     act(Action::kClose).connection = connection;
   }
   links_.clear();
@@ -538,43 +542,41 @@ void Core::leave() {
 void Core::excuse() {
   for (auto& [connection, link] : links_) link.heard = link.sign = now_;
   for (auto& [proc, seen] : seen_) seen = now_;
-  for (auto& [id, world] : worlds_) {
-    for (Watch& watch : world.watches) {
-      watch.sign = now_;
-      if (watch.hunt >= 0) watch.hunt = now_;
-    }
+  for (Watch& watch : watches_) {
+    watch.sign = watch.heard = now_;
+    if (watch.hunt >= 0) watch.hunt = now_;
   }
 }
 
 // Returns true for the lowest living process of the domain, and where all lower ones have stale beats.
-bool Core::is_lead(const World& world) const {
-  for (const int index : world.roster->domains[world.domain()]) {
-    if (index == world.me) return true;
-    const Proc proc = world.roster->members[index].proc;
+bool Core::is_lead() const {
+  for (const int index : roster_->domains[own_domain()]) {
+    if (index == me_) return true;
+    const Proc proc = roster_->members[index].proc;
     if (!is_gone(proc) && now_ - seen_.at(proc) <= config_.stale) return false;
   }
   return true;
 }
 
-void Core::start_leading(World* world) {
+void Core::start_leading() {
   bool acts = false, after_death = false, after_farewell = false;
-  for (const int index : world->roster->domains[world->domain()]) {
-    if (index >= world->me) break;
-    const End* end = end_of(world->roster->members[index].proc);
+  for (const int index : roster_->domains[own_domain()]) {
+    if (index >= me_) break;
+    const End* end = end_of(roster_->members[index].proc);
     acts = acts || end == nullptr;
     after_death = after_death || (end != nullptr && end->is_death());
     after_farewell = after_farewell || end != nullptr;
   }
-  world->watches.assign(world->roster->domains.size(), Watch{});
-  for (std::size_t domain = 0; domain < world->watches.size(); ++domain) {
-    const bool dials = world->roster->domains[domain].front() < world->me;  // else it is dialed
-    Watch& watch = world->watches[domain];
+  watches_.assign(roster_->domains.size(), Watch{});
+  for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
+    const bool dials = roster_->domains[domain].front() < me_;  // else it is dialed
+    Watch& watch = watches_[domain];
     watch.dial_at = acts             ? now_
                     : after_death    ? now_ + config_.tick
                     : after_farewell ? now_ + config_.patience
                     : dials          ? now_
                                      : now_ + config_.patience;
-    watch.sign = now_;
+    watch.sign = watch.heard = now_;
   }
 }
 
@@ -582,15 +584,11 @@ void Core::start_leading(World* world) {
 // domain are dialed at once. A process that leaves closes the connections of its calls without a word: these make no
 // suspect.
 void Core::hunt(Proc proc, bool was_watched) {
-  for (auto& [id, world] : worlds_) {
-    const int index = world.roster->index_of(proc);
-    if (!world.leading || index < 0) continue;
-    const int domain = world.roster->domain_of[index];
-    if (!was_watched && world.watches[domain].hunt < 0) continue;
-    start_hunt(&world, domain);
-    if (was_watched) peers_[proc].suspect = true;
-    dirty_ = true;
-  }
+  const int domain = domain_of(proc);
+  if (!leading_ || domain < 0 || (!was_watched && watches_[domain].hunt < 0)) return;
+  start_hunt(domain);
+  if (was_watched) peers_[proc].suspect = true;
+  dirty_ = true;
 }
 
 // Uses a connection for liveness from now on; it is silent unless the peer answers soon.
@@ -602,16 +600,16 @@ void Core::watch_link(int connection) {
   send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
 }
 
-void Core::start_hunt(World* world, int domain) {
-  for (const int index : world->roster->domains[domain]) {
-    const auto peer = peers_.find(world->roster->members[index].proc);
+void Core::start_hunt(int domain) {
+  for (const int index : roster_->domains[domain]) {
+    const auto peer = peers_.find(roster_->members[index].proc);
     if (peer == peers_.end()) continue;
     peer->second.refused = false;
     peer->second.next_dial = std::min(peer->second.next_dial, now_ + config_.redial);
     const int connection = peer->second.link();
     if (connection >= 0 && !links_[connection].beating && links_[connection].identified) watch_link(connection);
   }
-  world->watches[domain].hunt = world->watches[domain].dial_at = now_;
+  watches_[domain].hunt = watches_[domain].dial_at = now_;
 }
 
 // Looks at everything that depends on time, on the ends and on watched connections.
@@ -619,23 +617,23 @@ void Core::tend() {
   alarm_ = kNever;
   const bool ticked = now_ >= next_tick_;
   if (ticked) next_tick_ = now_ + config_.tick;
-  if (!worlds_.empty() || !links_.empty()) wake_by(next_tick_);
+  if (roster_ != nullptr || !links_.empty()) wake_by(next_tick_);
   if (ticked && !seen_.empty()) act(Action::kBeat);
-  for (auto& [id, world] : worlds_) tend_world(&world, ticked);
+  if (roster_ != nullptr) tend_domains(ticked);
   if (ticked || dirty_) tend_links();
   advance_all();
 }
 
-void Core::tend_world(World* world, bool ticked) {
+void Core::tend_domains(bool ticked) {
   const End* own = end_of(self_);
-  const bool leads = (own == nullptr || !own->is_death()) && is_lead(*world);
-  if (leads && !world->leading) start_leading(world);
-  world->leading = leads;
+  const bool leads = (own == nullptr || !own->is_death()) && is_lead();
+  if (leads && !leading_) start_leading();
+  leading_ = leads;
   if (!leads) return;
-  const Roster& roster = *world->roster;
-  for (const int index : roster.domains[world->domain()]) {
+  const Roster& roster = *roster_;
+  for (const int index : roster.domains[own_domain()]) {
     const Proc proc = roster.members[index].proc;
-    if (ticked && index != world->me && !is_gone(proc) && now_ - seen_.at(proc) > config_.stale) {
+    if (ticked && index != me_ && !is_gone(proc) && now_ - seen_.at(proc) > config_.stale) {
       act(Action::kLook).proc = proc;  // a large process frees its memory for seconds before its descriptors close
     }
   }
@@ -646,8 +644,9 @@ void Core::tend_world(World* world, bool ticked) {
     const int index = link.proc == 0 ? -1 : roster.index_of(link.proc);
     if (index < 0 || is_gone(link.proc)) continue;
     const int domain = roster.domain_of[index];
-    Watch& watch = world->watches[domain];
+    Watch& watch = watches_[domain];
     watch.sign = std::max(watch.sign, link.sign);
+    if (link.identified) watch.heard = std::max(watch.heard, link.heard);
     linked[domain] = 1;
     if (!link.identified || (link.beating && now_ - link.heard > config_.beat * 5 / 2)) continue;
     if (fresh[domain] < 0 || index < first[domain]) {
@@ -658,27 +657,29 @@ void Core::tend_world(World* world, bool ticked) {
   }
   for (const auto& [connection, link] : links_) {  // of a hunt the lowest that answered is kept
     const int index = link.proc == 0 || !link.for_watch ? -1 : roster.index_of(link.proc);
-    const int domain = index < 0 ? world->domain() : roster.domain_of[index];
-    if (domain != world->domain() && first[domain] >= 0 && first[domain] < index) surplus.push_back(connection);
+    const int domain = index < 0 ? own_domain() : roster.domain_of[index];
+    if (domain != own_domain() && first[domain] >= 0 && first[domain] < index) surplus.push_back(connection);
   }
   for (const int connection : surplus) close(connection);
   for (std::size_t domain = 0; domain < roster.domains.size(); ++domain) {
-    if (static_cast<int>(domain) != world->domain()) {
-      tend_domain(world, static_cast<int>(domain), fresh[domain], linked[domain] != 0);
+    if (static_cast<int>(domain) != own_domain()) {
+      tend_domain(static_cast<int>(domain), fresh[domain], linked[domain] != 0);
     }
   }
 }
 
-void Core::tend_domain(World* world, int domain, int fresh, bool linked) {
-  const Roster& roster = *world->roster;
-  Watch& watch = world->watches[domain];
+void Core::tend_domain(int domain, int fresh, bool linked) {
+  const Roster& roster = *roster_;
+  Watch& watch = watches_[domain];
   const auto& indices = roster.domains[domain];
   if (std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(roster.members[index].proc); })) {
     return;
   }
-  if (now_ - watch.sign > config_.limit) {
+  const bool is_unreachable = now_ - watch.sign > config_.limit;
+  if (is_unreachable || (now_ - watch.heard > config_.limit && now_ - watch.sign < config_.limit / 2)) {
     for (const int index : indices) {
-      if (!is_gone(roster.members[index].proc)) report(roster.members[index].proc, kUnreachable, "");
+      const Proc proc = roster.members[index].proc;
+      if (!is_gone(proc)) report(proc, is_unreachable ? kUnreachable : kStopped, "");
     }
     return;
   }
@@ -687,21 +688,21 @@ void Core::tend_domain(World* world, int domain, int fresh, bool linked) {
     if (!links_[fresh].beating) watch_link(fresh);
     return;
   }
-  if (watch.hunt >= 0) judge_refused(world, domain);
+  if (watch.hunt >= 0) judge_refused(domain);
   if (now_ >= watch.dial_at) {
-    if (linked && watch.hunt < 0) start_hunt(world, domain);  // connected, and silent
-    dial_domain(world, domain);
+    if (linked && watch.hunt < 0) start_hunt(domain);  // connected, and silent
+    dial_domain(domain);
   }
   wake_by(watch.dial_at);
 }
 
 // Refused dials are exits if nobody of the domain answers, who would know better: a process may also have left.
-void Core::judge_refused(World* world, int domain) {
-  const Watch& watch = world->watches[domain];
+void Core::judge_refused(int domain) {
+  const Watch& watch = watches_[domain];
   std::vector<Proc> refused;
   bool all = true;
-  for (const int index : world->roster->domains[domain]) {
-    const Proc proc = world->roster->members[index].proc;
+  for (const int index : roster_->domains[domain]) {
+    const Proc proc = roster_->members[index].proc;
     if (is_gone(proc)) continue;
     if (peers_[proc].refused) refused.push_back(proc);
     else all = false;
@@ -712,11 +713,11 @@ void Core::judge_refused(World* world, int domain) {
 }
 
 // Dials the lowest living process of a domain; in a hunt all of them.
-void Core::dial_domain(World* world, int domain) {
-  Watch& watch = world->watches[domain];
+void Core::dial_domain(int domain) {
+  Watch& watch = watches_[domain];
   watch.dial_at = now_ + config_.patience;
-  for (const int index : world->roster->domains[domain]) {
-    const Proc proc = world->roster->members[index].proc;
+  for (const int index : roster_->domains[domain]) {
+    const Proc proc = roster_->members[index].proc;
     if (is_gone(proc)) continue;
     Peer& peer = peers_[proc];
     if (peer.link() < 0 && !peer.refused) {
@@ -737,20 +738,20 @@ void Core::tend_links() {
       continue;
     }
     if (!link.beating) continue;
+    if (now_ - link.sign > config_.limit / 2) {  // a full window, or a network that lost its state: dials tell
+      useless.push_back(connection);
+      continue;
+    }
     const Nanos silent = now_ - link.heard;
     if (silent > config_.beat * 3 / 2) act(Action::kProbe).connection = connection;
-    if (silent > config_.limit && !link.stopped) {
-      link.stopped = true;
-      Action& action = act(Action::kStopped);
-      action.proc = link.proc;
-      action.flags = 1;
-    }
-    if (now_ - link.sent < config_.beat) continue;
+    if (!link.identified || now_ - link.sent < config_.beat) continue;
     if (link.peer_digest != ends_digest_) send_state(connection);
     else send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
   }
   for (const int connection : useless) {
-    if (links_[connection].identified) send_state(connection);  // it may live, and is to know what it is taken for
+    const Link& link = links_[connection];
+    if (link.identified && is_gone(link.proc))
+      send_state(connection);  // it may live, and is to know what it is taken for
     close(connection);
   }
 }
@@ -768,22 +769,22 @@ std::uint64_t Core::digest() const {
   const auto mix_time = [&](Nanos time) { mix(time == kNever ? -1 : time - now_); };
   mix_time(alarm_);
   mix_time(next_tick_);
-  for (const auto& [id, world] : worlds_) {
-    mix(id);
-    mix(world.epoch);
-    mix(world.term);
-    mix(world.leading);
-    for (const Watch& watch : world.watches) {
-      mix_time(watch.sign);
-      mix_time(watch.dial_at);
-      mix(watch.hunt < 0 ? -1 : now_ - watch.hunt);
-    }
+  mix(epoch_);
+  mix(term_);
+  mix(leading_);
+  for (const Watch& watch : watches_) {
+    mix_time(watch.sign);
+    mix_time(watch.heard);
+    mix_time(watch.dial_at);
+    mix(watch.hunt < 0 ? -1 : now_ - watch.hunt);
   }
   for (const auto& [connection, link] : links_) {
     mix(connection);
     mix(link.proc);
-    mix(link.dialed | link.for_watch << 1 | link.greeted << 2 | link.identified << 3 | link.beating << 4 |
-        link.stopped << 5);
+    mix(link.dialed | link.for_watch << 1 | link.identified << 2 | link.beating << 3);
+    mix(link.claimed);
+    mix_text(link.nonce);
+    mix_text(link.theirs);
     mix_time(link.heard);
     mix_time(link.sign);
     mix_time(link.sent);

@@ -9,7 +9,10 @@
 //   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
 //   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
 //     published until it exits.
-//   - kAcked means that the peer's kernel acknowledged all bytes of the connection, and that there were new ones.
+//   - Each acknowledgement counts for kAcked: of bytes, of a probe of a closed window, of a keepalive. Linux has the
+//   time
+//     in TCP_INFO, tcpi_last_ack_recv.
+//   - The process listens until `is_over`.
 //   - Connection numbers are not negative. A number may be used again once its connection is closed on this side.
 #pragma once
 
@@ -43,6 +46,9 @@ struct Member {
   Proc proc = 0;
   std::uint64_t domain = 0;  // equal for processes that can watch each other: boot id and PID namespace
   Endpoint endpoint;
+  // For the driver, which watches the processes of its own domain:
+  int pid = 0;
+  std::uint64_t began = 0;  // its start time, as field 22 of /proc/PID/stat; 0: unknown
 };
 
 // The members of one epoch, in rank order. Shared by all copies of a core.
@@ -75,7 +81,8 @@ enum EndFlag : std::uint8_t {
   kExited = 2,       // the process is gone
   kUnreachable = 4,  // no sign of life within the limit
   kFailed = 8,       // reported its own failure
-  kRevoked = 16      // revoked its worlds
+  kRevoked = 16,     // revoked the world
+  kStopped = 32      // its kernel gives signs of life, but no process of its domain did within the limit
 };
 
 // What is known of one process' end. Each field is a join, so states merge in any order with the same result.
@@ -86,22 +93,22 @@ struct End {
 
   // An exit after a farewell is no death.
   bool is_death() const {
-    return (flags & (kFailed | kRevoked)) != 0 || ((flags & (kExited | kUnreachable)) != 0 && (flags & kLeft) == 0);
+    return (flags & (kFailed | kRevoked)) != 0 ||
+           ((flags & (kExited | kUnreachable | kStopped)) != 0 && (flags & kLeft) == 0);
   }
 };
 
 using Ends = std::vector<std::pair<Proc, End>>;  // sorted by process
 
 struct AgreementKey {
-  std::uint64_t world = 0;
   std::uint64_t epoch = 0;
   std::uint64_t members = 0;  // digest of the list
   std::string purpose;
   std::uint32_t attempt = 0;
 
   bool operator<(const AgreementKey& other) const {
-    return std::tie(world, epoch, members, purpose, attempt) <
-           std::tie(other.world, other.epoch, other.members, other.purpose, other.attempt);
+    return std::tie(epoch, members, purpose, attempt) <
+           std::tie(other.epoch, other.members, other.purpose, other.attempt);
   }
 };
 
@@ -117,7 +124,6 @@ struct Verdict {
 };
 
 struct Call {
-  std::uint64_t world = 0;
   std::string purpose;
   std::uint32_t attempt = 0;  // a key is never used twice
   std::vector<Proc> members;  // in rank order, the same on all
@@ -129,31 +135,32 @@ struct Call {
 struct Event {
   enum Kind {
     kTick,      // `wake_at` has come
-    kMeet,      // a world: `world`, `epoch`, `term`, `roster`
-    kDialed,    // `connection` to `proc` is open, as its kernel said
+    kMeet,      // the world: its number `world`, `epoch`, `term`, `roster`; again with each higher epoch
+    kDialed,    // `connection` to `proc` is open, as its kernel said; `nonce`
     kRefused,   // nobody listens at the endpoint of `proc`
     kNoAnswer,  // a dial of `proc` failed otherwise
-    kAccepted,  // `connection` from a stranger
+    kAccepted,  // `connection` from a stranger; `nonce`
     kClosed,    // by the peer, or broken
     kBytes,     // `bytes` from `connection`
-    kAcked,     // answers kProbe
+    kAcked,     // answers kProbe: the peer's kernel last acknowledged something on `connection` `age` ago
     kBoard,     // a process of this domain published the state `bytes`
     kBeats,     // answers kBeat: `procs` of this domain whose board beats moved since the last time
     kEnded,     // `proc` of this domain exited
     kExiting,   // answers kLook: `proc` is exiting, though its descriptors are still open
     kCall,      // agreement: `call`
     kCancel,    // ends `call` early, if it isn't decided
-    kReport,    // this process failed or revoked: `flags`, `bytes` is the cause
+    kReport,    // this process failed or revoked, or `proc` is unreachable: `flags`, `bytes` is the cause
     kAsk,       // status: sends `bytes` to `proc`; `id`, `deadline`
     kReply,     // status: `bytes` answers the question `id` of `proc`
-    kLeave      // this process leaves all its worlds
+    kLeave      // this process leaves the world; the core is over by `deadline`
   } kind = kTick;
   int connection = -1;
   Proc proc = 0;
   std::uint64_t world = 0, epoch = 0, term = 0, id = 0;
   std::uint8_t flags = 0;
-  Nanos deadline = 0;
+  Nanos deadline = 0, age = 0;
   Bytes bytes;
+  Bytes nonce;  // 16 random bytes, new for each connection
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
@@ -165,14 +172,13 @@ struct Action {
     kDial,      // `proc` at `endpoint`; answered by kDialed, kRefused or kNoAnswer
     kClose,     // `connection`, after its bytes were sent
     kSend,      // `bytes` on `connection`
-    kProbe,     // kAcked if the peer's kernel acknowledged everything on `connection`
+    kProbe,     // answered by kAcked
     kBoard,     // publish the state `bytes` to this domain
     kBeat,      // move this process' board beat; answered by kBeats
     kLook,      // kExiting if `proc` of this domain is exiting
-    kDoom,      // `proc` of `world` died: `flags`, `bytes` is the cause
-    kLeft,      // `proc` of `world` left
+    kDoom,      // `proc` died: `flags`, `bytes` is the cause
+    kLeft,      // `proc` left
     kVerdict,   // of `key`: `verdict`
-    kStopped,   // `proc` is silent though its kernel answers; flags 0: it runs again
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
     kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
     kRefuse,    // `bytes`: a configuration that can't work, such as another version
@@ -180,7 +186,7 @@ struct Action {
   } kind = kLog;
   int connection = -1;
   Proc proc = 0;
-  std::uint64_t world = 0, id = 0;
+  std::uint64_t id = 0;
   std::uint8_t flags = 0;
   Bytes bytes;
   const Endpoint* endpoint = nullptr;  // of the roster
@@ -190,7 +196,7 @@ struct Action {
 
 class Core {
  public:
-  // `token` is what others must present to be accepted by this process.
+  // `self` is this process' stay in one world, and `token` what others must prove to hold to be accepted by it.
   Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {}
 
   // Takes in one event at `now`, a time that every process of the domain shares, and appends actions. Never blocks.
@@ -201,18 +207,20 @@ class Core {
   std::uint64_t digest() const;
 
   const Ends& ends() const { return ends_; }
+  // Returns true once this process has left: nothing more comes from this core but answers to its own calls.
+  bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
   static std::uint64_t digest_of(const std::vector<Proc>& members);
 
  private:
   struct Link {
-    Proc proc = 0;  // 0 until an accepted connection identifies itself
+    Proc proc = 0;        // 0 until an accepted connection identifies itself
+    Proc claimed = 0;     // the sender of the nonce
+    Bytes nonce, theirs;  // of this side, and of the peer
     bool dialed = false;
-    bool for_watch = false;   // dialed by a lead, and used for nothing else
-    bool greeted = false;     // the peer's hello has arrived
-    bool identified = false;  // and its identity
-    bool beating = false;     // watched by one of both sides
-    bool stopped = false;
+    bool for_watch = false;                    // dialed by a lead, and used for nothing else
+    bool identified = false;                   // the peer has proved that it holds the token
+    bool beating = false;                      // watched by one of both sides
     Nanos heard = 0;                           // the last sign of the process: bytes
     Nanos sign = 0;                            // the last sign of its kernel
     Nanos sent = 0;                            // the last frame
@@ -233,18 +241,10 @@ class Core {
 
   // What a lead knows of another domain's liveness.
   struct Watch {
-    Nanos sign = 0;
+    Nanos sign = 0;   // the last sign of a kernel of the domain
+    Nanos heard = 0;  // the last bytes from it
     Nanos dial_at = 0;
     Nanos hunt = -1;  // since when all of the domain are dialed at once; -1: not
-  };
-
-  struct World {
-    std::uint64_t epoch = 0, term = 0;
-    std::shared_ptr<const Roster> roster;
-    int me = 0;  // index
-    bool leading = false;
-    std::vector<Watch> watches;  // by domain
-    int domain() const { return roster->domain_of[me]; }
   };
 
   // One agreement. A member's index is its ballot as a decider.
@@ -291,6 +291,7 @@ class Core {
   // State of ends.
   const End* end_of(Proc proc) const;
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
+  void on_report(const Event& event);
   void report(Proc proc, std::uint8_t flags, const std::string& text);
   void join(const Ends& other, bool from_link);
   void announce(const std::pair<Proc, End>& entry, const End& before);
@@ -302,11 +303,14 @@ class Core {
   int connect(Proc proc);
   void send(int connection, FrameKind kind, Bytes body, const AgreementKey* key = nullptr);
   void send_state(int connection);
-  void greet(int connection);
+  void greet(int connection, const Bytes& nonce);
+  Bytes proof(const Link& link, bool of_dialer) const;
+  void on_accepted(const Event& event);
   void on_dialed(const Event& event);
   void on_no_dial(const Event& event);
   void on_bytes(const Event& event);
   bool on_hello(int connection, const Hello& hello);
+  bool on_nonce(int connection, const Frame& frame);
   bool on_identity(int connection, const Frame& frame);
   bool on_frame(int connection, Frame* frame);
   bool on_state(int connection, const Bytes& body);
@@ -317,18 +321,21 @@ class Core {
   void meet(const Event& event);
   void leave();
   void excuse();
-  bool is_lead(const World& world) const;
-  void start_leading(World* world);
+  int own_domain() const { return roster_->domain_of[me_]; }
+  // Returns the number of the process' domain, or -1 if it is no member.
+  int domain_of(Proc proc) const;
+  bool is_lead() const;
+  void start_leading();
   void hunt(Proc proc, bool was_watched);
   void handle(const Event& event);
   void flood();
   void tend();
-  void tend_world(World* world, bool ticked);
-  void tend_domain(World* world, int domain, int fresh, bool linked);
-  void judge_refused(World* world, int domain);
-  void dial_domain(World* world, int domain);
+  void tend_domains(bool ticked);
+  void tend_domain(int domain, int fresh, bool linked);
+  void judge_refused(int domain);
+  void dial_domain(int domain);
   void watch_link(int connection);
-  void start_hunt(World* world, int domain);
+  void start_hunt(int domain);
   void tend_links();
 
   // Agreement and status.
@@ -360,7 +367,11 @@ class Core {
   bool urgent_ = false;  // this domain has a death to tell
   Ends ends_, board_;    // `board_`: what the domain is known to have been given
   std::uint64_t ends_digest_ = kEmptyDigest;
-  std::map<std::uint64_t, World> worlds_;
+  std::uint64_t world_ = 0, epoch_ = 0, term_ = 0;
+  std::shared_ptr<const Roster> roster_;  // null until the world is met
+  int me_ = -1;                           // index in the roster
+  bool leading_ = false;
+  std::vector<Watch> watches_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
   std::map<Proc, Nanos> seen_;  // of the domain: when its board beat last moved

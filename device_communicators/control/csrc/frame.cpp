@@ -56,7 +56,7 @@ Parser::Result Parser::next(Hello* hello, Frame* frame) {
   const auto size = reader.number<std::uint32_t>();
   const auto version = reader.number<std::uint16_t>();
   const auto kind = reader.number<std::uint16_t>();
-  malformed_ = size > most_body_bytes_ || version != kVersion || kind < static_cast<int>(FrameKind::kIdentity) ||
+  malformed_ = size > most_body_bytes_ || version != kVersion || kind < static_cast<int>(FrameKind::kNonce) ||
                kind > static_cast<int>(FrameKind::kReply);
   if (malformed_) return Result::kMalformed;
   if (rest().size() < kHeadBytes + size) {

@@ -20,8 +20,9 @@ inline constexpr std::uint16_t kVersion = 1;
 inline constexpr std::uint16_t kOldestVersion = 1;
 inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 40;
+inline constexpr std::size_t kNonceBytes = 16;
 inline constexpr std::size_t kMostBodyBytes = 32U << 20;  // of a frame
-inline constexpr std::size_t kMostStrangerBytes = 256;    // of the first frame, before the peer is identified
+inline constexpr std::size_t kMostStrangerBytes = 64;     // of a frame before the peer is identified
 inline constexpr std::size_t kMostValueBytes = 4096;      // of one member in an agreement, and of a status
 inline constexpr std::size_t kMostTextBytes = 256;        // of a cause or a name
 inline constexpr std::size_t kMostMembers = 4096;         // of a world
@@ -33,17 +34,18 @@ struct Hello {
 };
 
 enum class FrameKind : std::uint16_t {
-  kIdentity = 1,  // first after the hello, in both directions: who, to whom, with the listener's token
-  kBeat,          // the sender runs; digest of its state
-  kState,         // the whole state of ends
-  kValue,         // agreement: member -> decider
-  kAsk,           // new decider -> members: is there a verdict?
-  kAnswer,        // member -> new decider: the verdict, or none
-  kVerdict,       // decider -> members
-  kDone,          // member -> decider: this member has taken the verdict
-  kForget,        // decider -> members: all have taken it
-  kQuestion,      // status: asker -> asked
-  kReply,         // status: asked -> asker
+  kNonce = 1,  // first after the hello, in both directions: who, and a random number
+  kIdentity,   // then: the proof that the sender holds the token of the listener
+  kBeat,       // the sender runs; digest of its state
+  kState,      // the whole state of ends
+  kValue,      // agreement: member -> decider
+  kAsk,        // new decider -> members: is there a verdict?
+  kAnswer,     // member -> new decider: the verdict, or none
+  kVerdict,    // decider -> members
+  kDone,       // member -> decider: this member has taken the verdict
+  kForget,     // decider -> members: all have taken it
+  kQuestion,   // status: asker -> asked
+  kReply,      // status: asked -> asker
 };
 
 struct Frame {

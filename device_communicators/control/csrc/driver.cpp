@@ -1,0 +1,756 @@
+#ifdef __linux__
+#include "driver.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <linux/sockios.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <exception>
+
+namespace parallel_state::control {
+namespace {
+
+constexpr Nanos kDialTime = 2 * kSecond;
+constexpr Nanos kCloseTime = 2 * kSecond;  // for the peer's kernel to acknowledge what was sent before a close
+constexpr Nanos kPoll = 5 * kMillisecond;  // of things that don't announce themselves, while some are awaited
+constexpr Nanos kShortage = kSecond / 10;  // without accepting, where there is no descriptor
+constexpr std::size_t kMostUnsent = 64U << 20;
+constexpr std::size_t kReadBytes = 64U << 10;
+constexpr int kReads = 4;  // of one connection before others have their turn
+constexpr int kAccepts = 64;
+constexpr std::size_t kMostNews = 4096;
+constexpr std::size_t kStackBytes = 1U << 20;  // the libraries' thread-local variables are in it
+
+struct Command {
+  std::shared_ptr<Stay> stay;
+  Event event;
+  std::vector<int> boards;
+};
+
+int open_socket(int family) { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }
+
+// Returns the address of a number, not of a name: a look-up could take seconds. Free it.
+addrinfo* parse_address(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  return getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) == 0 ? found : nullptr;
+}
+
+void send_at_once(int socket) {
+  const int on = 1;
+  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+// Bytes that the socket took and the peer's kernel has not acknowledged; the end counts as one.
+int unacknowledged(int socket) {
+  int count = 0;
+  return ioctl(socket, SIOCOUTQ, &count) == 0 ? count : 0;
+}
+
+// A dial of a closed port of this host may get that very port for its own end, and meet itself.
+bool meets_itself(int socket) {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
+  return getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) == 0 &&
+         getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) == 0 && own_size == peer_size &&
+         std::memcmp(&own, &peer, own_size) == 0;
+}
+
+Bytes encode_news(const Action& action) {
+  Writer writer;
+  writer.number(action.flags).number(action.proc).number(action.id).text(action.bytes);
+  if (action.kind != Action::kVerdict) return writer.take();
+  const Verdict& verdict = *action.verdict;
+  writer.number(action.key.members).number(action.key.attempt).text(action.key.purpose);
+  writer.number(static_cast<std::uint8_t>(verdict.kind)).number(static_cast<std::uint32_t>(verdict.values.size()));
+  for (const Bytes& value : verdict.values) writer.text(value);
+  writer.number(static_cast<std::uint32_t>(verdict.culprits.size()));
+  for (const Proc proc : verdict.culprits) writer.number(proc);
+  return writer.take();
+}
+
+class Driver {
+ public:
+  // Returns false if there are no descriptors or no thread.
+  static Driver* start();
+  void post(Command command);
+
+ private:
+  enum Source { kListener, kConnection, kNeighbour };
+
+  static void* run_thread(void* driver);
+  void run();
+  bool retire();
+  void break_down(const char* cause) noexcept;
+  int wait_ms() const;
+  void on_ready(int number, std::uint32_t events);
+  void obey(Command command);
+  void tend(Stay* stay);
+
+  int add(Stay* stay, Source source, int descriptor, std::uint32_t events);
+  bool control(int operation, int number, int descriptor, std::uint32_t events);
+  void feed(Stay* stay, Event event);
+  void act(Stay* stay, const Action& action);
+  void log(Stay* stay, const std::string& text);
+
+  void dial(Stay* stay, const Action& action);
+  void on_dialed(Stay* stay, int number);
+  void no_dial(Stay* stay, int number, Proc proc, Event::Kind kind);
+  void accept(Stay* stay);
+  void on_connection(Stay* stay, int number, std::uint32_t events);
+  bool drain(Connection* connection);
+  void send(Stay* stay, int number, const Bytes& bytes);
+  void flush(int number, Connection* connection);
+  void probe(Stay* stay, int number);
+  void close(Stay* stay, int number);
+  bool is_closed(Connection* connection, Nanos now);
+  void erase(Stay* stay, int number);
+  void check_timed(Nanos now);
+
+  void meet(Stay* stay, Event event, const std::vector<int>& boards);
+  void watch(Stay* stay, const Member& member, int board);
+  void on_end(Stay* stay, Neighbour* neighbour);
+  void read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved);
+  void beat(Stay* stay);
+  bool may_close_board(Stay* stay);
+  void finish(Stay* stay);
+
+  Descriptor epoll_;
+  Wake wake_;
+  std::vector<Command> commands_;  // guarded by the fork mutex
+  std::map<Stay*, std::shared_ptr<Stay>> stays_;
+  std::map<int, std::pair<Stay*, Source>> sources_;
+  std::map<int, Stay*> timed_;                 // connections with an end
+  std::vector<std::pair<Stay*, int>> unsent_;  // connections that were given bytes, or are to be closed
+  Nanos shortage_until_ = 0;
+  int last_number_ = 0;
+};
+
+// All that belongs to this process; a forked child leaves its parent's alone.
+struct Plane {
+  std::map<std::int64_t, std::shared_ptr<Stay>> stays;
+  Driver* driver = nullptr;
+};
+
+Plane* plane = nullptr;        // guarded by the fork mutex
+std::int64_t next_handle = 1;  // of a child: never one of its parent's
+
+Plane& own_plane() {
+  if (plane == nullptr) {
+    plane = new Plane;
+    in_forked_child([] { plane = nullptr; });
+  }
+  return *plane;
+}
+
+using Lock = std::unique_lock<std::recursive_mutex>;
+
+// Threads.
+
+Driver* Driver::start() {
+  auto driver = std::make_unique<Driver>();
+  driver->epoll_ = Descriptor::of([] { return epoll_create1(EPOLL_CLOEXEC); });
+  if (!driver->epoll_ || !driver->wake_.make()) return nullptr;
+  if (!driver->control(EPOLL_CTL_ADD, 0, driver->wake_.number(), EPOLLIN)) return nullptr;
+  // A thread has the mask of the one that starts it: signals are for the program's own threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread;
+  const int code = pthread_create(&thread, &attributes, run_thread, driver.get());
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_attr_destroy(&attributes);
+  errno = code;
+  return code == 0 ? driver.release() : nullptr;
+}
+
+void* Driver::run_thread(void* given) {
+  const std::unique_ptr<Driver> driver(static_cast<Driver*>(given));
+  pthread_setname_np(pthread_self(), "ps-control");
+  try {
+    driver->run();
+  } catch (const std::exception& error) {
+    driver->break_down(error.what());
+  } catch (...) {
+    driver->break_down("an unknown exception");
+  }
+  return nullptr;
+}
+
+void Driver::run() {
+  epoll_event ready[64];
+  while (true) {
+    std::vector<Command> commands;
+    {
+      const Lock lock(fork_mutex());
+      commands.swap(commands_);
+    }
+    for (Command& command : commands) obey(std::move(command));
+    commands.clear();
+    check_timed(monotonic_now());
+    for (auto at = stays_.begin(); at != stays_.end();) tend((at++)->first);
+    if (stays_.empty() && retire()) return;
+    const int count = epoll_wait(*epoll_, ready, 64, wait_ms());
+    for (int i = 0; i < count; ++i) on_ready(static_cast<int>(ready[i].data.u64), ready[i].events);
+  }
+}
+
+// Ends the thread if nobody needs it any more.
+bool Driver::retire() {
+  const Lock lock(fork_mutex());
+  if (!commands_.empty()) return false;
+  own_plane().driver = nullptr;
+  return true;
+}
+
+// The stays of this process end without a farewell, and the process goes on.
+void Driver::break_down(const char* cause) noexcept {
+  const Lock lock(fork_mutex());
+  own_plane().driver = nullptr;
+  for (Command& command : commands_) stays_.emplace(command.stay.get(), command.stay);
+  for (auto& [stay, shared] : stays_) {
+    try {
+      stay->connections.clear();
+      stay->neighbours.clear();
+      stay->core.reset();
+      stay->listener.close();
+      stay->inbox.push(Inbox::kOver, Writer().number(std::uint8_t{1}).number(Proc{}).number(Proc{}).text(cause).take());
+    } catch (...) {  // no memory for words: the end is seen by `over`
+    }
+    stay->over = true;
+    stay->ended.notify_all();
+  }
+}
+
+void Driver::post(Command command) {
+  commands_.push_back(std::move(command));
+  wake_.set();
+}
+
+int Driver::wait_ms() const {
+  const Nanos now = monotonic_now();
+  Nanos next = kNever;
+  for (const auto& [number, stay] : timed_) {
+    const Connection& connection = stay->connections.at(number);
+    next = std::min(next, connection.is_dialing() ? connection.until : now + kPoll);
+  }
+  for (const auto& [stay, shared] : stays_) {
+    next = std::min(next, stay->core->wake_at());
+    if (stay->leave_by != kNever) next = std::min(next, now + kPoll);
+    if (!stay->accepts) next = std::min(next, std::max(shortage_until_, now + kPoll));
+  }
+  if (next == kNever) return -1;
+  return static_cast<int>(std::clamp<Nanos>((next - now + kMillisecond - 1) / kMillisecond, 0, 60'000));
+}
+
+void Driver::on_ready(int number, std::uint32_t events) {
+  if (number == 0) {
+    wake_.clear();
+    return;
+  }
+  const auto found = sources_.find(number);  // it may have been closed by an event before this one
+  if (found == sources_.end()) return;
+  const auto [stay, source] = found->second;
+  if (source == kListener) accept(stay);
+  else if (source == kConnection) on_connection(stay, number, events);
+  else on_end(stay, &stay->neighbours.at(number));
+}
+
+void Driver::obey(Command command) {
+  Stay* stay = command.stay.get();
+  if (stay->over) return;
+  if (stays_.emplace(stay, command.stay).second) stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
+  if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
+  if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
+  feed(stay, std::move(command.event));
+}
+
+void Driver::tend(Stay* stay) {
+  const Nanos now = monotonic_now();
+  if (now >= stay->core->wake_at()) feed(stay, Event{});
+  if (!stay->accepts && now >= shortage_until_) {
+    stay->accepts = control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, EPOLLIN);
+  }
+  if (stay->leave_by == kNever) return;
+  const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
+  if (said || now >= stay->leave_by) finish(stay);
+}
+
+// Events and actions.
+
+// Returns the number of a source of events; -1 if it can't be polled. Without a descriptor it is only a number.
+int Driver::add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
+  do last_number_ = last_number_ % INT_MAX + 1;
+  while (sources_.count(last_number_) != 0);
+  if (descriptor >= 0 && !control(EPOLL_CTL_ADD, last_number_, descriptor, events)) return -1;
+  sources_[last_number_] = {stay, source};
+  return last_number_;
+}
+
+bool Driver::control(int operation, int number, int descriptor, std::uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = static_cast<std::uint64_t>(number);
+  return epoll_ctl(*epoll_, operation, descriptor, &event) == 0;
+}
+
+// Steps the core with an event, and with all that its actions lead to at once.
+void Driver::feed(Stay* stay, Event event) {
+  stay->events.push_back(std::move(event));
+  if (stay->feeding) return;
+  stay->feeding = true;
+  std::vector<Action> actions;
+  while (!stay->events.empty()) {
+    const Event next = std::move(stay->events.front());
+    stay->events.pop_front();
+    actions.clear();
+    stay->core->step(monotonic_now(), next, &actions);
+    for (const Action& action : actions) act(stay, action);
+  }
+  stay->feeding = false;
+  const auto unsent = std::exchange(unsent_, {});
+  for (const auto& [of, number] : unsent) {
+    const auto found = of->connections.find(number);
+    if (found == of->connections.end()) continue;
+    flush(number, &found->second);
+    if (found->second.closing && is_closed(&found->second, 0)) erase(of, number);
+  }
+}
+
+void Driver::act(Stay* stay, const Action& action) {
+  switch (action.kind) {
+    case Action::kDial: dial(stay, action); break;
+    case Action::kClose: close(stay, action.connection); break;
+    case Action::kSend: send(stay, action.connection, action.bytes); break;
+    case Action::kProbe: probe(stay, action.connection); break;
+    case Action::kBoard:
+      if (!stay->board.publish(action.bytes)) log(stay, "can't write the board of this process");
+      break;
+    case Action::kBeat: beat(stay); break;
+    case Action::kLook:
+      for (const auto& [number, neighbour] : stay->neighbours) {
+        if (neighbour.proc != action.proc || neighbour.ended || !is_ending(neighbour.pid)) continue;
+        Event event;
+        event.kind = Event::kExiting;
+        event.proc = action.proc;
+        stay->events.push_back(std::move(event));
+      }
+      break;
+    case Action::kDoom: stay->inbox.push(Inbox::kDied, encode_news(action)); break;
+    case Action::kLeft: stay->inbox.push(Inbox::kLeft, encode_news(action)); break;
+    case Action::kVerdict: stay->inbox.push(Inbox::kVerdict, encode_news(action)); break;
+    case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
+    case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
+    case Action::kRefuse: stay->inbox.push(Inbox::kRefused, encode_news(action)); break;
+    case Action::kLog: stay->inbox.push(Inbox::kLog, encode_news(action)); break;
+  }
+}
+
+void Driver::log(Stay* stay, const std::string& text) {
+  Action action;
+  action.bytes = text;
+  stay->inbox.push(Inbox::kLog, encode_news(action));
+}
+
+// Connections.
+
+void Driver::no_dial(Stay* stay, int number, Proc proc, Event::Kind kind) {
+  if (number >= 0) erase(stay, number);
+  Event event;
+  event.kind = kind;
+  event.proc = proc;
+  feed(stay, std::move(event));
+}
+
+void Driver::dial(Stay* stay, const Action& action) {
+  addrinfo* address = parse_address(action.endpoint->host, action.endpoint->port);
+  if (address == nullptr) return no_dial(stay, -1, action.proc, Event::kNoAnswer);
+  Connection connection;
+  connection.dialed = action.proc;
+  connection.until = monotonic_now() + kDialTime;
+  connection.socket = Descriptor::of([&] { return open_socket(address->ai_family); });
+  const bool begun = connection.socket &&
+                     (connect(*connection.socket, address->ai_addr, address->ai_addrlen) == 0 || errno == EINPROGRESS);
+  const int code = errno;
+  freeaddrinfo(address);
+  const int number = begun ? add(stay, kConnection, *connection.socket, EPOLLOUT) : -1;
+  if (number < 0) {
+    const bool refused = !begun && connection.socket && code == ECONNREFUSED;
+    return no_dial(stay, -1, action.proc, refused ? Event::kRefused : Event::kNoAnswer);
+  }
+  send_at_once(*connection.socket);
+  stay->connections[number] = std::move(connection);
+  timed_[number] = stay;
+}
+
+void Driver::on_dialed(Stay* stay, int number) {
+  Connection& connection = stay->connections.at(number);
+  int code = 0;
+  socklen_t size = sizeof(code);
+  getsockopt(*connection.socket, SOL_SOCKET, SO_ERROR, &code, &size);
+  if (code == 0 && meets_itself(*connection.socket)) code = ECONNREFUSED;
+  const Proc proc = connection.dialed;
+  if (code != 0) return no_dial(stay, number, proc, code == ECONNREFUSED ? Event::kRefused : Event::kNoAnswer);
+  connection.dialed = 0;
+  connection.until = kNever;
+  timed_.erase(number);
+  control(EPOLL_CTL_MOD, number, *connection.socket, EPOLLIN);
+  Event dialed;
+  dialed.kind = Event::kDialed;
+  dialed.connection = number;
+  dialed.proc = proc;
+  dialed.nonce = random_bytes(16);
+  feed(stay, std::move(dialed));
+}
+
+void Driver::accept(Stay* stay) {
+  for (int i = 0; i < kAccepts; ++i) {
+    Connection connection;
+    connection.socket =
+        Descriptor::of([&] { return accept4(*stay->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    if (!connection.socket) {
+      if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
+      control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);  // it stays readable: no spinning
+      stay->accepts = false;
+      shortage_until_ = monotonic_now() + kShortage;
+      return log(stay, "can't accept a connection: files or memory ran out");
+    }
+    send_at_once(*connection.socket);
+    const int number = add(stay, kConnection, *connection.socket, EPOLLIN);
+    if (number < 0) continue;
+    stay->connections[number] = std::move(connection);
+    Event event;
+    event.kind = Event::kAccepted;
+    event.connection = number;
+    event.nonce = random_bytes(16);
+    feed(stay, std::move(event));
+  }
+}
+
+void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
+  Connection* connection = &stay->connections.at(number);
+  if (connection->is_dialing()) return on_dialed(stay, number);
+  if (connection->closing) {
+    flush(number, connection);
+    if (drain(connection) || is_closed(connection, 0)) erase(stay, number);
+    return;
+  }
+  if ((events & EPOLLOUT) != 0) flush(number, connection);
+  Bytes bytes;
+  for (int i = 0; i < kReads; ++i) {
+    bytes.resize(kReadBytes);
+    const ssize_t size = recv(*connection->socket, bytes.data(), bytes.size(), 0);
+    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    Event event;
+    event.connection = number;
+    event.kind = size > 0 ? Event::kBytes : Event::kClosed;
+    if (size <= 0) erase(stay, number);
+    else event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
+    feed(stay, std::move(event));
+    const auto found = stay->connections.find(number);
+    if (size < static_cast<ssize_t>(kReadBytes) || found == stay->connections.end() || found->second.closing) return;
+    connection = &found->second;
+  }
+}
+
+// Throws away what a peer still sends; returns true at its end.
+bool Driver::drain(Connection* connection) {
+  char bytes[4096];
+  for (int i = 0; i < 64; ++i) {
+    const ssize_t size = recv(*connection->socket, bytes, sizeof(bytes), 0);
+    if (size <= 0) return size == 0 || (errno != EAGAIN && errno != EINTR);
+  }
+  return false;
+}
+
+void Driver::send(Stay* stay, int number, const Bytes& bytes) {
+  const auto found = stay->connections.find(number);
+  if (found == stay->connections.end() || found->second.closing) return;
+  found->second.out += bytes;
+  unsent_.emplace_back(stay, number);
+  if (found->second.out.size() <= kMostUnsent) return;
+  log(stay, "closed a connection: its peer doesn't read");
+  erase(stay, number);
+  Event event;
+  event.kind = Event::kClosed;
+  event.connection = number;
+  stay->events.push_back(std::move(event));
+}
+
+void Driver::flush(int number, Connection* connection) {
+  std::size_t sent = 0;
+  while (sent < connection->out.size() && !connection->hung_up) {
+    const ssize_t size = ::send(*connection->socket, connection->out.data() + sent, connection->out.size() - sent,
+                                MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (size > 0) sent += static_cast<std::size_t>(size);
+    else if (errno == EAGAIN || errno == EINTR) break;
+    else connection->hung_up = true;  // the end follows what is still to be read, which may be a farewell
+  }
+  connection->out.erase(0, connection->hung_up ? Bytes::npos : sent);
+  const bool polls_out = !connection->out.empty();
+  if (polls_out != connection->polls_out) {
+    control(EPOLL_CTL_MOD, number, *connection->socket, polls_out ? EPOLLIN | EPOLLOUT : EPOLLIN);
+    connection->polls_out = polls_out;
+  }
+}
+
+void Driver::probe(Stay* stay, int number) {
+  const auto found = stay->connections.find(number);
+  if (found == stay->connections.end()) return;
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+  Event event;
+  event.kind = Event::kAcked;
+  event.connection = number;
+  event.age = info.tcpi_last_ack_recv * kMillisecond;
+  stay->events.push_back(std::move(event));
+}
+
+// A socket that is closed with bytes to be read drops those that the peer's kernel has not acknowledged: so a close
+// waits for that.
+void Driver::close(Stay* stay, int number) {
+  const auto found = stay->connections.find(number);
+  if (found == stay->connections.end() || found->second.closing) return;
+  found->second.closing = true;
+  found->second.until = monotonic_now() + kCloseTime;
+  timed_[number] = stay;
+  unsent_.emplace_back(stay, number);
+}
+
+bool Driver::is_closed(Connection* connection, Nanos now) {
+  if (now >= connection->until || connection->hung_up) return true;
+  if (!connection->out.empty()) return false;
+  if (unacknowledged(*connection->socket) == 0) return true;
+  shutdown(*connection->socket, SHUT_WR);
+  return false;
+}
+
+void Driver::erase(Stay* stay, int number) {
+  // A forked child may have a copy for a moment, so closing alone doesn't end the polling.
+  control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
+  sources_.erase(number);
+  timed_.erase(number);
+  stay->connections.erase(number);
+}
+
+void Driver::check_timed(Nanos now) {
+  for (auto at = timed_.begin(); at != timed_.end();) {
+    const auto [number, stay] = *at++;
+    Connection& connection = stay->connections.at(number);
+    if (connection.is_dialing()) {
+      if (now >= connection.until) no_dial(stay, number, connection.dialed, Event::kNoAnswer);
+    } else if (is_closed(&connection, now)) {
+      erase(stay, number);
+    }
+    at = timed_.upper_bound(number);
+  }
+}
+
+// The own watch domain.
+
+void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
+  std::vector<Proc> procs;
+  for (const Member& member : event.roster->members) procs.push_back(member.proc);
+  event.world = Core::digest_of(procs);
+  const int me = event.roster->index_of(stay->proc);
+  feed(stay, event);
+  if (me < 0) return;
+  for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
+    const Member& member = event.roster->members[index];
+    const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),
+                                    [&](const auto& entry) { return entry.second.proc == member.proc; });
+    if (index != me && known == stay->neighbours.end()) watch(stay, member, boards[index]);
+  }
+  stay->board.note_met();
+}
+
+void Driver::watch(Stay* stay, const Member& member, int board) {
+  Neighbour neighbour;
+  neighbour.proc = member.proc;
+  neighbour.pid = member.pid;
+  const bool read = neighbour.board.open(member.pid, board, member.proc);
+  const ProcessWatch::Found found = neighbour.watch.open(member.pid, member.began);
+  neighbour.watched = found == ProcessWatch::kRuns;
+  const std::string name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
+  if (found == ProcessWatch::kUnknown) log(stay, name + " can't be watched: " + std::strerror(errno));
+  if (found == ProcessWatch::kRuns && !read) log(stay, name + " has no board here: its farewell can't be read");
+  const int number = add(stay, kNeighbour, neighbour.watch.is_polled() ? neighbour.watch.number() : -1, EPOLLIN);
+  if (number < 0) return log(stay, name + " can't be watched: " + std::strerror(errno));
+  Neighbour& kept = stay->neighbours[number] = std::move(neighbour);
+  if (found == ProcessWatch::kExited) on_end(stay, &kept);
+}
+
+void Driver::on_end(Stay* stay, Neighbour* neighbour) {
+  if (neighbour->ended) return;
+  neighbour->ended = true;
+  read_board(stay, neighbour, nullptr);
+  Event event;
+  event.kind = Event::kEnded;
+  event.proc = neighbour->proc;
+  if (neighbour->watched && neighbour->watch.is_polled()) {
+    control(EPOLL_CTL_DEL, 0, neighbour->watch.number(), 0);
+  }
+  feed(stay, std::move(event));
+}
+
+void Driver::read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved) {
+  Event event;
+  bool is_new = false;
+  if (neighbour->board.read(&event.bytes, &is_new) && moved != nullptr) moved->push_back(neighbour->proc);
+  if (!is_new) return;
+  event.kind = Event::kBoard;
+  event.proc = neighbour->proc;
+  feed(stay, std::move(event));
+}
+
+void Driver::beat(Stay* stay) {
+  stay->board.beat();
+  Event event;
+  event.kind = Event::kBeats;
+  for (auto& [number, neighbour] : stay->neighbours) {
+    if (neighbour.ended) continue;
+    if (neighbour.watched && !neighbour.watch.is_polled() && neighbour.watch.has_exited()) on_end(stay, &neighbour);
+    else read_board(stay, &neighbour, &event.procs);
+  }
+  stay->events.push_back(std::move(event));
+}
+
+// A farewell is read from the board, so it stays until all neighbours have opened it.
+bool Driver::may_close_board(Stay* stay) {
+  for (auto& [number, neighbour] : stay->neighbours) {
+    if (neighbour.ended || !neighbour.board || neighbour.board.has_met()) continue;
+    read_board(stay, &neighbour, nullptr);
+    if (!neighbour.board.has_met()) return false;
+  }
+  return true;
+}
+
+void Driver::finish(Stay* stay) {
+  while (!stay->connections.empty()) erase(stay, stay->connections.begin()->first);
+  for (const auto& [number, neighbour] : stay->neighbours) sources_.erase(number);
+  sources_.erase(stay->listener_number);
+  control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
+  stay->neighbours.clear();
+  stay->listener.close();
+  stay->board.close();
+  stay->inbox.push(Inbox::kOver, encode_news(Action{}));
+  const std::shared_ptr<Stay> kept = stays_.at(stay);
+  stays_.erase(stay);
+  const Lock lock(fork_mutex());
+  stay->over = true;
+  stay->ended.notify_all();
+}
+
+// Returns 0, or the errno.
+int listen_at(const std::string& address, int port, Stay* stay) {
+  addrinfo* found = parse_address(address, port);
+  if (found == nullptr) return EADDRNOTAVAIL;
+  stay->listener = Descriptor::of([&] { return open_socket(found->ai_family); });
+  sockaddr_storage own{};
+  socklen_t size = sizeof(own);
+  const bool listens = stay->listener && bind(*stay->listener, found->ai_addr, found->ai_addrlen) == 0 &&
+                       listen(*stay->listener, 4096) == 0 &&
+                       getsockname(*stay->listener, reinterpret_cast<sockaddr*>(&own), &size) == 0;
+  const int code = errno;
+  freeaddrinfo(found);
+  if (!listens) return code;
+  stay->port = ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(own).sin6_port
+                                               : reinterpret_cast<sockaddr_in&>(own).sin_port);
+  return 0;
+}
+
+}  // namespace
+
+void Inbox::push(Kind kind, Bytes news) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if ((kind == kLog || kind == kQuestion) && news_.size() >= kMostNews) return;
+  news.insert(news.begin(), static_cast<char>(kind));
+  news_.push_back(std::move(news));
+  wake_.set();
+}
+
+std::size_t Inbox::take(char* buffer, std::size_t capacity) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (news_.empty()) return wake_.clear(), 0;
+  const std::size_t size = news_.front().size();
+  if (size > capacity) return size;
+  std::memcpy(buffer, news_.front().data(), size);
+  news_.pop_front();
+  return size;
+}
+
+std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made) {
+  auto stay = std::make_shared<Stay>();
+  const Bytes random = random_bytes(8);
+  std::memcpy(&stay->proc, random.data(), sizeof(stay->proc));
+  stay->proc |= 1;  // never 0
+  for (const char byte : random_bytes(16)) {
+    stay->token += "0123456789abcdef"[static_cast<unsigned char>(byte) >> 4];
+    stay->token += "0123456789abcdef"[byte & 15];
+  }
+  stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
+  int code = EADDRINUSE;
+  const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));
+  for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host don't all try the same port first
+    code = listen_at(address, first + (begin + i) % count, stay.get());
+  }
+  if (code != 0) return -code;
+  if (!stay->board.make(stay->proc) || !stay->inbox.make()) return -errno;
+  if (!post(stay, Event{})) return -errno;
+  const Lock lock(fork_mutex());
+  own_plane().stays[next_handle] = stay;
+  *made = std::move(stay);
+  return next_handle++;
+}
+
+std::shared_ptr<Stay> find_stay(std::int64_t handle) {
+  const Lock lock(fork_mutex());
+  const auto found = own_plane().stays.find(handle);
+  return found == own_plane().stays.end() ? nullptr : found->second;
+}
+
+void close_stay(std::int64_t handle) {
+  const Lock lock(fork_mutex());
+  own_plane().stays.erase(handle);
+}
+
+bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards) {
+  const Lock lock(fork_mutex());
+  Plane& own = own_plane();
+  if (stay->over) return errno = ESHUTDOWN, false;
+  if (own.driver == nullptr) own.driver = Driver::start();
+  if (own.driver == nullptr) return false;
+  own.driver->post({stay, std::move(event), std::move(boards)});
+  return true;
+}
+
+void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {
+  Lock lock(fork_mutex());
+  Event event;
+  event.kind = Event::kLeave;
+  event.deadline = deadline;
+  if (!post(stay, std::move(event))) return;
+  const auto patience = std::chrono::nanoseconds(std::max<Nanos>(deadline - monotonic_now(), 0) + kSecond);
+  stay->ended.wait_for(lock, patience, [&] { return stay->over; });
+}
+
+}  // namespace parallel_state::control
+#endif

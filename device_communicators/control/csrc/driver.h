@@ -1,0 +1,92 @@
+// Drives the cores of this process: one thread with one epoll, which never takes Python's lock. It decides nothing.
+//
+// A `Stay` is this process' stay in one world: it listens from `open_stay` on and ends with `leave_stay`. The thread
+// lives while there are stays. A forked child has no stays and no thread, and may open stays of its own.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core.h"
+#include "machine.h"
+
+namespace parallel_state::control {
+
+// What Python hears of a stay, in order. All functions may be called by any thread.
+class Inbox {
+ public:
+  enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
+  bool make() { return wake_.make(); }
+  // Drops logs and questions beyond a bound, which a peer could send without end.
+  void push(Kind kind, Bytes news);
+  // Returns the size of the next news, and takes it if `capacity` holds it; 0: there is none.
+  std::size_t take(char* buffer, std::size_t capacity);
+  int number() const { return wake_.number(); }  // readable while there is news
+
+ private:
+  std::mutex mutex_;
+  Wake wake_;
+  std::deque<Bytes> news_;
+};
+
+// A connection, or a dial.
+struct Connection {
+  Descriptor socket;
+  Proc dialed = 0;  // not open yet
+  bool closing = false;
+  bool hung_up = false;  // it takes no more bytes, but may still have some
+  bool polls_out = false;
+  Nanos until = kNever;  // the end of a dial, or of closing
+  Bytes out;             // what the socket didn't take
+  bool is_dialing() const { return dialed != 0; }
+};
+
+// Another process of the own watch domain.
+struct Neighbour {
+  Proc proc = 0;
+  int pid = 0;
+  ProcessWatch watch;
+  PeerBoard board;
+  bool watched = false;
+  bool ended = false;
+};
+
+struct Stay {
+  // Set by `open_stay`:
+  Proc proc = 0;
+  std::string token;
+  int port = 0;
+  Descriptor listener;
+  Board board;
+  Inbox inbox;
+  // Guarded by the fork mutex:
+  bool over = false;
+  std::condition_variable_any ended;  // with the fork mutex: `over`
+  // The thread's:
+  std::unique_ptr<Core> core;
+  std::map<int, Connection> connections;
+  std::map<int, Neighbour> neighbours;
+  std::deque<Event> events;
+  bool feeding = false;
+  Nanos leave_by = kNever;
+  int listener_number = -1;
+  bool accepts = true;
+};
+
+// Returns the number of a stay that listens at `address`, or the negative errno. `first` to `last`: the ports that may
+// be used; 0: any.
+std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made);
+std::shared_ptr<Stay> find_stay(std::int64_t handle);
+void close_stay(std::int64_t handle);
+// Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors
+// of the members' boards, in rank order.
+bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
+// Says farewell; returns when the peers' kernels and the neighbours have it, or at the deadline.
+void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);
+
+}  // namespace parallel_state::control

@@ -1,0 +1,157 @@
+// The C interface of the control plane, for ctypes. A stay in a world is known by its handle; one that isn't there, as
+// those of its parent in a forked child, answers -ESRCH. No call takes Python's lock, and each that waits has a bound.
+#ifdef __linux__
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "driver.h"
+
+using namespace parallel_state::control;
+
+namespace {
+
+Nanos from_now(double seconds) {
+  // Later than any run: a deadline that far is none.
+  return monotonic_now() + static_cast<Nanos>(std::min(std::max(seconds, 0.0), 1e9) * 1e9);
+}
+
+// Posts the event that `make` fills in. Returns 0 or the negative errno; nothing is thrown into C.
+template <typename Make>
+int post_event(std::int64_t handle, Event::Kind kind, Make make) {
+  try {
+    const std::shared_ptr<Stay> stay = find_stay(handle);
+    if (stay == nullptr) return -ESRCH;
+    Event event;
+    event.kind = kind;
+    make(&event);
+    return post(stay, std::move(event)) ? 0 : -errno;
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Listens at a numeric address, at a port from `first` to `last`, 0 for any. Returns a handle, or the negative errno,
+// and writes the process' number, its port, its board's descriptor and its token of 32 characters and a 0.
+std::int64_t ps_control_open(const char* address, int first, int last, double beat_s, double limit_s,
+                             std::uint32_t build, std::uint64_t* proc, int* port, int* board, char* token) {
+  try {
+    Config config;
+    config.beat = static_cast<Nanos>(beat_s * 1e9);
+    config.limit = static_cast<Nanos>(limit_s * 1e9);
+    config.build = build;
+    std::shared_ptr<Stay> stay;
+    const std::int64_t handle = open_stay(address, first, last, config, &stay);
+    if (handle < 0) return handle;
+    *proc = stay->proc;
+    *port = stay->port;
+    *board = stay->board.number();
+    std::memcpy(token, stay->token.c_str(), stay->token.size() + 1);
+    return handle;
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+// Joins the world of these members. `members`: for each in rank order its rank, process, domain, pid, start time,
+// board, port, and the texts host and token; see plane.py.
+int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* members, std::uint64_t size, int count) {
+  try {
+    const std::shared_ptr<Stay> stay = find_stay(handle);
+    if (stay == nullptr) return -ESRCH;
+    Reader reader({members, static_cast<std::size_t>(size)});
+    std::vector<Member> all(static_cast<std::size_t>(count));
+    std::vector<int> boards;
+    for (Member& member : all) {
+      member.rank = reader.number<int>();
+      member.proc = reader.number<Proc>();
+      member.domain = reader.number<std::uint64_t>();
+      member.pid = reader.number<int>();
+      member.began = reader.number<std::uint64_t>();
+      boards.push_back(reader.number<int>());
+      member.endpoint.port = reader.number<std::uint16_t>();
+      member.endpoint.host = reader.text(kMostTextBytes);
+      member.endpoint.token = reader.text(kMostTextBytes);
+    }
+    if (!reader.finished()) return -EINVAL;
+    Event event;
+    event.kind = Event::kMeet;
+    event.epoch = epoch;
+    event.roster = std::make_shared<const Roster>(std::move(all));
+    return post(stay, std::move(event), std::move(boards)) ? 0 : -errno;
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+// Begins an agreement among `members`, in rank order, or with a negative timeout ends it early. `digest` of the members
+// tells it apart from others in the verdict's news.
+int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
+                    int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) {
+  return post_event(handle, timeout_s < 0 ? Event::kCancel : Event::kCall, [&](Event* event) {
+    auto call = std::make_shared<Call>();
+    call->purpose = purpose;
+    call->attempt = attempt;
+    call->members.assign(members, members + count);
+    call->value.assign(value, size);
+    call->deadline = from_now(timeout_s);
+    *digest = Core::digest_of(call->members);
+    event->call = std::move(call);
+  });
+}
+
+int ps_control_ask(std::int64_t handle, std::uint64_t proc, std::uint64_t id, const char* question, std::uint64_t size,
+                   double timeout_s) {
+  return post_event(handle, Event::kAsk, [&](Event* event) {
+    event->proc = proc;
+    event->id = id;
+    event->bytes.assign(question, size);
+    event->deadline = from_now(timeout_s);
+  });
+}
+
+int ps_control_reply(std::int64_t handle, std::uint64_t proc, std::uint64_t id, const char* reply, std::uint64_t size) {
+  return post_event(handle, Event::kReply, [&](Event* event) {
+    event->proc = proc;
+    event->id = id;
+    event->bytes.assign(reply, size);
+  });
+}
+
+// `proc`: 0 for this process itself. `flags`: those of EndFlag.
+int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const char* text) {
+  return post_event(handle, Event::kReport, [&](Event* event) {
+    event->proc = proc;
+    event->flags = static_cast<std::uint8_t>(flags);
+    event->bytes = text;
+  });
+}
+
+// Says farewell; returns when the other hosts' kernels have it and this host's ranks can read it, or after the time.
+void ps_control_leave(std::int64_t handle, double linger_s) {
+  if (const std::shared_ptr<Stay> stay = find_stay(handle)) leave_stay(stay, from_now(linger_s));
+}
+
+// Takes the next news into `buffer`. Returns its size: if that is more than `capacity`, it was left; 0: there is none.
+std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
+  const std::shared_ptr<Stay> stay = find_stay(handle);
+  return stay == nullptr ? 0 : stay->inbox.take(buffer, capacity);
+}
+
+// A descriptor that is readable while there is news; -1 if there is no such stay.
+int ps_control_eventfd(std::int64_t handle) {
+  const std::shared_ptr<Stay> stay = find_stay(handle);
+  return stay == nullptr ? -1 : stay->inbox.number();
+}
+
+// Frees a stay that was left.
+void ps_control_close(std::int64_t handle) { close_stay(handle); }
+
+}  // extern "C"
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,397 @@
+"""This process' stay in one world of ranks: which ranks exit, what members agree on, and questions to a rank.
+
+A thread of the compiled library does the work and never takes the interpreter lock, so a rank that holds the lock stays
+alive for others, and learns of deaths as soon as it lets go. docs/protocol.md describes what ranks say to each other.
+This module is its face: it holds no socket, and what it hears decides nothing here.
+
+    world = World(library, address, limit_s=20.0, beat_s=1.0)     # listens; publish str(world.endpoint)
+    world.meet(members, on_change)                                # all ranks, with the same members
+    verdict = world.agree("tp:0", 0, [0, 1], b"value", timeout_s=60.0)
+    world.leave()
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import logging
+import os
+import select
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from device_communicators.base import exits, forks, settings
+from device_communicators.base.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    InvalidArgumentError,
+    UsageError,
+    format_ranks,
+)
+from device_communicators.base.helper_threads import HelperThread
+from device_communicators.base.host import resolve
+from device_communicators.base.limits import name_shortage
+
+logger = logging.getLogger("parallel_state")
+
+MOST_VALUE_BYTES = 4096
+"""Of one rank's value in an agreement, of a question and of a reply."""
+MOST_TEXT_BYTES = 256
+"""Of a purpose and of a cause; longer causes are cut."""
+LINGER_S = 1.0
+_GRACE_S = 5.0
+"""The compiled thread ends each call at its deadline. A call without an end this long after it raises ControlError."""
+_TOKEN_BYTES = 33
+_LEFT, _EXITED, _UNREACHABLE, _FAILED, _REVOKED, _STOPPED = 1, 2, 4, 8, 16, 32
+"""EndFlag in csrc/core.h."""
+_KINDS = ((_REVOKED, "revoked"), (_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
+_DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
+"""Inbox::Kind in csrc/driver.h."""
+_VERDICTS = ("agreed", "ended", "missing", "undecided")
+"""Verdict::Kind in csrc/core.h."""
+_MEMBER = struct.Struct("<iQQiQiH")
+
+
+class ControlError(CommunicationError):
+    """The control plane of this process can't do what it was asked: it has left its world, or its thread ended."""
+
+
+class Endpoint(NamedTuple):
+    """Where a process listens, and how it is known: what it publishes before the ranks meet."""
+
+    proc: int
+    """The number of this stay, which no other process or stay has."""
+    host: str
+    port: int
+    token: str
+    """What a peer must prove to know."""
+    board: int
+    """The descriptor, in that process, of the memory that its neighbours read."""
+
+    def __str__(self) -> str:
+        return json.dumps(list(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Endpoint:
+        """Returns the endpoint that `str` wrote. Raises ValueError."""
+        proc, host, port, token, board = json.loads(text)
+        return cls(int(proc), str(host), int(port), str(token), int(board))
+
+
+class Member(NamedTuple):
+    """One rank of a world."""
+
+    rank: int
+    domain: str
+    """Equal for processes that can watch each other by PID; empty: by none."""
+    pid: int
+    began: str
+    """The start time of the process, as `host.start_time` returns it; empty if unknown."""
+    endpoint: Endpoint
+
+
+class Change(NamedTuple):
+    """What became of a rank."""
+
+    kind: str
+    """died, left, unreachable (no sign of its host), stopped (its host answers, it doesn't), failed or revoked."""
+    rank: int
+    text: str
+    """The cause, if known."""
+
+
+class Verdict(NamedTuple):
+    """The end of an agreement."""
+
+    kind: str
+    """agreed; else `ranks` ended, are missing at the deadline, or left it undecided as they didn't answer."""
+    values: list[bytes]
+    """With "agreed": those of all ranks, in the order of the call."""
+    ranks: list[int]
+
+
+class _Waiting:
+    """A call that waits for its end."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.result: Any = None
+
+
+class World:
+    """This process' stay in a world. All methods may be called by any thread."""
+
+    def __init__(self, library: Any, address: str, *, limit_s: float, beat_s: float) -> None:
+        """Listens at `address`, at a port of PARALLEL_STATE_PORTS if that is set. `library`: the compiled one.
+
+        After `limit_s` without a sign of life a host is unreachable. Raises ControlError, or ResourceLimitError.
+        """
+        exits.prepare()
+        self._library, self._pid = library, os.getpid()
+        first, last = settings.PORTS.get() or (0, 0)
+        proc, port, board, token = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int(), (ctypes.c_char * _TOKEN_BYTES)()
+        try:
+            numeric = resolve(address, 0)[0][4][0]
+            self._handle = library.ps_control_open(
+                str(numeric).encode(), first, last, beat_s, limit_s, library.ps_version(),
+                ctypes.byref(proc), ctypes.byref(port), ctypes.byref(board), token,
+            )  # fmt: skip
+            if self._handle < 0:
+                raise OSError(-self._handle, os.strerror(-self._handle))
+        except OSError as error:
+            of_range = f" at a port of {settings.PORTS.name}={first}-{last}" if last else ""
+            doing = f"listening at {address}{of_range} for other ranks"
+            raise name_shortage(ControlError(f"{doing} failed: {error}"), doing) from error
+        self.endpoint = Endpoint(proc.value, address, port.value, token.value.decode(), board.value)
+        self._lock = threading.Lock()
+        self._procs: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+        self._calls: dict[tuple[int, str, int], _Waiting] = {}
+        self._questions: dict[int, _Waiting] = {}
+        self._asked = 0
+        self._refusal = self._end = ""
+        self._on_change: Callable[[Change], None] = lambda change: None
+        self._on_question: Callable[[int, bytes], bytes] = lambda rank, question: b""
+        self._thread: threading.Thread | None = None
+        self._is_leaving = False
+
+    def meet(
+        self,
+        members: Sequence[Member],
+        on_change: Callable[[Change], None],
+        on_question: Callable[[int, bytes], bytes] | None = None,
+    ) -> None:
+        """Joins the world of these members; all of them call it with the same ones. Waits for nobody.
+
+        `on_change` is called of each rank that ends, and of this one if others take it for dead.
+        `on_question(rank, question)` returns the reply. One thread calls both, so they must be quick.
+        """
+        if self._thread is not None:
+            raise UsageError("World.meet was called twice; open another World to join another world")
+        members = sorted(members)
+        self._procs = {member.rank: member.endpoint.proc for member in members}
+        self._ranks = {proc: rank for rank, proc in self._procs.items()}
+        if self.endpoint.proc not in self._ranks or len(self._ranks) != len(members):
+            raise InvalidArgumentError("the members must be distinct, and one of them must have this World's endpoint")
+        self._on_change, self._on_question = on_change, on_question or self._on_question
+        addresses: dict[str, str] = {}
+        packed = b"".join(_pack(member, addresses) for member in members)
+        self._check(self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining")
+        self._thread = HelperThread("control-news", self._listen)
+        self._thread.start()
+
+    def agree(self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float) -> Verdict:
+        """Gives a value and returns those of all `ranks`, or the one verdict on which all that live agree.
+
+        All of `ranks` call it with the same purpose, attempt and ranks; a combination is used once. After "undecided"
+        the others may have agreed without this rank, which must report itself as failed then. Raises ControlError if
+        this process leaves, and ConfigMismatchError if a peer runs another version of the protocol.
+        """
+        if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
+            raise InvalidArgumentError(
+                f"an agreement takes a purpose of at most {MOST_TEXT_BYTES} bytes and a value of at most "
+                f"{MOST_VALUE_BYTES}, but they have {len(purpose.encode())} and {len(value)}"
+            )
+        ordered = sorted(set(ranks))
+        if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
+            raise InvalidArgumentError(f"ranks must be of this world and include this one: {format_ranks(ranks)}")
+        procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])
+        digest, waiting, what = ctypes.c_uint64(), _Waiting(), f"the agreement '{purpose}' (attempt {attempt})"
+        call = (self._handle, purpose.encode(), attempt, procs, len(ordered), value, len(value))
+        with self._lock:  # the verdict may come at once
+            self._check(self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest)), what)
+            key = (digest.value, purpose, attempt)
+            if key in self._calls:
+                raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
+            self._calls[key] = waiting
+        try:
+            verdict = self._wait(waiting, timeout_s, what)
+        except BaseException:
+            self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
+            raise
+        finally:
+            with self._lock:
+                self._calls.pop(key, None)
+        if verdict.kind != "agreed":
+            return Verdict(verdict.kind, [], verdict.ranks)
+        values = dict(zip(ordered, verdict.values, strict=True))
+        return Verdict(verdict.kind, [values[rank] for rank in ranks], [])
+
+    def ask(self, rank: int, question: bytes, timeout_s: float) -> bytes | None:
+        """Returns the reply of that rank's `on_question`; None if it ends or doesn't reply in time."""
+        waiting = _Waiting()
+        with self._lock:
+            self._asked += 1
+            number = self._asked
+            self._questions[number] = waiting
+        try:
+            code = self._library.ps_control_ask(
+                self._handle, self._procs[rank], number, question, len(question), timeout_s
+            )
+            self._check(code, f"a question to rank {rank}")
+            reply: bytes | None = self._wait(waiting, timeout_s, f"a question to rank {rank}")
+            return reply
+        finally:
+            with self._lock:
+                self._questions.pop(number, None)
+
+    def report_failed(self, text: str) -> None:
+        """Tells all ranks that this one failed: none of them waits for it any more."""
+        self._report(0, _FAILED, text)
+
+    def revoke(self, text: str) -> None:
+        """Tells all ranks that this one revoked the world, as MPIX_Comm_revoke does."""
+        self._report(0, _REVOKED, text)
+
+    def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
+        """Tells all ranks that these give no sign of life, as seen by a connection of the data plane."""
+        for rank in ranks:
+            self._report(self._procs[rank], _UNREACHABLE, text)
+
+    def leave(self, linger_s: float = LINGER_S) -> None:
+        """Says farewell, and frees everything; twice is fine.
+
+        Returns when the farewell has arrived at the other hosts' kernels and can be read by this host's ranks, or after
+        `linger_s` and at most 1 s more.
+        """
+        if self._is_leaving or self._pid != os.getpid():
+            return
+        self._is_leaving = True
+        self._library.ps_control_leave(self._handle, linger_s)
+        thread = self._thread
+        if thread is None:
+            self._library.ps_control_close(self._handle)
+        elif thread is not threading.current_thread():
+            thread.join(1.0)  # it may be in `on_change`
+
+    # Calls.
+
+    def _report(self, proc: int, flags: int, text: str) -> None:
+        cut = text.encode()[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
+        self._check(self._library.ps_control_report(self._handle, proc, flags, cut), "a report")
+
+    def _check(self, code: int, what: str) -> None:
+        if code == 0:
+            return
+        if self._pid != os.getpid():
+            raise forks.error("the control plane")
+        known = {errno.ESHUTDOWN: self._end or "it ended", errno.ESRCH: "it was left"}
+        raise ControlError(f"{what} isn't possible in the control plane: {known.get(-code, os.strerror(-code))}")
+
+    def _wait(self, waiting: _Waiting, timeout_s: float, what: str) -> Any:
+        if self._end:  # the thread may have ended between the call and its registration
+            waiting.result = ControlError(f"{what} ended: {self._end}")
+        elif not waiting.done.wait(timeout_s + _GRACE_S):
+            waiting.result = ControlError(f"{what} got no answer {_GRACE_S:g} s after its deadline of {timeout_s:g} s")
+        if isinstance(waiting.result, Exception):
+            raise waiting.result
+        return waiting.result
+
+    # In the thread.
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._library.ps_control_eventfd(self._handle), select.POLLIN)
+        buffer = ctypes.create_string_buffer(1 << 16)
+        try:
+            while not self._end:
+                poll.poll()
+                while size := self._library.ps_control_next(self._handle, buffer, len(buffer)):
+                    if size > len(buffer):
+                        buffer = ctypes.create_string_buffer(size)
+                    else:
+                        self._take(_Reader(buffer.raw[:size]))
+        finally:
+            self._end = self._end or "its helper thread ended"
+            self._end_calls(lambda: ControlError(f"the call ended with the control plane: {self._end}"))
+            self._library.ps_control_close(self._handle)
+
+    def _take(self, news: _Reader) -> None:
+        kind, flags, proc, number = (news.number(form) for form in "BBQQ")
+        text = news.text()
+        rank = self._ranks.get(proc, -1)
+        if kind == _DECIDED:
+            digest, attempt, purpose = news.number("Q"), news.number("I"), news.text().decode(errors="replace")
+            verdict = _VERDICTS[news.number("B")]
+            values = [news.text() for _ in range(news.number("I"))]
+            ranks = sorted(self._ranks[news.number("Q")] for _ in range(news.number("I")))
+            self._finish(self._calls, (digest, purpose, attempt), Verdict(verdict, values, ranks))
+        elif kind == _ANSWERED:
+            self._finish(self._questions, number, None if flags else text)
+        elif kind == _ASKED:
+            reply = self._guarded(self._on_question, rank, text) or b""
+            self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_VALUE_BYTES))
+        elif kind == _OVER:
+            self._end = f"its thread broke down: {_words(text)}" if flags else "this process left the world"
+        elif kind == _REFUSED:
+            self._refusal = _words(text)
+            logger.error("the control plane can't work: %s", self._refusal)
+            self._end_calls(lambda: ConfigMismatchError(self._refusal))
+        elif kind == _LOGGED:
+            logger.info("control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
+        elif rank >= 0 and not (kind == _HAS_LEFT and proc == self.endpoint.proc):
+            self._guarded(self._on_change, Change("left" if kind == _HAS_LEFT else _kind_of(flags), rank, _words(text)))
+
+    def _finish(self, waiting: Mapping[Any, _Waiting], key: Any, result: Any) -> None:
+        with self._lock:
+            call = waiting.get(key)
+        if call is not None:
+            call.result = result
+            call.done.set()
+
+    def _end_calls(self, error: Callable[[], Exception]) -> None:
+        with self._lock:
+            calls = [*self._calls.values(), *self._questions.values()]
+        for call in calls:
+            call.result = error()
+            call.done.set()
+
+    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls what the program gave; its errors don't end the thread."""
+        try:
+            return function(*args)
+        except Exception:
+            logger.exception("a callback of the control plane failed: %s", function)
+            return None
+
+
+def _kind_of(flags: int) -> str:
+    return next((word for flag, word in _KINDS if flags & flag), "unreachable")
+
+
+def _words(text: bytes) -> str:
+    return text.decode(errors="replace")
+
+
+def _pack(member: Member, addresses: dict[str, str]) -> bytes:
+    """Encodes a member for `ps_control_meet`; `addresses`: names resolved so far."""
+    proc, host, port, token, board = member.endpoint
+    if host not in addresses:
+        addresses[host] = str(resolve(host, port)[0][4][0])
+    domain = int.from_bytes(hashlib.blake2b(member.domain.encode(), digest_size=8).digest(), "little")
+    head = _MEMBER.pack(
+        member.rank, proc, domain if member.domain else proc, member.pid, int(member.began or 0), board, port
+    )
+    texts = (addresses[host].encode(), token.encode())
+    return head + b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+class _Reader:
+    """Reads what `Writer` in csrc/frame.h wrote."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def number(self, form: str) -> int:
+        (value,) = struct.unpack_from(f"<{form}", self._data, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return int(value)
+
+    def text(self) -> bytes:
+        size = self.number("I")
+        self._at += size
+        return self._data[self._at - size : self._at]

@@ -1,0 +1,172 @@
+"""Ranks whose worlds of the control plane a test drives one by one: it opens, kills, stops and asks each by itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from device_communicators.base.host import local_namespace, namespace_id, start_time
+from device_communicators.control.plane import Change, Endpoint, Member, Verdict, World
+from device_communicators.cpu import native
+from tests.workers import WorkerPool, WorkersFailedError
+
+LIMIT_S, BEAT_S = 2.0, 0.3
+DEADLINE_S = 60.0
+THREAD = "ps-control"
+
+
+class Seen(NamedTuple):
+    at_s: float
+    """On the wall clock, which all hosts of a test share."""
+    change: Change
+
+
+class _Rank:
+    """What a rank's process keeps from one call to the next."""
+
+    world: World
+    seen: list[Seen]
+
+
+class Party:
+    """The ranks of a pool, from one world to the next. `hosts[r]`: ranks of different ones can't watch each other."""
+
+    def __init__(self, pool: WorkerPool, hosts: Sequence[object], addresses: Sequence[str] | None = None) -> None:
+        self.pool, self.hosts = pool, hosts
+        self.addresses = addresses or ["127.0.0.1"] * len(hosts)
+        self.size = len(hosts)
+        self.endpoints: list[Endpoint] = []
+        self.members: list[Member] = []
+
+    def join(
+        self,
+        limit_s: float = LIMIT_S,
+        beat_s: float = BEAT_S,
+        port_range: str = "",
+        only: Sequence[int] | None = None,
+    ) -> None:
+        """Opens a world on each rank, which all join, or `only` those."""
+        if not self.pool._processes:
+            self.pool._start()
+        for rank, address in enumerate(self.addresses):
+            self.begin(rank, open_world, address, limit_s, beat_s, port_range)
+        self.members = []
+        for rank, host in enumerate(self.hosts):
+            pid, began, domain, endpoint = self.end(rank)
+            self.members.append(Member(rank, f"{domain}/{host}", pid, began, Endpoint.parse(endpoint)))
+        self.endpoints = [each.endpoint for each in self.members]
+        self.meet(range(self.size) if only is None else only)
+
+    def meet(self, ranks: Iterable[int]) -> None:
+        self.each(ranks, meet, self.members)
+
+    def begin(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        self.pool._connections[rank].send_bytes(pickle.dumps((function, args, None)))
+
+    def end(self, rank: int) -> Any:
+        """Returns the result of what the rank began."""
+        connection = self.pool._connections[rank]
+        if not connection.poll(DEADLINE_S):
+            raise WorkersFailedError({rank: f"no answer within {DEADLINE_S} s"})
+        ok, value = pickle.loads(connection.recv_bytes())
+        if not ok:
+            raise WorkersFailedError({rank: value})
+        return value
+
+    def each(self, ranks: Iterable[int], function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+        """Returns the result of a function on each of these ranks, which run it at the same time."""
+        chosen = list(ranks)
+        for rank in chosen:
+            self.begin(rank, function, *args)
+        return {rank: self.end(rank) for rank in chosen}
+
+    def others(self, *ranks: int) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in ranks]
+
+    def signal(self, number: int, *ranks: int) -> float:
+        """Sends a signal to ranks at once; returns when."""
+        for rank in ranks:
+            os.kill(self.pool._processes[rank].pid, number)
+        return time.time()
+
+    def latest(self, ranks: Iterable[int], kind: str, about: Iterable[int], since_s: float, timeout_s: float) -> float:
+        """Returns how long after `since_s` the last of `ranks` saw that kind of change of all ranks in `about`."""
+        found = self.each(ranks, wait_for, [(kind, each) for each in about], timeout_s)
+        return max(seen.at_s for each in found.values() for seen in each) - since_s
+
+    def changes(self, rank: int) -> list[tuple[str, int]]:
+        return [(seen.change.kind, seen.change.rank) for seen in self.each([rank], seen_so_far)[rank]]
+
+    def restart(self) -> None:
+        """Ends all ranks, also stopped ones; the next world has new ones."""
+        for process in self.pool._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+        self.pool.kill()
+
+
+# In the ranks.
+
+
+def open_world(address: str, limit_s: float, beat_s: float, port_range: str) -> tuple[int, str, str, str]:
+    os.environ.update({"PARALLEL_STATE_PORTS": port_range})
+    _Rank.seen = []
+    _Rank.world = World(native.load(), address, limit_s=limit_s, beat_s=beat_s)
+    pid = int(os.readlink("/proc/self"))
+    domain = f"{namespace_id('pid')}/{local_namespace('time')}"
+    return pid, start_time(pid), domain, str(_Rank.world.endpoint)
+
+
+def meet(members: list[Member]) -> None:
+    _Rank.world.meet(members, lambda change: _Rank.seen.append(Seen(time.time(), change)), _reply)
+
+
+def _reply(rank: int, question: bytes) -> bytes:
+    return b"%d: %s" % (rank, question)
+
+
+def world() -> World:
+    return _Rank.world
+
+
+def seen_so_far() -> list[Seen]:
+    return list(_Rank.seen)
+
+
+def wait_for(wanted: list[tuple[str, int]], timeout_s: float) -> list[Seen]:
+    """Returns the first change of each kind and rank. Raises if one is missing after the time."""
+    until_s = time.time() + timeout_s
+    while True:
+        found = {(seen.change.kind, seen.change.rank): seen for seen in reversed(seen_so_far())}
+        if set(wanted) <= set(found):
+            return [found[each] for each in wanted]
+        if time.time() > until_s:
+            raise AssertionError(f"{wanted} not seen within {timeout_s} s, but {found}")
+        time.sleep(0.005)
+
+
+def agree(purpose: str, ranks: list[int], value: bytes, timeout_s: float, attempt: int = 0) -> tuple[Verdict, float]:
+    """Returns the verdict and how long it took."""
+    began_s = time.monotonic()
+    verdict = _Rank.world.agree(purpose, attempt, ranks, value, timeout_s)
+    return verdict, time.monotonic() - began_s
+
+
+def leave(linger_s: float = 1.0) -> float:
+    """Returns how long it took."""
+    began_s = time.monotonic()
+    _Rank.world.leave(linger_s)
+    return time.monotonic() - began_s
+
+
+def threads() -> dict[int, str]:
+    """Returns the names of this process' threads."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
+            found[int(thread)] = file.read().strip()
+    return found

@@ -1,0 +1,649 @@
+"""The control plane on real processes of this machine: who is told what, how soon, and what is left behind.
+
+Ranks of different "hosts" here have only another watch domain: they reach each other over loopback. Hosts with networks
+of their own are in tests/failure/test_control_plane_hosts.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.host import start_time
+from device_communicators.control.plane import ControlError, Endpoint, Member, World
+from device_communicators.cpu import native
+from tests.extent import LONG
+from tests.failure.leftovers import nothing_left_after
+from tests.failure.ranks import Ranks
+from tests.failure.trials import assert_in_time
+from tests.internals import control_ranks as ranks_of
+from tests.internals.control_ranks import DEADLINE_S, LIMIT_S, THREAD, Party, agree, leave, world
+from tests.sandbox import needs_filters, refuse
+
+WITHIN_S = 1.0
+ONE, TWO, THREE = [0] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]
+LAYOUTS = pytest.mark.parametrize("hosts", [ONE, TWO, THREE], ids=["one host", "two hosts", "three hosts"])
+ALL = list(range(6))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    native.load()
+    with nothing_left_after(2.0):
+        pool = Ranks(6)
+        yield pool
+        pool.kill()
+
+
+def _joined(pool: Ranks, hosts: list[int], **options: float) -> Party:
+    """Returns ranks that have joined a world and agreed on something once."""
+    party = Party(pool, hosts)
+    party.join(**options)
+    found = party.each(range(len(hosts)), agree, "start", list(range(len(hosts))), b"", 30.0)
+    assert {verdict.kind for verdict, _ in found.values()} == {"agreed"}
+    return party
+
+
+def _within(trial: Callable[[], float], folder: Path) -> None:
+    assert_in_time(lambda _: trial(), folder, WITHIN_S)
+
+
+# Ends.
+
+
+@LAYOUTS
+@pytest.mark.parametrize("victims", [[0], [4], [5, 0]], ids=["the lead", "another", "two"])
+def test_a_killed_rank_is_named_on_all(pool: Ranks, tmp_path: Path, hosts: list[int], victims: list[int]) -> None:
+    def trial() -> float:
+        party = _joined(pool, hosts)
+        since_s = party.signal(signal.SIGKILL, *victims)
+        try:
+            latest_s = party.latest(party.others(*victims), "died", victims, since_s, 5.0)
+            for rank in party.others(*victims):
+                assert sorted(party.changes(rank)) == sorted(("died", victim) for victim in victims)
+            return latest_s
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+def test_all_ranks_of_a_host_are_killed_at_once(pool: Ranks, tmp_path: Path) -> None:
+    def trial() -> float:
+        party = _joined(pool, TWO)
+        since_s = party.signal(signal.SIGKILL, 0, 1, 2)
+        try:
+            return party.latest([3, 4, 5], "died", [0, 1, 2], since_s, 5.0)
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+@LAYOUTS
+def test_the_lead_is_stopped_and_its_neighbour_killed(pool: Ranks, tmp_path: Path, hosts: list[int]) -> None:
+    def trial() -> float:
+        party = _joined(pool, hosts, limit_s=20.0)
+        party.signal(signal.SIGSTOP, 0)
+        since_s = party.signal(signal.SIGKILL, 1)
+        try:
+            return party.latest(party.others(0, 1), "died", [1], since_s, 5.0)
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+def _fill(size_bytes: int) -> int:
+    """Takes resident memory, which the kernel must free before it closes the sockets of a killed process."""
+    _fill.kept = bytearray(os.urandom(4096)) * (size_bytes // 4096)  # type: ignore[attr-defined]
+    return len(_fill.kept)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@LAYOUTS
+def test_a_large_rank_is_killed(pool: Ranks, tmp_path: Path, hosts: list[int]) -> None:
+    size_bytes = 2 << 30
+    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) << 10
+    if available < 2 * size_bytes:
+        pytest.skip(f"2 GiB of memory are needed twice, and {available >> 20} MiB are available")
+
+    def trial() -> float:
+        party = _joined(pool, hosts)
+        party.each([4], _fill, size_bytes)
+        since_s = party.signal(signal.SIGKILL, 4)
+        try:
+            return party.latest(party.others(4), "died", [4], since_s, 5.0)
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+def _hold_the_lock(seconds: int) -> None:
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+@LAYOUTS
+def test_ranks_that_hold_the_interpreter_lock_live(pool: Ranks, hosts: list[int]) -> None:
+    party = _joined(pool, hosts, limit_s=1.0)
+    holders = [rank for rank in ALL if hosts[rank] == hosts[-1]]
+    party.each(holders, _hold_the_lock, 3)
+    assert [party.changes(rank) for rank in ALL] == [[]] * 6
+    verdicts = party.each(ALL, agree, "after", ALL, b"", 10.0)
+    assert {verdict.kind for verdict, _ in verdicts.values()} == {"agreed"}
+    party.each(ALL, leave)
+
+
+def test_a_host_whose_ranks_are_all_stopped_is_no_network_failure(pool: Ranks) -> None:
+    party = _joined(pool, TWO, limit_s=1.0)
+    since_s = party.signal(signal.SIGSTOP, 3, 4, 5)
+    try:
+        party.latest([0], "stopped", [3], since_s, 3.0)
+        assert all(kind == "stopped" for rank in (0, 1, 2) for kind, _ in party.changes(rank))
+    finally:
+        party.restart()
+
+
+def test_a_rank_that_pauses_judges_nobody(pool: Ranks) -> None:
+    party = _joined(pool, TWO, limit_s=1.0)
+    party.signal(signal.SIGSTOP, *ALL)
+    time.sleep(2.0)
+    party.signal(signal.SIGCONT, *ALL)
+    time.sleep(0.5)
+    assert [party.changes(rank) for rank in ALL] == [[]] * 6
+    party.each(ALL, leave)
+
+
+@pytest.mark.parametrize("flag", ["failed", "revoked"])
+@LAYOUTS
+def test_a_rank_reports_its_own_failure(pool: Ranks, tmp_path: Path, hosts: list[int], flag: str) -> None:
+    def trial() -> float:
+        party = _joined(pool, hosts)
+        since_s = time.time()
+        party.each([2], _report, flag, "out of memory in step 7 " + "x" * 400)
+        try:
+            latest_s = party.latest(ALL, flag, [2], since_s, 5.0)
+            (seen,) = party.each([5], ranks_of.wait_for, [(flag, 2)], 1.0)[5]
+            assert seen.change.text.startswith("out of memory in step 7")
+            return latest_s
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+def _report(flag: str, text: str) -> None:
+    {"failed": world().report_failed, "revoked": world().revoke}[flag](text)
+
+
+# Leaving.
+
+
+def _leave_and_exit() -> None:
+    leave()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("hosts", [ONE, TWO], ids=["one host", "two hosts"])
+def test_a_rank_that_leaves_is_never_taken_for_dead(pool: Ranks, hosts: list[int]) -> None:
+    generator = random.Random(1)
+    for _ in range(25):
+        party = _joined(pool, hosts)
+        order = generator.sample(ALL, 6)
+        for place, rank in enumerate(order):
+            party.begin(rank, leave)
+            if generator.random() < 0.5:
+                party.end(rank)
+                order[place] = -1
+        for rank in order:
+            if rank >= 0:
+                party.end(rank)
+        told = [kind for rank in ALL for kind, _ in party.changes(rank)]
+        assert set(told) <= {"left"}
+
+
+@pytest.mark.parametrize("hosts", [ONE, TWO, THREE], ids=["one host", "two hosts", "three hosts"])
+def test_a_rank_that_leaves_and_exits_is_told_as_left(pool: Ranks, hosts: list[int]) -> None:
+    generator = random.Random(2)
+    for _ in range(10 if LONG else 3):
+        party = _joined(pool, hosts)
+        try:
+            leavers = generator.sample(ALL, 4)
+            for rank in leavers:
+                party.begin(rank, _leave_and_exit)
+            stayers = party.others(*leavers)
+            party.latest(stayers, "left", leavers, time.time(), 5.0)
+            for rank in stayers:
+                assert sorted(party.changes(rank)) == sorted(("left", leaver) for leaver in leavers)
+        finally:
+            party.restart()
+
+
+def test_a_rank_may_leave_before_others_have_joined(pool: Ranks) -> None:
+    """Its farewell is on its board, which stays until its neighbours have opened it."""
+    party = Party(pool, ONE)
+    party.join(only=[0])
+    party.begin(0, _leave_and_exit)
+    time.sleep(0.1)
+    party.meet(party.others(0))
+    party.latest(party.others(0), "left", [0], time.time(), 5.0)
+    for rank in party.others(0):
+        assert party.changes(rank) == [("left", 0)]
+    party.restart()
+
+
+def test_a_second_leave_and_calls_after_it(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    assert max(party.each(ALL, leave).values()) < 1.0
+    assert max(party.each(ALL, leave).values()) < 0.1
+    assert "was left" in party.each([0], _error_of_agree)[0]
+
+
+def _error_of_agree() -> str:
+    try:
+        return str(agree("late", ALL, b"", 1.0))
+    except ControlError as error:
+        return str(error)
+
+
+# Agreement and questions.
+
+
+@LAYOUTS
+def test_values_of_all_ranks(pool: Ranks, hosts: list[int]) -> None:
+    party = _joined(pool, hosts)
+    for chosen in (ALL, [5, 1, 3], [2], [0, 5]):
+        values = {rank: bytes([rank]) * rank * 800 for rank in chosen}
+        for rank in chosen:
+            party.begin(rank, agree, "values", chosen, values[rank], 10.0)
+        for rank in chosen:
+            verdict, _ = party.end(rank)
+            assert verdict == ("agreed", [values[each] for each in chosen], [])
+    party.each(ALL, leave)
+
+
+def test_a_member_that_ends_ends_the_agreement(pool: Ranks, tmp_path: Path) -> None:
+    def trial() -> float:
+        party = _joined(pool, TWO)
+        for rank in party.others(4):
+            party.begin(rank, agree, "dies", ALL, b"", 30.0)
+        time.sleep(0.1)
+        since_s = party.signal(signal.SIGKILL, 4)
+        try:
+            for rank in party.others(4):
+                verdict, _ = party.end(rank)
+                assert verdict == ("ended", [], [4])
+            return time.time() - since_s
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+def test_a_member_that_is_missing_at_the_deadline(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    found = party.each(party.others(1, 4), agree, "late", ALL, b"", 1.0)
+    for verdict, took_s in found.values():
+        assert verdict == ("missing", [], [1, 4])
+        assert took_s <= 1.1
+    verdict, took_s = party.each([4], agree, "late", ALL, b"", 5.0)[4]
+    assert verdict.kind == "missing" and 4 in verdict.ranks and took_s < 1.0
+    party.each(ALL, leave)
+
+
+def test_the_decider_is_killed_at_any_moment(pool: Ranks) -> None:
+    """All survivors have the same verdict: values of all ranks, or that rank 0 ended."""
+    generator = random.Random(3)
+    for _ in range(40 if LONG else 8):
+        party = _joined(pool, TWO)
+        try:
+            for rank in ALL:
+                party.begin(rank, agree, "decide", ALL, b"%d" % rank, 20.0)
+            time.sleep(generator.random() * 0.004)
+            party.signal(signal.SIGKILL, 0)
+            verdicts = [party.end(rank)[0] for rank in party.others(0)]
+            assert verdicts[0] in (("agreed", [b"%d" % rank for rank in ALL], []), ("ended", [], [0]))
+            assert verdicts == verdicts[:1] * 5
+        finally:
+            party.restart()
+
+
+def test_an_agreement_takes_no_wrong_arguments(pool: Ranks) -> None:
+    party = _joined(pool, ONE)
+    assert party.each([1], _wrong_agreements) == {1: [True] * 4}
+    party.each(ALL, leave)
+
+
+def _wrong_agreements() -> list[bool]:
+    wrong: list[tuple[str, list[int], bytes]] = [
+        ("x", [0, 2], b""), ("x", [1, 7], b""), ("x", [0, 1], b"x" * 4097), ("x" * 257, [0, 1], b""),
+    ]  # fmt: skip
+    found = []
+    for purpose, chosen, value in wrong:
+        try:
+            agree(purpose, chosen, value, 0.1)
+        except InvalidArgumentError:
+            found.append(True)
+    return found
+
+
+def _ask(rank: int, timeout_s: float) -> bytes | None:
+    return world().ask(rank, b"where?", timeout_s)
+
+
+def test_questions(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    for asked in (1, 4):
+        assert party.each([0, 5], _ask, asked, 5.0) == {0: b"0: where?", 5: b"5: where?"}
+    party.signal(signal.SIGSTOP, 4)
+    began_s = time.monotonic()
+    assert party.each([0], _ask, 4, 0.3) == {0: None}
+    assert time.monotonic() - began_s < 1.0
+    party.signal(signal.SIGCONT, 4)
+    party.each(ALL, leave)
+
+
+# What else there is on a machine.
+
+
+def _fork(seconds: float) -> tuple[int, list[str], list[str]]:
+    """Forks a child that lives for some time; returns its pid, what its descriptors are, and its threads."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = _descriptors()
+        names = list(ranks_of.threads().values())
+        os.write(writer, repr((found, names)).encode())
+        try:
+            world().agree("in a child", 0, ALL, b"", 0.1)
+        except RuntimeError as error:
+            os.write(writer, type(error).__name__.encode().join([b"|", b""]))
+        time.sleep(seconds)
+        os._exit(0)
+    os.close(writer)
+    text = b""
+    while b"|" not in text:
+        text += os.read(reader, 1 << 16)
+    facts, _, error_name = text.decode().partition("|")
+    found, names = eval(facts)
+    return child, [*found, f"error {error_name}"], names
+
+
+def _descriptors() -> list[str]:
+    """Returns number and target of each open descriptor."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except OSError:  # the one of this look
+            continue
+    return found
+
+
+@pytest.mark.parametrize("hosts", [ONE, TWO], ids=["one host", "two hosts"])
+def test_a_forked_child_holds_nothing_and_hides_no_death(pool: Ranks, tmp_path: Path, hosts: list[int]) -> None:
+    def trial() -> float:
+        before = Party(pool, hosts)
+        party = _joined(pool, hosts)
+        plane = party.each([4], _descriptors)[4]
+        child, found, names = party.each([4], _fork, 5.0)[4]
+        since_s = party.signal(signal.SIGKILL, 4)
+        try:
+            assert any("memfd:ps-control" in each for each in plane)
+            assert not any(word in each for each in found for word in ("ps-control", "eventpoll", "pidfd"))
+            assert "error ForkedError" in found
+            assert THREAD not in names
+            return party.latest(party.others(4), "died", [4], since_s, 5.0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            before.restart()
+
+    _within(trial, tmp_path)
+
+
+def _world_of_a_child() -> tuple[str, list[str]]:
+    """Forks a child that opens and joins a world of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        own = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
+        own.meet([Member(0, "alone", os.getpid(), start_time(os.getpid()), own.endpoint)], lambda change: None)
+        verdict = own.agree("alone", 0, [0], b"value", 5.0)
+        own.leave()
+        os.write(writer, repr((verdict.kind, [str(each) for each in verdict.values])).encode())
+        os._exit(0)
+    os.close(writer)
+    text = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    assert os.waitpid(child, 0)[1] == 0
+    kind, values = eval(text)
+    return kind, values
+
+
+def test_a_forked_child_may_have_a_world_of_its_own(pool: Ranks) -> None:
+    party = _joined(pool, ONE)
+    assert party.each([2], _world_of_a_child) == {2: ("agreed", ["b'value'"])}
+    assert [party.changes(rank) for rank in ALL] == [[]] * 6
+    party.each(ALL, leave)
+
+
+_DESCRIPTORS: set[str] = set()
+"""Of a rank, before it opens a world."""
+
+
+def _note_descriptors() -> None:
+    _DESCRIPTORS.clear()
+    _DESCRIPTORS.update(_descriptors())
+
+
+def _fork_while_joining(count: int, members: list[Member]) -> None:
+    """Forks while connections are made and ranks agree: the child must hold none of the plane's descriptors."""
+    ranks_of.meet(members)
+    for attempt in range(count):
+        child = os.fork()
+        if child == 0:
+            os._exit(len(set(_descriptors()) - _DESCRIPTORS))
+        assert agree("forks", ALL, b"", 20.0, attempt)[0].kind == "agreed"
+        _, status = os.waitpid(child, 0)
+        assert status == 0, f"the child holds {os.waitstatus_to_exitcode(status)} descriptors"
+
+
+def test_forks_at_any_moment(pool: Ranks) -> None:
+    party = Party(pool, TWO)
+    if not pool._processes:
+        pool._start()
+    for _ in range(3):
+        party.each(ALL, _note_descriptors)
+        party.join(only=[])
+        party.each(ALL, _fork_while_joining, 20, party.members)
+        assert [party.changes(rank) for rank in ALL] == [[]] * 6
+        party.each(ALL, leave)
+
+
+@needs_filters
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
+def test_without_what_a_sandbox_refuses(pool: Ranks, tmp_path: Path, code: int) -> None:
+    """/proc stands in for pidfds, and is read every 0.2 s."""
+
+    def trial() -> float:
+        party = Party(pool, TWO)
+        if not pool._processes:
+            pool._start()
+        party.each(ALL, refuse, ["pidfd_open", "eventfd2", "memfd_create", "prctl", "getrandom"], code)
+        party = _joined(pool, TWO)
+        since_s = party.signal(signal.SIGKILL, 1)
+        try:
+            latest_s = party.latest(party.others(1), "died", [1], since_s, 5.0)
+            party.each(party.others(1), leave)
+            assert all(
+                ("died", each) not in party.changes(rank) for rank in party.others(1) for each in (0, 2, 3, 4, 5)
+            )
+            return latest_s
+        finally:
+            party.restart()
+
+    _within(trial, tmp_path)
+
+
+def test_a_pid_that_another_process_has_now_is_no_rank(pool: Ranks) -> None:
+    party = Party(pool, ONE)
+    party.join(only=[])
+    party.members[3] = party.members[3]._replace(began="12345")
+    party.meet(ALL)
+    party.latest(party.others(3), "died", [3], time.time(), 5.0)
+    party.restart()
+
+
+GARBAGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0PSCTRL1" + b"\0" * 40, b"\0PSCTRL1\1\0\1\0" + b"\xff" * 100)
+
+
+def test_strangers(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    address = ("127.0.0.1", party.endpoints[3].port)
+    generator = random.Random(4)
+    strangers = []
+    for _ in range(50):
+        stranger = socket.create_connection(address)
+        stranger.sendall(
+            generator.choice([b"GET / HTTP/1.1\r\n\r\n", generator.randbytes(3000), b"\0PSCTRL1" + b"\0" * 40])
+        )
+        strangers.append(stranger)
+    for _ in range(1000):  # more than it keeps
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        stranger.connect_ex(address)
+        strangers.append(stranger)
+    began_s = time.monotonic()
+    verdicts = party.each(ALL, agree, "among strangers", ALL, b"", 10.0)
+    assert {verdict.kind for verdict, _ in verdicts.values()} == {"agreed"}
+    assert time.monotonic() - began_s < 2.0
+    for stranger in strangers:
+        stranger.close()
+    assert [party.changes(rank) for rank in ALL] == [[]] * 6
+    party.each(ALL, leave)
+
+
+def _without_descriptors(address: tuple[str, int]) -> None:
+    """Takes all descriptors for a second, in which strangers connect."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        time.sleep(1.0)
+    for each in taken:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_descriptors_left(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    address = ("127.0.0.1", party.endpoints[3].port)
+    party.begin(3, _without_descriptors, address)
+    time.sleep(0.3)
+    before_s = _cpu_s(pool.pids[3])
+    strangers = [socket.create_connection(address) for _ in range(20)]
+    party.end(3)
+    assert _cpu_s(pool.pids[3]) - before_s < 0.1, "the thread spins"
+    for stranger in strangers:
+        stranger.close()
+    verdicts = party.each(ALL, agree, "again", ALL, b"", 10.0)
+    assert {verdict.kind for verdict, _ in verdicts.values()} == {"agreed"}
+    party.each(ALL, leave)
+
+
+def test_ports(pool: Ranks) -> None:
+    party = Party(pool, ONE)
+    party.join(port_range="23450-23455")
+    assert sorted(endpoint.port for endpoint in party.endpoints) == list(range(23450, 23456))
+    with pytest.raises(ControlError, match=r"PARALLEL_STATE_PORTS=23450-23455.*in use"):
+        os.environ["PARALLEL_STATE_PORTS"] = "23450-23455"
+        try:
+            World(native.load(), "127.0.0.1", limit_s=1.0, beat_s=0.1)
+        finally:
+            del os.environ["PARALLEL_STATE_PORTS"]
+    party.each(ALL, leave)
+
+
+def test_an_endpoint_travels_as_text() -> None:
+    endpoint = Endpoint(2**64 - 1, "10.0.0.1", 65535, "token", 7)
+    assert Endpoint.parse(str(endpoint)) == endpoint
+    with pytest.raises(ValueError):
+        Endpoint.parse("[1]")
+
+
+# Costs.
+
+
+def _cpu_s(pid: int) -> float:
+    """Returns the CPU seconds of a process' control thread."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        if (thread / "comm").read_text().strip() == THREAD:
+            return int((thread / "schedstat").read_text().split()[0]) / 1e9
+    raise AssertionError(f"process {pid} has no thread {THREAD}")
+
+
+def test_an_idle_world_costs_little(pool: Ranks) -> None:
+    party = _joined(pool, TWO, limit_s=20.0, beat_s=1.0)
+    time.sleep(0.5)
+    before = [_cpu_s(pid) for pid in pool.pids]
+    time.sleep(5.0)
+    shares = [(_cpu_s(pid) - earlier) / 5.0 for pid, earlier in zip(pool.pids, before, strict=True)]
+    assert max(shares) <= 0.005, shares
+    party.each(ALL, leave)
+
+
+def test_nothing_is_left(pool: Ranks) -> None:
+    party = Party(pool, TWO)
+    if not pool._processes:
+        pool._start()
+    _joined(pool, TWO)
+    party.each(ALL, leave)  # what a first world loads stays
+    before = party.each(ALL, _descriptors)
+    for _ in range(3):
+        _joined(pool, TWO)
+        party.each(ALL, leave)
+    until_s = time.monotonic() + 2.0
+    while time.monotonic() < until_s and THREAD in str(party.each(ALL, ranks_of.threads)):
+        time.sleep(0.01)
+    assert "ps-control" not in str(party.each(ALL, ranks_of.threads))
+    after = party.each(ALL, _descriptors)
+    assert {rank: len(each) for rank, each in after.items()} == {rank: len(each) for rank, each in before.items()}
+
+
+PROGRAM = """
+import os, sys
+from device_communicators.base.host import start_time
+from device_communicators.control.plane import Member, World
+import sys; sys.path.insert(0, "/tmp/peek"); import shim as native
+world = World(native.load(), "127.0.0.1", limit_s=1.0, beat_s=0.1)
+me = Member(0, "alone", os.getpid(), start_time(os.getpid()), world.endpoint)
+world.meet([me], lambda change: None)
+print(world.agree("x", 0, [0], b"v", 5.0).kind)
+if sys.argv[1] == "leave": world.leave()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["leave", "exit"])
+def test_a_process_exits_with_and_without_leaving(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "agreed\n"), done.stderr
