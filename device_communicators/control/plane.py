@@ -102,6 +102,8 @@ class Change(NamedTuple):
     rank: int
     text: str
     """The cause, if known."""
+    by: int = -1
+    """The rank that reported it; -1 if unknown."""
 
 
 class Verdict(NamedTuple):
@@ -334,7 +336,8 @@ class World:
         elif kind == _LOGGED:
             logger.info("control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
         elif rank >= 0 and not (kind == _HAS_LEFT and proc == self.endpoint.proc):
-            self._guarded(self._on_change, Change("left" if kind == _HAS_LEFT else _kind_of(flags), rank, _words(text)))
+            word, by = "left" if kind == _HAS_LEFT else _kind_of(flags), self._ranks.get(number, -1)
+            self._guarded(self._on_change, Change(word, rank, _words(text), by))
 
     def _finish(self, waiting: Mapping[Any, _Waiting], key: Any, result: Any) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def pool() -> Iterator[Ranks]:
         pool.kill()
 
 
-def _joined(pool: Ranks, hosts: list[int], **options: float) -> Party:
+def _joined(pool: Ranks, hosts: list[int], **options: Any) -> Party:
     """Returns ranks that have joined a world and agreed on something once."""
     party = Party(pool, hosts)
     party.join(**options)
@@ -93,7 +94,7 @@ def test_all_ranks_of_a_host_are_killed_at_once(pool: Ranks, tmp_path: Path) -> 
     _within(trial, tmp_path)
 
 
-@LAYOUTS
+@pytest.mark.parametrize("hosts", [ONE, TWO, [0, 0, 0, 1, 1, 2]], ids=["one host", "two hosts", "three hosts"])
 def test_the_lead_is_stopped_and_its_neighbour_killed(pool: Ranks, tmp_path: Path, hosts: list[int]) -> None:
     def trial() -> float:
         party = _joined(pool, hosts, limit_s=20.0)
@@ -631,7 +632,7 @@ PROGRAM = """
 import os, sys
 from device_communicators.base.host import start_time
 from device_communicators.control.plane import Member, World
-import sys; sys.path.insert(0, "/tmp/peek"); import shim as native
+from device_communicators.cpu import native
 world = World(native.load(), "127.0.0.1", limit_s=1.0, beat_s=0.1)
 me = Member(0, "alone", os.getpid(), start_time(os.getpid()), world.endpoint)
 world.meet([me], lambda change: None)

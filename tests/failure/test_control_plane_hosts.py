@@ -1,0 +1,155 @@
+"""The control plane over hosts with networks, PIDs and clocks of their own: cuts, and what other hosts can't see."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.failure.trials import assert_in_time
+from tests.hosts import Host, HostRanks, Hosts, _children, problem
+from tests.internals import control_ranks as ranks_of
+from tests.internals.control_ranks import Party, agree, leave
+
+BEAT_S, LIMIT_S = 0.3, 1.0
+TWO, THREE = (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2)
+ALL = list(range(6))
+
+
+class HostParty(Party):
+    """Ranks on hosts, each rank in the PID namespace of its host."""
+
+    def __init__(self, hosts: Hosts, placement: Sequence[int]) -> None:
+        self.made = hosts
+        super().__init__(HostRanks(hosts, placement, {}), placement, [hosts.addresses[host] for host in placement])
+
+    def signal(self, number: int, *ranks: int) -> float:
+        for rank in ranks:
+            for pid in _children(self.pool._processes[rank].pid):  # the process outside waits for it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        return time.time()
+
+
+@contextlib.contextmanager
+def _party(placement: Sequence[int], **options: float) -> Iterator[HostParty]:
+    """Yields ranks that have joined a world over hosts and agreed on something once."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with Hosts([Host(own_pids=True)] * (max(placement) + 1)) as hosts:
+        party = HostParty(hosts, placement)
+        try:
+            party.join(**{"limit_s": LIMIT_S, "beat_s": BEAT_S, **options})  # type: ignore[arg-type]
+            found = party.each(range(party.size), agree, "start", list(range(party.size)), b"", 30.0)
+            assert {verdict.kind for verdict, _ in found.values()} == {"agreed"}
+            yield party
+        finally:
+            party.signal(signal.SIGCONT, *range(party.size))
+            party.pool.kill()
+
+
+@pytest.mark.parametrize("victims", [[0], [1, 3]], ids=str)
+@pytest.mark.parametrize("placement", [TWO, THREE], ids=["two hosts", "three hosts"])
+def test_killed_ranks_are_named_on_all_hosts(tmp_path: Path, placement: Sequence[int], victims: list[int]) -> None:
+    def trial(_: Path) -> float:
+        with _party(placement, limit_s=20.0) as party:
+            since_s = party.signal(signal.SIGKILL, *victims)
+            return party.latest(party.others(*victims), "died", victims, since_s, 5.0)
+
+    assert_in_time(trial, tmp_path)
+
+
+def test_all_ranks_of_a_host_are_killed_at_once(tmp_path: Path) -> None:
+    def trial(_: Path) -> float:
+        with _party(THREE, limit_s=20.0) as party:
+            since_s = party.signal(signal.SIGKILL, 0, 1)
+            return party.latest([2, 3, 4, 5], "died", [0, 1], since_s, 5.0)
+
+    assert_in_time(trial, tmp_path)
+
+
+def test_a_cut_network_is_told_on_both_sides() -> None:
+    with _party(TWO) as party:
+        party.made.link(1, up=False)
+        since_s = time.time()
+        for here, there in (([0, 1, 2], [3, 4, 5]), ([3, 4, 5], [0, 1, 2])):
+            took_s = party.latest(here, "unreachable", there, since_s, LIMIT_S + 2.0)
+            assert LIMIT_S * 0.5 < took_s < LIMIT_S + 1.5
+            for rank in here:
+                assert sorted(party.changes(rank)) == [("unreachable", each) for each in there]
+
+
+def test_a_short_cut_is_no_end() -> None:
+    with _party(TWO, limit_s=4.0) as party:
+        party.made.link(1, up=False)
+        time.sleep(1.5)
+        party.made.link(1, up=True)
+        verdicts = party.each(ALL, agree, "after", ALL, b"", 20.0)
+        assert {verdict.kind for verdict, _ in verdicts.values()} == {"agreed"}
+        assert [party.changes(rank) for rank in ALL] == [[]] * 6
+
+
+def _hold_the_lock(seconds: int) -> None:
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+@pytest.mark.parametrize("placement", [TWO, (0, 0, 1)], ids=["all ranks of a host", "the only rank of a host"])
+def test_a_host_whose_ranks_hold_the_interpreter_lock_lives(placement: Sequence[int]) -> None:
+    with _party(placement) as party:
+        everyone = list(range(party.size))
+        holders = [rank for rank in everyone if placement[rank] == 1]
+        party.each(holders, _hold_the_lock, 3)
+        verdicts = party.each(everyone, agree, "after", everyone, b"", 10.0)
+        assert {verdict.kind for verdict, _ in verdicts.values()} == {"agreed"}
+        assert [party.changes(rank) for rank in everyone] == [[]] * party.size
+
+
+@pytest.mark.parametrize("placement", [TWO, (0, 0, 1)], ids=["three ranks", "one rank"])
+def test_a_host_whose_ranks_are_stopped_is_told_as_stopped(placement: Sequence[int]) -> None:
+    with _party(placement) as party:
+        stopped = [rank for rank in range(party.size) if placement[rank] == 1]
+        running = party.others(*stopped)
+        since_s = party.signal(signal.SIGSTOP, *stopped)
+        assert party.latest(running, "stopped", stopped, since_s, 5.0) < LIMIT_S + 1.5
+        for rank in running:
+            assert sorted(party.changes(rank)) == [("stopped", each) for each in stopped]
+
+
+def test_ranks_of_all_hosts_leave() -> None:
+    with _party(THREE, limit_s=20.0) as party:
+        took_s = party.each(ALL, leave)
+        assert max(took_s.values()) < 1.0
+        assert {kind for rank in ALL for kind, _ in party.changes(rank)} <= {"left"}
+
+
+def test_an_idle_world_and_its_end_take_few_packets() -> None:
+    """Each lead sends a beat a second to each other lead, and TCP acknowledges it."""
+    with _party(TWO, limit_s=20.0, beat_s=1.0) as party:
+        time.sleep(0.5)
+        before = party.made.sent(0)[1]
+        time.sleep(5.0)
+        idle = party.made.sent(0)[1] - before
+        assert idle <= 5 * 3 + 5, f"{idle} packets in 5 s"
+        before = party.made.sent(0)[1]
+        party.each(ALL, leave)
+        at_end = party.made.sent(0)[1] - before
+        assert at_end <= 8 * 9, f"{at_end} packets at the end of 9 connections"
+
+
+def test_threads_and_descriptors_are_gone_after_a_cut() -> None:
+    with _party(TWO) as party:
+        party.made.link(1, up=False)
+        party.latest([0], "unreachable", [3, 4, 5], time.time(), LIMIT_S + 2.0)
+        took_s = party.each(ALL, leave, 0.5)
+        assert max(took_s.values()) < 1.5
+        until_s = time.monotonic() + 2.0
+        while time.monotonic() < until_s and "ps-control" in str(party.each(ALL, ranks_of.threads)):
+            time.sleep(0.01)
+        assert "ps-control" not in str(party.each(ALL, ranks_of.threads))
