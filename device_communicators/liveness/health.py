@@ -276,22 +276,36 @@ class Watcher:
 
     def _take_in(self, change: Change) -> None:
         """Notes what the control plane reports, in its thread."""
-        rank = change.rank
-        host = self._places[rank].host
+        rank, host, limit_s = change.rank, self._places[change.rank].host, settings.HEARTBEAT_LIMIT_S.get()
         if change.kind == "left":
             self._left = self._left | {rank}
         elif change.kind == "died" and not self.has_left(rank):
-            is_near = rank in self._pids or host == ""
-            self.report(rank, "has ended" if is_near else f"on host {host!r} has ended")
+            self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
+        elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
+            self._blame(change)
         elif change.kind == "unreachable":
-            silent = f"has not been heard of for {settings.HEARTBEAT_LIMIT_S.get():g} s: look at the network"
-            text = f"on host {host!r} {change.text or f'{silent} between the hosts'}"
-            self.report(rank, text, certain=False, unreachable=True)
+            silent = f"has not been heard of for {limit_s:g} s: look at the network between the hosts"
+            self.report(rank, f"on host {host!r} {change.text or silent}", certain=False, unreachable=True)
         elif change.kind == "stopped":
-            text = f"on host {host!r} is stopped: its host answers, but no rank there has run for"
-            self.report(rank, f"{text} {settings.HEARTBEAT_LIMIT_S.get():g} s", certain=False, stopped=True)
+            text = f"on host {host!r} is stopped: its host answers, but no rank there has run for {limit_s:g} s"
+            self.report(rank, text, certain=False, stopped=True)
         elif change.kind in ("failed", "revoked"):
             self.report(rank, change.text, certain=False)
+
+    def _is_near(self, rank: int) -> bool:
+        return self._places[rank].processes == self._places[self._rank].processes != ""
+
+    def _blame(self, change: Change) -> None:
+        """Reports the host that has given up this one: its ranks wait no longer."""
+        teller = self._places.get(change.by)
+        if teller is None or self._is_near(change.by):
+            return
+        why = "has not heard of this host: look at the network between the hosts"
+        if change.kind == "stopped":
+            why = f"has given up this host, none of whose ranks ran for {settings.HEARTBEAT_LIMIT_S.get():g} s"
+        for rank, place in self._places.items():
+            if place.processes == teller.processes:
+                self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def look_at_connections(self) -> None:
         """Reports hosts that acknowledge nothing on data connections, whose route may differ from the control plane's.
