@@ -385,7 +385,8 @@ class Watcher:
         found = self.deaths_of(ranks)
         if found:
             is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
-            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S
+            # A host that vanished is reported with all its ranks at once.
+            together_s = 0.0 if not any(death.certain for death in found) else _TOGETHER_S if is_local else _HOST_TOGETHER_S
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)
