@@ -67,8 +67,8 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 
 NATIVE = _files(
-    "tests/internals", "test_control_core", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels",
-    "test_cuda_races", "test_native",
+    "tests/internals", "test_control_core", "test_control_driver", "test_cpu_sanitizers", "test_cuda_build",
+    "test_cuda_kernels", "test_cuda_races", "test_native",
 )  # fmt: skip
 """Tests of C++ and CUDA, which wait for their compilers."""
 COMPILERS = _files(

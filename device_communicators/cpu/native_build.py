@@ -117,7 +117,7 @@ def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
 
 
 def _cpp_files() -> tuple[Path, ...]:
-    return tuple(sorted(path for folder in FOLDERS for path in folder.iterdir() if path.suffix == ".cpp"))
+    return tuple(path for folder in FOLDERS for path in sorted(folder.iterdir()) if path.suffix == ".cpp")
 
 
 def sources_digest(folders: Sequence[Path] = FOLDERS) -> str:

@@ -94,6 +94,7 @@ class Explorer {
   void step(State* state, int rank, const Event& event) {
     std::vector<Action> actions;
     state->cores[rank].step(state->now, event, &actions);
+    bool beats = false;
     std::vector<std::pair<int, int>> joined;  // bytes of one step on one connection arrive together
     for (const Action& action : actions) {
       const int id = action.connection;
@@ -108,6 +109,7 @@ class Explorer {
           state->local[mate].push_back(board);
         }
       }
+      beats = beats || action.kind == Action::kBeat;
       if (action.kind != Action::kSend && action.kind != Action::kClose) continue;
       Connection& connection = state->connections[id];
       const int side = connection.side[0] == rank ? 0 : 1;
@@ -127,6 +129,10 @@ class Explorer {
         }
       }
     }
+    if (!beats) return;
+    Event answer;
+    answer.kind = Event::kBeats;
+    step(state, rank, answer);
   }
 
   // A connection whose end is already on the way to one side carries nothing more.
@@ -207,6 +213,16 @@ class Explorer {
     step(state, to, event);
     event.kind = Event::kDialed;
     step(state, from, event);
+    for (int part = 0; part < 2; ++part) {  // the handshake in one order: nonces, then identities
+      for (const int side : {1, 0}) {
+        auto& queue = state->connections[id].to[side];
+        if (queue.empty() || queue.front().empty()) continue;
+        event.kind = Event::kBytes;
+        event.bytes = std::move(queue.front());
+        queue.pop_front();
+        step(state, state->connections[id].side[side], event);
+      }
+    }
   }
 
   void call(State* state, int rank) {

@@ -24,6 +24,7 @@ namespace {
 
 constexpr std::uint64_t kWorld = 7;
 constexpr Nanos kForEver = kNever / 2;
+constexpr Nanos kLinger = 500 * kMillisecond;
 
 struct Random {
   std::uint64_t state;
@@ -47,6 +48,8 @@ struct Process {
   bool exiting = false;  // killed, its descriptors still open
   bool joined = false;
   bool left = false;
+  bool left_early = false;  // it knew that all had heard of it
+  Nanos leaves_by = -1;
   bool declared = false;  // some core took it for dead
   Nanos ran_since = 0;    // without a stop
   Nanos died = -1;
@@ -75,9 +78,10 @@ struct Agreement {
   Nanos decided = -1;  // the first verdict
 };
 
-const char* const kFaults[] = {"none",      "kill",    "kill_lead", "kill_host",  "power_off",  "partition", "one_way",
-                               "short_cut", "drop",    "pause",     "pause_lead", "pause_host", "storm",     "leave",
-                               "large",     "garbage", "clock",     "slow",       "delay",      "relay",     "revoke"};
+const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
+                               "one_way", "short_cut", "drop",      "pause",     "pause_lead", "pause_host",
+                               "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
+                               "delay",   "relay",     "revoke",    "pause_two"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 
 class Simulator {
@@ -238,6 +242,16 @@ class Simulator {
       at(when, [=] { stop(lead, pause); });
       if (other != lead) at(when + random_.below(kSecond), [=] { kill(other); });
     }
+    if (name == "pause_two") {  // the lead stops, then the one that acts for it, then a third is killed
+      const auto& mates = on_host_[host];
+      at(when, [=] { stop(lead, 3 * kSecond); });
+      if (mates.size() > 3) {
+        const Nanos second = when + random_.below(1200 * kMillisecond);
+        const int acting = mates[1], victim = mates.back();
+        at(second, [=] { stop(acting, 3 * kSecond); });
+        at(second + random_.below(300 * kMillisecond), [=] { kill(victim); });
+      }
+    }
     if (name == "storm") {
       storm_ = when;
       for (int each = 0; each < ranks_; ++each) at(when + random_.below(300 * kMillisecond), [=] { leave(each); });
@@ -245,6 +259,9 @@ class Simulator {
     if (name == "leave") {
       at(when, [=] { leave(rank); });
       if (random_.chance(50)) at(when + random_.below(10 * kMillisecond), [=] { leave(lead); });
+      if (random_.chance(30)) {  // the whole host goes, and others stay
+        for (const int each : on_host_[host]) at(when + random_.below(kSecond), [=] { leave(each); });
+      }
       const int other = on_host_[host].back();
       if (random_.chance(50)) at(when + 20 * kMillisecond + random_.below(kSecond), [=] { kill(other); });
     }
@@ -360,12 +377,12 @@ class Simulator {
 
   void leave(int rank) {
     Process& process = processes_[rank];
-    if (!process.alive || process.exiting || process.left || !process.runs) return;
+    if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
     Event event;
     event.kind = Event::kLeave;
-    process.left = true;
-    step(rank, event);
-    at(now_ + random_.below(5 * kMillisecond), [=] { kill(rank); });
+    process.leaves_by = now_ + kLinger;
+    event.deadline = process.leaves_by + clock_[process.host];
+    deliver(rank, std::move(event));
   }
 
   void stop(int rank, Nanos pause) {
@@ -592,6 +609,11 @@ class Simulator {
     for (Action& action : actions) carry_out(rank, action);
     actions.clear();
     spare_ = std::move(actions);
+    if (process.core.is_over() && !process.left) {
+      process.left = true;
+      process.left_early = now_ < process.leaves_by;
+      at(now_ + random_.below(5 * kMillisecond), [=] { kill(rank); });
+    }
     wake(rank);
   }
 
@@ -659,7 +681,7 @@ class Simulator {
           if (mate != rank && processes_[mate].beats != seen) event.procs.push_back(proc_of(mate));
           seen = processes_[mate].beats;
         }
-        if (!event.procs.empty()) post(now_ + 1'000, rank, std::move(event));
+        post_local(rank, std::move(event));
         break;
       }
       case Action::kLook:
@@ -691,6 +713,11 @@ class Simulator {
     const std::string text = "rank " + std::to_string(rank) + " takes rank " + std::to_string(rank_of(action.proc)) +
                              " for dead (flags " + std::to_string(action.flags) + "): " + action.bytes;
     if ((action.flags & kExited) != 0 && !is_gone) fail(text + ", which lives");
+    const bool lossy = std::any_of(faults_.begin(), faults_.end(), [](const std::string& name) {
+      return name == "drop" || name == "garbage" || name == "power_off" || name == "partition" || name == "one_way" ||
+             name == "short_cut";
+    });
+    if (process.left_early && !lossy) fail(text + ", which left");
     if ((action.flags & kStopped) != 0 && !is_gone) {
       const auto& mates = on_host_[process.host];
       if (std::any_of(mates.begin(), mates.end(), [&](int mate) {
@@ -786,14 +813,14 @@ class Simulator {
     const bool calm = std::none_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "pause" || name == "pause_lead" || name == "pause_host" || name == "partition" ||
              name == "one_way" || name == "short_cut" || name == "power_off" || name == "clock" || name == "large" ||
-             name == "slow";
+             name == "pause_two" || name == "slow";
     });
-    if (verdict.kind == Verdict::kUndecided && calm && !processes_[rank].declared) {
+    if (verdict.kind == Verdict::kUndecided && calm && !processes_[rank].declared && processes_[rank].leaves_by < 0) {
       fail("rank " + std::to_string(rank) + ": agreement " + action.key.purpose + " is undecided without a reason");
     }
     for (const Proc proc : verdict.culprits) {
       const Process& culprit = processes_[rank_of(proc)];
-      if (verdict.kind == Verdict::kEnded && culprit.died < 0 && !culprit.left && !culprit.declared) {
+      if (verdict.kind == Verdict::kEnded && culprit.died < 0 && culprit.leaves_by < 0 && !culprit.declared) {
         fail("agreement " + action.key.purpose + " names a rank that lives");
       }
       const auto called = agreement.called.find(rank_of(proc));

@@ -14,36 +14,73 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kMostUncalled = 1024;  // agreements that peers began and this process has not called
+constexpr std::size_t kMostUncalledBytes = 32U << 20;  // of agreements that this process has not called
+constexpr std::size_t kMostKept = 256;                 // agreements that are over here, but not at all members
 
-void put_key(Writer* writer, const AgreementKey& key, int seat) {
-  writer->number(key.members).text(key.purpose).number(key.attempt).number(static_cast<std::uint32_t>(seat));
+void put(Writer* writer, const std::vector<Proc>& procs) {
+  writer->number(static_cast<std::uint32_t>(procs.size()));
+  for (const Proc proc : procs) writer->number(proc);
 }
 
-void put_members(Writer* writer, const std::vector<Proc>& members) {
-  writer->number(static_cast<std::uint32_t>(members.size()));
-  for (const Proc member : members) writer->number(member);
+std::vector<Proc> get_procs(Reader* reader) {
+  std::vector<Proc> procs(reader->count(kMostMembers, sizeof(Proc)));
+  for (Proc& proc : procs) proc = reader->number<Proc>();
+  return procs;
 }
 
-void put_verdict(Writer* writer, const Verdict& verdict) {
-  writer->number(static_cast<std::uint8_t>(verdict.kind)).number(static_cast<std::uint32_t>(verdict.values.size()));
-  for (const Bytes& value : verdict.values) writer->text(value);
-  put_members(writer, verdict.culprits);
+Bytes encode(const Message& message) {
+  Writer writer;
+  writer.number(message.key.members).text(message.key.purpose).number(message.key.attempt);
+  writer.number(message.seat).number(message.ballot).number(message.remaining).text(message.value);
+  put(&writer, message.members);
+  writer.number(static_cast<std::uint8_t>(message.verdict != nullptr));
+  if (message.verdict == nullptr) return writer.take();
+  writer.number(static_cast<std::uint8_t>(message.verdict->kind));
+  writer.number(static_cast<std::uint32_t>(message.verdict->values.size()));
+  for (const Bytes& value : message.verdict->values) writer.text(value);
+  put(&writer, message.verdict->culprits);
+  return writer.take();
 }
 
-std::vector<Proc> get_members(Reader* reader) {
-  std::vector<Proc> members(reader->count(kMostMembers, sizeof(Proc)));
-  for (Proc& member : members) member = reader->number<Proc>();
-  return members;
-}
-
-std::shared_ptr<const Verdict> get_verdict(Reader* reader) {
+bool decode(const Frame& frame, Message* message) {
+  Reader reader(frame.body);
+  message->key.epoch = frame.epoch;
+  message->key.members = reader.number<std::uint64_t>();
+  message->key.purpose = reader.text(kMostTextBytes);
+  message->key.attempt = reader.number<std::uint32_t>();
+  message->seat = reader.number<std::uint32_t>();
+  message->ballot = reader.number<std::uint32_t>();
+  message->remaining = reader.number<Nanos>();
+  message->value = reader.text(kMostValueBytes);
+  message->members = get_procs(&reader);
+  if (!message->members.empty() && Core::digest_of(message->members) != message->key.members) return false;
+  const bool must_have = frame.kind == FrameKind::kVerdict;
+  if (reader.number<std::uint8_t>() == 0) return reader.finished() && !must_have;
   auto verdict = std::make_shared<Verdict>();
-  verdict->kind = static_cast<Verdict::Kind>(std::min<std::uint8_t>(reader->number<std::uint8_t>(), Verdict::kMissing));
-  verdict->values.resize(reader->count(kMostMembers, sizeof(std::uint32_t)));
-  for (Bytes& value : verdict->values) value = reader->text(kMostValueBytes);
-  verdict->culprits = get_members(reader);
-  return verdict;
+  verdict->kind = static_cast<Verdict::Kind>(reader.number<std::uint8_t>());
+  verdict->values.resize(reader.count(kMostMembers, sizeof(std::uint32_t)));
+  for (Bytes& value : verdict->values) value = reader.text(kMostValueBytes);
+  verdict->culprits = get_procs(&reader);
+  const bool is_decision = verdict->kind < Verdict::kUndecided;
+  if (!is_decision && (frame.kind != FrameKind::kVerdict || verdict->kind != Verdict::kUndecided)) return false;
+  message->verdict = std::move(verdict);
+  return reader.finished();
+}
+
+bool contains(const std::vector<Proc>& procs, Proc proc) {
+  return std::find(procs.begin(), procs.end(), proc) != procs.end();
+}
+
+// Returns true for a verdict that these members can have.
+bool fits(const Verdict& verdict, const std::vector<Proc>& members) {
+  if (verdict.kind == Verdict::kAgreed) return verdict.values.size() == members.size() && verdict.culprits.empty();
+  return verdict.values.empty() && verdict.culprits.size() <= members.size() &&
+         std::all_of(verdict.culprits.begin(), verdict.culprits.end(),
+                     [&](Proc proc) { return contains(members, proc); });
+}
+
+std::shared_ptr<const Verdict> undecided(std::vector<Proc> culprits) {
+  return std::make_shared<const Verdict>(Verdict{Verdict::kUndecided, {}, std::move(culprits)});
 }
 
 }  // namespace
@@ -57,129 +94,186 @@ std::uint64_t Core::digest_of(const std::vector<Proc>& members) {
   return digest;
 }
 
-// Returns the agreement of this key, or null if this process isn't one of the members.
-Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
-  const auto found = rounds_.find(key);
-  if (found != rounds_.end()) return &*found;
-  const auto me = std::find(members.begin(), members.end(), self_);
-  if (me == members.end()) return nullptr;
-  Round& round = rounds_[key];
-  round.me = static_cast<int>(me - members.begin());
-  round.members = std::move(members);
-  return &*rounds_.find(key);
-}
+// Calls.
 
 void Core::on_call(const Call& call, bool cancel) {
   const AgreementKey key{epoch_, digest_of(call.members), call.purpose, call.attempt};
-  RoundEntry* entry = call.members.size() > kMostMembers ? nullptr : open_round(key, call.members);
-  if (entry == nullptr || call.value.size() > kMostValueBytes || call.purpose.size() > kMostTextBytes) {
-    act(Action::kRefuse).bytes = "agreement '" + call.purpose.substr(0, kMostTextBytes) +
-                                 "': this process must be one of at most " + std::to_string(kMostMembers) +
-                                 " members, and the value have at most " + std::to_string(kMostValueBytes) + " bytes";
+  const auto found = rounds_.find(key);
+  if (cancel) return found == rounds_.end() ? void() : cancel_call(&*found);
+  if (leaving_ != kNever) return tell_verdict(key, undecided({self_}));
+  const bool are_members =
+      std::all_of(call.members.begin(), call.members.end(), [&](Proc proc) { return index_of(proc) >= 0; });
+  const char* wrong = roster_ == nullptr                                   ? "this process has not met its world"
+                      : !contains(call.members, self_)                     ? "this process is no member"
+                      : !are_members || call.members.size() > kMostMembers ? "not all members are of this world"
+                      : call.value.size() > kMostValueBytes                ? "the value has more than 4096 bytes"
+                      : call.purpose.size() > kMostTextBytes               ? "the purpose has more than 256 bytes"
+                      : found != rounds_.end() && found->second.called     ? "it was called before"
+                                                                           : nullptr;
+  if (wrong != nullptr) {
+    Action& action = act(Action::kRefuse);
+    action.key = key;
+    action.bytes = "agreement '" + call.purpose.substr(0, kMostTextBytes) + "': " + wrong;
     return;
   }
+  RoundEntry* entry = found == rounds_.end() ? open_round(key, call.members) : &*found;
   Round& round = entry->second;
-  if (cancel) {
-    if (!round.called || round.delivered) return;
-    round.canceled = true;
-    round.decide_by = now_;
-    round.sent_on = -1;
-  } else {
-    if (round.called) return;
-    round.called = true;
-    round.value = call.value;
-    round.deadline = call.deadline + skew_;
-    round.decide_by = round.deadline - std::min(config_.margin, std::max<Nanos>(round.deadline - now_, 0) / 4);
-  }
+  round.called = true;
+  round.value = call.value;
+  round.deadline = own_time(call.deadline);
+  round.decide_by = round.deadline - std::min(config_.margin, std::max<Nanos>(round.deadline - now_, 0) / 4);
   round.expires = std::min(round.expires, round.decide_by);
   advance(entry);
 }
 
+void Core::cancel_call(RoundEntry* entry) {
+  Round& round = entry->second;
+  if (!round.called || round.delivered) return;
+  round.decide_by = now_;
+  round.expires = std::min(round.expires, now_);
+  round.sent_on = -1;  // the decider is to know that there is no time left
+  advance(entry);
+}
+
+void Core::tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> verdict) {
+  Action& action = act(Action::kVerdict);
+  action.key = key;
+  action.verdict = std::move(verdict);
+}
+
+// This process leaves: nothing that it waits for comes any more. It goes on to answer others.
+void Core::end_calls() {
+  for (auto& [key, round] : rounds_) {
+    if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
+  }
+  for (const Question& question : std::exchange(questions_, {})) answer_question(question, nullptr);
+}
+
+void Core::forget_older_epochs() {
+  for (auto at = rounds_.begin(); at != rounds_.end();) {
+    const auto& [key, round] = *at;
+    if (key.epoch >= epoch_) break;  // the first part of the key
+    std::vector<Proc> gone;
+    for (const Proc proc : round.members) {
+      if (index_of(proc) < 0) gone.push_back(proc);
+    }
+    if (round.called && !round.delivered) tell_verdict(key, undecided(std::move(gone)));
+    at = rounds_.erase(at);
+  }
+}
+
+// Rounds.
+
+// `members` has this process.
+Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
+  const auto oldest = std::min_element(rounds_.begin(), rounds_.end(), [](const auto& one, const auto& other) {
+    return std::make_pair(!one.second.is_over(), one.second.number) <
+           std::make_pair(!other.second.is_over(), other.second.number);
+  });
+  const auto kept =
+      std::count_if(rounds_.begin(), rounds_.end(), [](const auto& each) { return each.second.is_over(); });
+  if (kept > static_cast<std::ptrdiff_t>(kMostKept)) rounds_.erase(oldest);
+  RoundEntry* entry = &*rounds_.emplace(key, Round()).first;
+  Round& round = entry->second;
+  round.number = ++rounds_opened_;
+  round.me = static_cast<int>(std::find(members.begin(), members.end(), self_) - members.begin());
+  round.bytes = members.size() * (sizeof(Proc) + sizeof(Round::Seat));
+  round.members = std::move(members);
+  return entry;
+}
+
+// Returns true if peers may begin so much more of what this process has not called.
+bool Core::has_room(std::size_t bytes) {
+  for (auto at = rounds_.begin(); at != rounds_.end();) {
+    const Round& round = at->second;
+    const bool is_open = !round.called && round.verdict == nullptr;
+    if (is_open && round.expires < now_ - kSecond) {
+      at = rounds_.erase(at);  // all that called it are past their deadlines
+      continue;
+    }
+    if (is_open) bytes += round.bytes;
+    ++at;
+  }
+  return bytes <= kMostUncalledBytes;
+}
+
+void Core::send_round(int connection, FrameKind kind, const Message& message) {
+  const Frame frame{kind, world_, message.key.epoch, term_, self_, encode(message)};
+  act(Action::kSend, connection).bytes = control::encode(frame);
+}
+
 // A frame of an agreement. Returns false if it is malformed.
 bool Core::on_round(int connection, const Frame& frame) {
-  Reader reader(frame.body);
-  AgreementKey key{frame.epoch, reader.number<std::uint64_t>(), "", 0};
-  key.purpose = reader.text(kMostTextBytes);
-  key.attempt = reader.number<std::uint32_t>();
-  const auto seat_index = reader.number<std::uint32_t>();
-  // A member that has taken a failure says which one: the decider may be new and not have called yet.
-  const bool tells = frame.kind == FrameKind::kDone && reader.number<std::uint8_t>() != 0;
-  const bool begins = frame.kind == FrameKind::kValue || frame.kind == FrameKind::kAsk || tells;
-  std::vector<Proc> members;
-  if (begins) members = get_members(&reader);
-  Nanos remaining = 0;
-  Bytes value;
-  if (frame.kind == FrameKind::kValue) {
-    remaining = reader.number<Nanos>();
-    value = reader.text(kMostValueBytes);
-  }
-  const auto ballot = frame.kind == FrameKind::kAnswer ? reader.number<std::uint32_t>() : 0;
-  const bool has_verdict = frame.kind == FrameKind::kVerdict || tells ||
-                           (frame.kind == FrameKind::kAnswer && reader.number<std::uint8_t>() != 0);
-  const auto verdict = has_verdict ? get_verdict(&reader) : nullptr;
-  if (!reader.finished() || (begins && digest_of(members) != key.members)) return false;
-
-  if (key.epoch < epoch_) return true;  // of members that were
-  auto found = rounds_.find(key);
-  if (found == rounds_.end()) {
-    if (frame.kind == FrameKind::kDone && !tells) {  // success needs all calls, so this process was past it
-      Writer writer;
-      put_key(&writer, key, 0);
-      send(connection, FrameKind::kForget, writer.take(), &key);
-    }
-    if (!begins) return true;
-    const auto uncalled =
-        std::count_if(rounds_.begin(), rounds_.end(), [](const auto& each) { return !each.second.called; });
-    if (uncalled >= static_cast<std::ptrdiff_t>(kMostUncalled)) return true;
-    if (open_round(key, std::move(members)) == nullptr) return false;
-    found = rounds_.find(key);
-  }
-  RoundEntry* entry = &*found;
-  Round& round = entry->second;
-  if (frame.kind != FrameKind::kForget &&
-      (seat_index >= round.members.size() || round.members[seat_index] != frame.from)) {
-    return false;
-  }
-  const int index = static_cast<int>(seat_index);
-  if (frame.kind == FrameKind::kAsk) {
-    if (index < round.promised) return true;  // of a decider that others took to have ended
-    round.answered = true;
-    round.promised = index;
-    Writer writer;
-    put_key(&writer, key, round.me);
-    writer.number(seat_index).number(static_cast<std::uint8_t>(round.verdict != nullptr));
-    if (round.verdict != nullptr) put_verdict(&writer, *round.verdict);
-    send(connection, FrameKind::kAnswer, writer.take(), &key);
+  Message message;
+  if (!decode(frame, &message)) return false;
+  if (message.key.epoch < epoch_) return true;  // of members that were
+  const auto sits = [&](const std::vector<Proc>& members) {
+    return message.seat < members.size() && members[message.seat] == frame.from;
+  };
+  auto found = rounds_.find(message.key);
+  const bool is_known = found != rounds_.end();
+  const std::vector<Proc>& members = is_known ? found->second.members : message.members;
+  if (!is_known && members.empty()) {
+    // Success needs all calls, so this process was past it.
+    if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
-  if (frame.kind == FrameKind::kVerdict) {
-    if (index >= round.promised && round.verdict == nullptr) round.verdict = verdict;
-    advance(entry);
+  if (frame.kind == FrameKind::kForget) {  // its sender has forgotten even its own seat
+    if (is_known && found->second.called && found->second.is_over()) rounds_.erase(found);
     return true;
   }
-  if (frame.kind == FrameKind::kForget) {
-    if (round.verdict != nullptr && round.delivered) rounds_.erase(found);
+  if (!sits(members) || !contains(members, self_)) return false;
+  if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
+  const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
+  if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) {
+    Message full{message.key};  // the sender will name this process
+    full.seat = static_cast<std::uint32_t>(std::find(members.begin(), members.end(), self_) - members.begin());
+    full.verdict = undecided({self_});
+    send_round(connection, FrameKind::kVerdict, full);
     return true;
   }
-  round.seats.resize(round.members.size());
-  Round::Seat& seat = round.seats[index];
-  seat.connection = connection;
-  if (frame.kind == FrameKind::kValue) {
-    if (!seat.has_value) ++round.values;
-    seat.has_value = true;
-    seat.value = std::move(value);
-    seat.told = false;
-    round.expires = std::min(round.expires, now_ + std::clamp<Nanos>(remaining, 0, kNever / 4));
-  } else if (frame.kind == FrameKind::kDone) {
-    seat.done = true;
-    if (round.verdict == nullptr) round.verdict = verdict;
-  } else if (static_cast<int>(ballot) == round.me) {
-    seat.answered = true;
-    if (round.verdict == nullptr) round.verdict = verdict;
-  }
-  advance(entry);
+  found = rounds_.find(message.key);
+  take(connection, frame.kind, &message, found == rounds_.end() ? open_round(message.key, message.members) : &*found);
   return true;
 }
+
+void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* entry) {
+  Round& round = entry->second;
+  const int index = static_cast<int>(message->seat);
+  if (kind == FrameKind::kAsk || kind == FrameKind::kVerdict) {
+    if (index < round.promised) return;  // of a decider that others took to have ended
+    if (kind == FrameKind::kAsk) {
+      round.promised = index;
+      Message answer = message_of(*entry);
+      answer.ballot = message->seat;
+      answer.verdict = round.verdict;
+      return send_round(connection, FrameKind::kAnswer, answer);
+    }
+    if (message->verdict->kind == Verdict::kUndecided) round.hint = message->verdict;
+    else if (round.verdict == nullptr) round.verdict = message->verdict;
+  } else {
+    round.seats.resize(round.members.size());
+    Round::Seat& seat = round.seats[index];
+    seat.connection = connection;
+    if (kind == FrameKind::kValue) {
+      round.values += seat.has_value ? 0 : 1;
+      round.bytes += message->value.size();
+      round.bytes -= seat.value.size();
+      seat.has_value = true;
+      seat.value = std::move(message->value);
+      seat.told = false;
+      round.expires = std::min(round.expires, now_ + std::clamp<Nanos>(message->remaining, 0, kNever / 4));
+    }
+    if (kind == FrameKind::kDone) seat.done = true;
+    const bool counts =
+        kind == FrameKind::kDone || (kind == FrameKind::kAnswer && static_cast<int>(message->ballot) == round.me);
+    if (counts && kind == FrameKind::kAnswer) seat.answered = true;
+    if (counts && round.verdict == nullptr) round.verdict = message->verdict;
+  }
+  advance(entry);
+}
+
+Message Core::message_of(const RoundEntry& entry) { return {entry.first, static_cast<std::uint32_t>(entry.second.me)}; }
 
 int Core::first_living(const Round& round) const {
   for (std::size_t i = 0; i < round.members.size(); ++i) {
@@ -203,6 +297,7 @@ bool Core::advance(RoundEntry* entry) {
     }
     if (round.me == 0) reach_verdict(&round);
     else if (ask_all(entry)) conclude(&round, Verdict::kEnded, {});
+    else tell_hint(entry);
   }
   if (round.called && !round.delivered) {
     if (round.verdict != nullptr || now_ >= round.deadline) deliver(entry);
@@ -236,8 +331,7 @@ void Core::reach_verdict(Round* round) {
 
 // Asks each living member for a verdict; returns true if all have answered that there is none.
 bool Core::ask_all(RoundEntry* entry) {
-  auto& [key, round] = *entry;
-  round.answered = true;
+  Round& round = entry->second;
   round.promised = std::max(round.promised, round.me);
   bool all = true;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
@@ -247,10 +341,9 @@ bool Core::ask_all(RoundEntry* entry) {
     if (seat.asked_on >= 0) continue;
     seat.asked_on = connect(round.members[i]);
     if (seat.asked_on < 0) continue;
-    Writer writer;
-    put_key(&writer, key, round.me);
-    put_members(&writer, round.members);
-    send(seat.asked_on, FrameKind::kAsk, writer.take(), &key);
+    Message message = message_of(*entry);
+    message.members = round.members;
+    send_round(seat.asked_on, FrameKind::kAsk, message);
   }
   return all;
 }
@@ -266,43 +359,57 @@ void Core::conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits
   round->verdict = std::move(verdict);
 }
 
+// The members without whose answer this decider can't decide.
+std::vector<Proc> Core::silent_members(const Round& round) const {
+  std::vector<Proc> silent;
+  for (std::size_t i = 0; i < round.members.size(); ++i) {
+    const bool waits = static_cast<int>(i) != round.me && !is_gone(round.members[i]);
+    if (waits && !(i < round.seats.size() && round.seats[i].answered)) silent.push_back(round.members[i]);
+  }
+  return silent;
+}
+
+// Tells those that wait, shortly before the first of them gives up, for whom: else they would name this decider.
+void Core::tell_hint(RoundEntry* entry) {
+  Round& round = entry->second;
+  if (round.expires == kNever || round.hinted) return;
+  if (now_ < round.expires) return wake_by(round.expires);
+  round.hinted = true;
+  Message message = message_of(*entry);
+  message.verdict = undecided(silent_members(round));
+  for (const Round::Seat& seat : round.seats) {
+    if (seat.has_value && seat.connection >= 0) send_round(seat.connection, FrameKind::kVerdict, message);
+  }
+}
+
 // Hands the verdict to this process' call: at its deadline without one, the members that didn't answer.
 void Core::deliver(RoundEntry* entry) {
   auto& [key, round] = *entry;
   round.delivered = true;
-  Action& action = act(Action::kVerdict);
-  action.key = key;
-  action.verdict = round.verdict;
-  if (round.verdict != nullptr) return;
-  auto verdict = std::make_shared<Verdict>();
+  if (round.verdict != nullptr) return tell_verdict(key, round.verdict);
   const int target = first_living(round);
-  for (std::size_t i = 0; i < round.members.size(); ++i) {
-    const bool silent = target == round.me ? static_cast<int>(i) != round.me && !is_gone(round.members[i]) &&
-                                                 !(i < round.seats.size() && round.seats[i].answered)
-                                           : static_cast<int>(i) == target;
-    if (silent) verdict->culprits.push_back(round.members[i]);
-  }
-  action.verdict = std::move(verdict);
+  if (target == round.me) return tell_verdict(key, undecided(silent_members(round)));
+  if (target >= 0 && round.hint != nullptr) return tell_verdict(key, round.hint);
+  tell_verdict(key, undecided(target < 0 ? round.members : std::vector<Proc>{round.members[target]}));
 }
 
 // As a member: sends the value, later that the verdict was taken, once to each decider and connection.
 void Core::serve(RoundEntry* entry, int target) {
-  auto& [key, round] = *entry;
+  Round& round = entry->second;
   const bool done = round.verdict != nullptr && round.delivered;
   if (!done && (!round.called || round.delivered)) return;
   if (round.sent_on >= 0 && round.sent_to == target && round.sent_done == done) return;
+  if (round.sent_to != target) round.hint = nullptr;
   const int connection = connect(round.members[target]);
   if (connection < 0) return;
-  Writer writer;
-  put_key(&writer, key, round.me);
+  Message message = message_of(*entry);
+  // A member that has taken a failure says which one: the decider may be new and not have called yet.
   const bool tells = done && round.verdict->kind != Verdict::kAgreed;
-  if (done) writer.number(static_cast<std::uint8_t>(tells));
-  if (!done || tells) put_members(&writer, round.members);
-  if (tells) put_verdict(&writer, *round.verdict);
-  if (!done) {
-    writer.number(std::max<Nanos>(round.decide_by - now_, 0)).text(round.value);
-  }
-  send(connection, done ? FrameKind::kDone : FrameKind::kValue, writer.take(), &key);
+  if (tells) message.verdict = round.verdict;
+  if (!done || tells) message.members = round.members;
+  if (!done) message.value = round.value;
+  message.remaining = std::max<Nanos>(round.decide_by - now_, 0);
+  send_round(connection, done ? FrameKind::kDone : FrameKind::kValue, message);
   round.sent_on = connection;
   round.sent_to = target;
   round.sent_done = done;
@@ -310,29 +417,26 @@ void Core::serve(RoundEntry* entry, int target) {
 
 // As the decider: sends the verdict to those that wait for it, and forgets it when all living members have taken it.
 bool Core::decide(RoundEntry* entry) {
-  auto& [key, round] = *entry;
+  Round& round = entry->second;
   if (round.verdict == nullptr) return true;
   round.seats.resize(round.members.size());
   round.seats[round.me].done = round.delivered;
+  Message message = message_of(*entry);
+  message.verdict = round.verdict;
   bool all = true;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
     Round::Seat& seat = round.seats[i];
     if (!seat.done && !is_gone(round.members[i])) all = false;
     if (seat.told || seat.done || seat.connection < 0) continue;
     seat.told = true;
-    Writer writer;
-    put_key(&writer, key, round.me);
-    put_verdict(&writer, *round.verdict);
-    send(seat.connection, FrameKind::kVerdict, writer.take(), &key);
+    send_round(seat.connection, FrameKind::kVerdict, message);
   }
   if (!all) return true;
-  Writer writer;
-  put_key(&writer, key, round.me);
-  const Bytes body = writer.take();
+  message.verdict = nullptr;
   for (const Round::Seat& seat : round.seats) {
-    if (seat.connection >= 0) send(seat.connection, FrameKind::kForget, body, &key);
+    if (seat.connection >= 0) send_round(seat.connection, FrameKind::kForget, message);
   }
-  rounds_.erase(rounds_.find(key));
+  rounds_.erase(rounds_.find(entry->first));
   return false;
 }
 
@@ -347,14 +451,28 @@ void Core::advance_all() {
 
 // Status: one question, one reply, over one hop.
 
+void Core::on_ask(const Event& event) {
+  const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
+  if (leaving_ != kNever || index_of(event.proc) < 0 || event.bytes.size() > kMostValueBytes) {
+    return answer_question(question, nullptr);
+  }
+  questions_.push_back(question);
+  advance_questions();
+}
+
+void Core::answer_question(const Question& question, const Bytes* bytes) {
+  Action& action = act(Action::kReply);
+  action.proc = question.proc;
+  action.id = question.id;
+  action.flags = bytes == nullptr ? 1 : 0;
+  if (bytes != nullptr) action.bytes = *bytes;
+}
+
 void Core::advance_questions() {
   for (std::size_t i = 0; i < questions_.size();) {
     Question& question = questions_[i];
     if (now_ >= question.deadline || is_gone(question.proc)) {
-      Action& action = act(Action::kReply);
-      action.proc = question.proc;
-      action.id = question.id;
-      action.flags = 1;
+      answer_question(question, nullptr);
       questions_.erase(questions_.begin() + static_cast<std::ptrdiff_t>(i));
       continue;
     }
@@ -372,20 +490,21 @@ void Core::advance_questions() {
 bool Core::on_question(int connection, const Frame& frame) {
   Reader reader(frame.body);
   const auto id = reader.number<std::uint64_t>();
-  Bytes bytes = reader.text(kMostValueBytes);
+  const Bytes bytes = reader.text(kMostValueBytes);
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kReply) {
-    const auto asked = std::find_if(questions_.begin(), questions_.end(), [&](const Question& question) {
-      return question.proc == proc && question.id == id;
-    });
-    if (asked == questions_.end()) return true;
-    questions_.erase(asked);
+  if (frame.kind == FrameKind::kQuestion) {
+    Action& action = act(Action::kQuestion);
+    action.proc = proc;
+    action.id = id;
+    action.bytes = bytes;
+    return true;
   }
-  Action& action = act(frame.kind == FrameKind::kReply ? Action::kReply : Action::kQuestion);
-  action.proc = proc;
-  action.id = id;
-  action.bytes = std::move(bytes);
+  const auto asked = std::find_if(questions_.begin(), questions_.end(),
+                                  [&](const Question& each) { return each.proc == proc && each.id == id; });
+  if (asked == questions_.end()) return true;
+  answer_question(*asked, &bytes);
+  questions_.erase(asked);
   return true;
 }
 

@@ -1,32 +1,59 @@
 #include "core.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "hmac.h"
 
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kEntryBytes = 21;  // of an end without a text
-constexpr std::size_t kMostEnds = 1U << 16;
-constexpr std::size_t kMostStrangers = 256;  // accepted connections without an identity, beside one per member
+constexpr std::size_t kEntryBytes = 21;      // of an end without a text
+constexpr std::size_t kMostStrangers = 256;  // connections that no member has proved to be its own, beside one a member
+constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
 
-std::uint64_t mixed(std::uint64_t digest, std::uint64_t value) {
-  digest = (digest ^ value) * 0x9e3779b97f4a7c15;
-  return digest ^ digest >> 29;
+// Mixes values into a number that is equal on all machines.
+class Digest {
+ public:
+  template <typename... T>
+  Digest& add(const T&... values) {
+    (mix(values), ...);
+    return *this;
+  }
+  std::uint64_t value() const { return value_; }
+
+ private:
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T> || std::is_enum_v<T>>>
+  void mix(T value) {
+    value_ = (value_ ^ static_cast<std::uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    value_ ^= value_ >> 29;
+  }
+  void mix(std::string_view text) {
+    mix(text.size());
+    for (const char each : text) mix(static_cast<unsigned char>(each));
+  }
+  void mix(const Bytes& text) { mix(std::string_view(text)); }
+  template <typename T>
+  void mix(const std::vector<T>& values) {
+    mix(values.size());
+    for (const T& value : values) mix(value);
+  }
+  void mix(const std::shared_ptr<const Verdict>& verdict) {
+    mix(verdict != nullptr);
+    if (verdict != nullptr) add(verdict->kind, verdict->values, verdict->culprits);
+  }
+
+  std::uint64_t value_ = 1;
+};
+
+std::uint64_t entry_digest(Proc proc, const End& end) {
+  return Digest().add(proc, end.flags, end.reporter, end.text).value();
 }
 
-std::uint64_t mixed(std::uint64_t digest, std::string_view text) {
-  digest = mixed(digest, text.size());
-  for (const char each : text) digest = mixed(digest, static_cast<unsigned char>(each));
-  return digest;
-}
-
+// A sum over the entries, so that one that changes changes the sum alone.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
-  for (const auto& [proc, end] : ends) {
-    digest = mixed(mixed(mixed(mixed(digest, proc), end.flags), end.reporter), end.text);
-  }
+  for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
   return digest;
 }
 
@@ -39,14 +66,15 @@ Bytes encode(const Ends& ends) {
 
 bool decode(const Bytes& bytes, Ends* ends) {
   Reader reader(bytes);
-  const std::size_t count = reader.count(kMostEnds, kEntryBytes);
+  const std::size_t count = reader.count(kMostMembers, kEntryBytes);
   for (std::size_t i = 0; i < count && reader.ok(); ++i) {
-    std::pair<Proc, End> entry{reader.number<Proc>(), {}};
-    entry.second.flags = reader.number<std::uint8_t>();
-    entry.second.reporter = reader.number<Proc>();
-    entry.second.text = reader.text(kMostTextBytes);
-    if (!ends->empty() && ends->back().first >= entry.first) return false;
-    ends->push_back(std::move(entry));
+    const auto proc = reader.number<Proc>();
+    End end{reader.number<std::uint8_t>(), 0, {}};
+    end.reporter = reader.number<Proc>();
+    end.text = reader.text(kMostTextBytes);
+    if (!ends->empty() && ends->rbegin()->first >= proc) return false;
+    if (proc == 0 || end.flags == 0 || (end.flags & ~kAllFlags) != 0) return false;
+    ends->emplace_hint(ends->end(), proc, std::move(end));
   }
   return reader.finished();
 }
@@ -56,16 +84,10 @@ End joined(const End& one, const End& other) {
           std::max(one.text, other.text)};
 }
 
-Ends merged(const Ends& one, const Ends& other) {
-  Ends result;
-  result.reserve(one.size() + other.size());
-  auto left = one.begin(), right = other.begin();
-  while (left != one.end() || right != other.end()) {
-    if (right == other.end() || (left != one.end() && left->first < right->first)) result.push_back(*left++);
-    else if (left == one.end() || right->first < left->first) result.push_back(*right++);
-    else result.emplace_back(left->first, joined(left->second, right->second)), ++left, ++right;
-  }
-  return result;
+std::string versions(const Hello& hello, std::uint32_t build) {
+  return "the control plane here has version " + std::to_string(kVersion) + " (build " + std::to_string(build) +
+         "), a peer has version " + std::to_string(hello.version) + " (build " + std::to_string(hello.build) +
+         ", which accepts " + std::to_string(hello.oldest) + " and later): install the same package on all hosts";
 }
 
 }  // namespace
@@ -91,20 +113,20 @@ int Roster::index_of(Proc proc) const {
 // The way in.
 
 void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
-  if (left_) return;
   out_ = actions;
   skew_ = std::max(skew_, now_ - now);
   now_ = now + skew_;
   // Whatever this process would hold against others, it was not there to see.
   if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse();
-  handle(event);
+  if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
     flood();
     dirty_ = false;
     tend();
   }
-  if (!left_) publish();
+  if (publish_at_once_) publish();
   if (routed_ && !left_) advance_all();
+  if (!left_) try_leave();
   out_ = nullptr;
 }
 
@@ -125,109 +147,106 @@ void Core::handle(const Event& event) {
     }
     case Event::kBoard: {
       Ends ends;
-      if (!decode(event.bytes, &ends)) break;
-      board_ = merged(board_, ends);
-      join(ends, false);
+      if (decode(event.bytes, &ends)) join(ends, Source::kBoard);
       break;
     }
     case Event::kBeats:
+      beats_asked_ = std::max(beats_asked_ - 1, 0);
       for (const Proc proc : event.procs) {
         const auto found = seen_.find(proc);
         if (found != seen_.end()) found->second = now_;
       }
       break;
-    case Event::kEnded: {  // each process of the domain sees it: nothing to publish, and nobody in particular reports
-                           // it
-      const Ends ends{{event.proc, {kExited, event.proc, ""}}};
-      board_ = merged(board_, ends);
-      join(ends, false);
-      break;
-    }
+    // Each process of the domain sees it: nothing to publish, and nobody in particular reports it.
+    case Event::kEnded: join({{event.proc, {kExited, event.proc, ""}}}, Source::kBoard); break;
     case Event::kExiting: report(event.proc, kExited, "exiting"); break;
     case Event::kCall: on_call(*event.call, false); break;
     case Event::kCancel: on_call(*event.call, true); break;
-    case Event::kReport: on_report(event); break;
-    case Event::kAsk:
-      questions_.push_back({event.proc, event.id, event.deadline + skew_, event.bytes, -1});
-      advance_questions();
+    case Event::kReport:
+      if (event.proc != 0 && event.proc != self_) report(event.proc, event.flags & kUnreachable, event.bytes);
+      else report(self_, event.flags & (kFailed | kRevoked), event.bytes);
       break;
+    case Event::kAsk: on_ask(event); break;
     case Event::kReply: {
-      const auto peer = peers_.find(event.proc);
-      if (peer == peers_.end() || peer->second.link() < 0 || !links_[peer->second.link()].identified)
-        break;  // the asker asks again on its next connection
-      send(peer->second.link(), FrameKind::kReply, Writer().number(event.id).text(event.bytes).take());
+      const int connection = link_to(event.proc);
+      const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostValueBytes);
+      // Without a connection: the asker asks again on its next one.
+      if (connection >= 0) send(connection, FrameKind::kReply, Writer().number(event.id).text(bytes).take());
       break;
     }
-    case Event::kLeave: leave(); break;
+    case Event::kLeave:
+      leaving_ = std::min(leaving_, std::max(own_time(event.deadline), now_));
+      dirty_ = true;
+      end_calls();
+      break;
   }
 }
 
-Action& Core::act(Action::Kind kind) {
+Action& Core::act(Action::Kind kind, int connection) {
   out_->emplace_back();
   out_->back().kind = kind;
+  out_->back().connection = connection;
   return out_->back();
+}
+
+void Core::log(Proc proc, std::string text) {
+  Action& action = act(Action::kLog);
+  action.proc = proc;
+  action.bytes = std::move(text);
 }
 
 // State of ends.
 
 const End* Core::end_of(Proc proc) const {
-  const auto at = std::lower_bound(ends_.begin(), ends_.end(), proc,
-                                   [](const std::pair<Proc, End>& entry, Proc value) { return entry.first < value; });
-  return at != ends_.end() && at->first == proc ? &at->second : nullptr;
-}
-
-void Core::on_report(const Event& event) {
-  if (event.proc != 0 && event.proc != self_) report(event.proc, event.flags & kUnreachable, event.bytes);
-  else report(self_, event.flags & (kFailed | kRevoked), event.bytes);
+  const auto at = ends_.find(proc);
+  return at == ends_.end() ? nullptr : &at->second;
 }
 
 void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
-  if (flags != 0) join({{proc, {flags, self_, text.substr(0, kMostTextBytes)}}}, false);
+  if (flags != 0) join({{proc, {flags, self_, text.substr(0, kMostTextBytes)}}}, Source::kOwn);
 }
 
-// `from_link`: another lead said so, and says it to all leads itself.
-void Core::join(const Ends& other, bool from_link) {
-  const Ends before = std::exchange(ends_, merged(ends_, other));
-  ends_digest_ = state_digest(ends_);
-  bool changed = false;
-  auto at = before.begin();
-  for (const auto& entry : ends_) {
-    while (at != before.end() && at->first < entry.first) ++at;
-    const bool known = at != before.end() && at->first == entry.first;
-    if (known && at->second.flags == entry.second.flags) continue;
-    changed = true;
-    announce(entry, known ? at->second : End{});
-    if (!from_link && entry.second.is_death() && !(known && at->second.is_death())) urgent_ = true;
+// A peer says it to all leads itself, and the board to the whole domain.
+void Core::join(const Ends& other, Source source) {
+  for (const auto& [proc, end] : other) {
+    if (roster_ == nullptr ? ends_.size() >= kMostMembers : index_of(proc) < 0) continue;
+    const auto [entry, is_new] = ends_.try_emplace(proc, end);
+    End before;
+    if (!is_new) before = std::exchange(entry->second, joined(entry->second, end));
+    const std::uint64_t change = entry_digest(proc, entry->second) - (is_new ? 0 : entry_digest(proc, before));
+    ends_digest_ += change;
+    if (change != 0 && source != Source::kBoard) unpublished_ = true;
+    if (entry->second.flags == before.flags) continue;
+    dirty_ = routed_ = true;
+    const bool died = entry->second.is_death() && !before.is_death();
+    if (died && source != Source::kPeer) urgent_ = true;
+    if (died && source != Source::kBoard) publish_at_once_ = true;
+    announce(proc, entry->second, before);
   }
-  dirty_ = dirty_ || changed;
-  routed_ = routed_ || changed;
 }
 
-void Core::announce(const std::pair<Proc, End>& entry, const End& before) {
-  const auto& [proc, end] = entry;
+void Core::announce(Proc proc, const End& end, const End& before) {
   const bool died = end.is_death() && !before.is_death();
   const bool left = (end.flags & kLeft) != 0 && (before.flags & kLeft) == 0;
-  if (!died && !left) return;
   const int domain = domain_of(proc);
-  if (domain < 0) return;
-  const auto peer = peers_.find(proc);
-  if (!died && leading_ && peer != peers_.end() &&
-      peer->second.link() >= 0) {  // its successor dials; if all leave now, nobody does
+  if ((!died && !left) || domain < 0) return;
+  if (!died && leading_ && link_to(proc) >= 0) {  // its successor dials; if all leave now, nobody does
     Watch& watch = watches_[domain];
     watch.sign = watch.heard = now_;
     watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
   }
+  if (died && domain == roster_->domain_of[me_]) alert_ = next_tick_ = now_;
   Action& action = act(died ? Action::kDoom : Action::kLeft);
   action.proc = proc;
   action.flags = end.flags;
   action.bytes = end.text;
 }
 
-// Gives this domain what it lacks.
+// Gives this domain what it lacks: a death at once, all else with the next tick.
 void Core::publish() {
-  if (seen_.empty() || state_digest(board_) == ends_digest_ || ends_.empty()) return;
-  board_ = ends_;
-  act(Action::kBoard).bytes = encode(ends_);
+  publish_at_once_ = false;
+  if (unpublished_ && !seen_.empty()) act(Action::kBoard).bytes = encode(ends_);
+  unpublished_ = unpublished_ && seen_.empty();
 }
 
 // Says a death of this domain to all that are watched, at once.
@@ -243,82 +262,89 @@ void Core::flood() {
 
 // Connections.
 
-const Member* Core::find_member(Proc proc) const {
-  const int index = roster_ == nullptr ? -1 : roster_->index_of(proc);
-  return index < 0 ? nullptr : &roster_->members[index];
-}
-
 int Core::domain_of(Proc proc) const {
-  const int index = roster_ == nullptr ? -1 : roster_->index_of(proc);
+  const int index = index_of(proc);
   return index < 0 ? -1 : roster_->domain_of[index];
 }
 
-void Core::dial(Proc proc, Peer* peer, bool for_watch) {
-  peer->for_watch = for_watch || (peer->dialing && peer->for_watch);
-  if (peer->dialing) return;
-  const Member* member = find_member(proc);
-  if (member == nullptr) return;
-  peer->dialing = true;
-  peer->next_dial = now_ + config_.redial;
-  Action& action = act(Action::kDial);
-  action.proc = proc;
-  action.endpoint = &member->endpoint;
+// A process that isn't a member may be one of the next epoch.
+bool Core::is_stranger(const Link& link) const {
+  return !link.dialed && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
 }
 
-// Returns a connection to `proc`, or -1 after dialing it.
-int Core::connect(Proc proc) {
+void Core::dial(Proc proc, bool for_watch) {
   Peer& peer = peers_[proc];
-  if (peer.link() >= 0) {
-    Link& link = links_[peer.link()];
-    link.for_watch = false;
-    return link.identified ? peer.link() : -1;
+  const int index = index_of(proc);
+  if (index < 0 || peer.out >= 0) return;
+  if (!peer.dialing && now_ < peer.next_dial) return wake_by(peer.next_dial);
+  peer.for_watch = for_watch || (peer.dialing && peer.for_watch);
+  if (peer.dialing) return;
+  peer.dialing = true;
+  peer.next_dial = now_ + config_.redial;
+  Action& action = act(Action::kDial);
+  action.proc = proc;
+  action.endpoint = &roster_->members[index].endpoint;
+}
+
+// Returns an identified connection to `proc`, or -1.
+int Core::link_to(Proc proc) const {
+  const auto peer = peers_.find(proc);
+  if (peer == peers_.end()) return -1;
+  for (const int connection : {peer->second.out, peer->second.in}) {
+    if (connection >= 0 && links_.at(connection).identified) return connection;
   }
-  if (now_ >= peer.next_dial) dial(proc, &peer, false);
-  else wake_by(peer.next_dial);
   return -1;
 }
 
-void Core::send(int connection, FrameKind kind, Bytes body, const AgreementKey* key) {
-  const Frame frame{kind, world_, key == nullptr ? epoch_ : key->epoch, term_, self_, std::move(body)};
-  Action& action = act(Action::kSend);
-  action.connection = connection;
-  action.bytes = control::encode(frame);
-  links_[connection].sent = now_;
+// Returns an identified connection to `proc`, or -1 after dialing it.
+int Core::connect(Proc proc) {
+  const int connection = link_to(proc);
+  if (connection >= 0) links_[connection].for_watch = false;
+  else dial(proc, false);
+  return connection;
+}
+
+void Core::send(int connection, FrameKind kind, Bytes body) {
+  act(Action::kSend, connection).bytes = control::encode(Frame{kind, world_, epoch_, term_, self_, std::move(body)});
 }
 
 void Core::send_state(int connection) {
-  links_[connection].peer_digest = ends_digest_;
+  Link& link = links_[connection];
+  link.peer_digest = ends_digest_;
+  link.beaten = now_;
   send(connection, FrameKind::kState, encode(ends_));
+}
+
+void Core::send_beat(int connection) {
+  links_[connection].beaten = now_;
+  send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
 }
 
 // Begins this side of a connection: the hello, who this is, a random number.
 void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
-  link.heard = link.sign = now_;
+  link.opened = link.heard = link.sign = now_;
   link.nonce = nonce;
-  Action& action = act(Action::kSend);
-  action.connection = connection;
-  action.bytes = control::encode(Hello{kVersion, kOldestVersion, config_.build});
+  act(Action::kSend, connection).bytes = control::encode(Hello{kVersion, kOldestVersion, config_.build});
   send(connection, FrameKind::kNonce, nonce);
 }
 
 // What only holders of the listener's token can say, about this connection and in one direction alone.
 Bytes Core::proof(const Link& link, bool of_dialer) const {
-  const Member* member = find_member(link.proc);
-  const std::string& token = !link.dialed ? token_ : member == nullptr ? Bytes() : member->endpoint.token;
-  const Bytes& dialer = link.dialed ? link.nonce : link.theirs;
-  const Bytes& listener = link.dialed ? link.theirs : link.nonce;
+  const int index = link.dialed ? index_of(link.proc) : -1;
+  const Bytes& token = !link.dialed ? token_ : index < 0 ? Bytes() : roster_->members[index].endpoint.token;
   Writer writer;
-  writer.number(static_cast<std::uint8_t>(of_dialer)).text(dialer).text(listener);
-  writer.number(link.dialed ? self_ : link.claimed).number(link.dialed ? link.claimed : self_);
+  writer.number(static_cast<std::uint8_t>(of_dialer));
+  writer.text(link.dialed ? link.nonce : link.theirs).text(link.dialed ? link.theirs : link.nonce);
+  writer.number(link.dialed ? self_ : link.proc).number(link.dialed ? link.proc : self_);
   return hmac_sha256(token, writer.take());
 }
 
 void Core::on_accepted(const Event& event) {
   std::size_t strangers = 0;
-  for (const auto& [connection, link] : links_) strangers += link.proc == 0 ? 1 : 0;
+  for (const auto& [connection, link] : links_) strangers += is_stranger(link) ? 1 : 0;
   if (strangers >= kMostStrangers + (roster_ == nullptr ? kMostMembers : roster_->members.size())) {
-    act(Action::kClose).connection = event.connection;
+    act(Action::kClose, event.connection);
     return;
   }
   links_[event.connection] = Link();
@@ -328,9 +354,10 @@ void Core::on_accepted(const Event& event) {
 
 void Core::on_dialed(const Event& event) {
   Peer& peer = peers_[event.proc];
-  peer.dialing = peer.refused = peer.suspect = false;
+  peer.dialing = false;
+  peer.refused = kNever;
   if (is_gone(event.proc) || peer.out >= 0) {
-    act(Action::kClose).connection = event.connection;
+    act(Action::kClose, event.connection);
     return;
   }
   peer.out = event.connection;
@@ -339,27 +366,19 @@ void Core::on_dialed(const Event& event) {
   link.dialed = true;
   link.beating = link.for_watch = peer.for_watch;
   greet(event.connection, event.nonce);
-  routed_ = true;
 }
 
+// A call that is refused judges nobody: the process may have left, and its domain says which of both.
 void Core::on_no_dial(const Event& event) {
   Peer& peer = peers_[event.proc];
   peer.dialing = false;
   peer.next_dial = now_ + config_.tick;
   wake_by(peer.next_dial);
-  if (is_gone(event.proc) || event.kind == Event::kNoAnswer) return;
-  if (peer.suspect) {
-    report(event.proc, kExited, "its connections broke, and its port is closed");
-    return;
-  }
-  // A call that is refused judges nobody: the process may have left, and its domain says which of both.
-  if (!peer.for_watch) return;
   const int domain = domain_of(event.proc);
-  if (leading_ && domain >= 0) {
-    if (watches_[domain].hunt < 0) start_hunt(domain);
-    dirty_ = true;
-  }
-  peer.refused = true;
+  if (event.kind == Event::kNoAnswer || !peer.for_watch || !leading_ || domain < 0 || is_gone(event.proc)) return;
+  if (watches_[domain].hunt < 0) start_hunt(domain);
+  peer.refused = std::min(peer.refused, now_);
+  dirty_ = true;
 }
 
 void Core::on_bytes(const Event& event) {
@@ -373,33 +392,23 @@ void Core::on_bytes(const Event& event) {
     const Parser::Result result = found->second.parser.next(&hello, &frame);
     if (result == Parser::Result::kNeedsMore) return;
     const bool fine = result == Parser::Result::kHello   ? on_hello(connection, hello)
-                      : result == Parser::Result::kFrame ? on_frame(connection, &frame)
+                      : result == Parser::Result::kFrame ? on_frame(connection, frame)
                                                          : false;
     found = links_.find(connection);  // it may have been closed
     if (fine || found == links_.end()) continue;
-    Action& action = act(Action::kLog);
-    action.proc = found->second.proc;
-    action.bytes = "closed a connection: malformed bytes";
-    act(Action::kClose).connection = connection;
+    log(found->second.proc, "closed a connection: malformed bytes");
+    act(Action::kClose, connection);
     drop(connection, true);
     return;
   }
 }
 
 bool Core::on_hello(int connection, const Hello& hello) {
-  Link& link = links_[connection];
   if (hello.version >= kOldestVersion && kVersion >= hello.oldest) return true;
-  if (!link.dialed) {  // so that the other side can say the same
-    Action& action = act(Action::kSend);
-    action.connection = connection;
-    action.bytes = control::encode(Hello{kVersion, kOldestVersion, config_.build});
-  }
-  Action& action = act(Action::kRefuse);
-  action.proc = link.proc;
-  action.bytes = "the control plane here has version " + std::to_string(kVersion) + " (build " +
-                 std::to_string(config_.build) + "), a peer has version " + std::to_string(hello.version) + " (build " +
-                 std::to_string(hello.build) + ", which accepts " + std::to_string(hello.oldest) +
-                 " and later): install the same package on all hosts";
+  const Link& link = links_[connection];
+  // Anybody can connect, and may be of another job: only who was dialed is known to be of this one.
+  if (link.dialed) act(Action::kRefuse).bytes = versions(hello, config_.build);
+  else log(0, versions(hello, config_.build));
   close(connection);
   return true;
 }
@@ -408,7 +417,7 @@ bool Core::on_nonce(int connection, const Frame& frame) {
   Link& link = links_[connection];
   const bool is_known = link.dialed ? frame.from == link.proc : frame.from != 0 && frame.from != self_;
   if (!is_known || frame.body.size() != kNonceBytes || !link.theirs.empty()) return false;
-  link.claimed = frame.from;
+  link.proc = frame.from;
   link.theirs = frame.body;
   send(connection, FrameKind::kIdentity, proof(link, link.dialed));
   return true;
@@ -416,10 +425,9 @@ bool Core::on_nonce(int connection, const Frame& frame) {
 
 bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  if (link.theirs.empty() || frame.from != link.claimed) return false;
+  if (link.theirs.empty() || frame.from != link.proc) return false;
   if (!equal_secrets(frame.body, proof(link, !link.dialed))) return false;
   if (!link.dialed) {
-    link.proc = frame.from;
     Peer& peer = peers_[frame.from];
     // The newest connection of a dialer replaces its older one: what is still in flight there is void.
     if (peer.in >= 0) close(peer.in);
@@ -428,44 +436,41 @@ bool Core::on_identity(int connection, const Frame& frame) {
   link.identified = true;
   link.heard = link.sign = now_;
   link.parser.trust();
+  routed_ = dirty_ = true;
   if (!ends_.empty()) send_state(connection);
-  if (link.beating) send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
-  peers_[frame.from].suspect = false;
-  if (const End* end = end_of(frame.from); end != nullptr && end->is_death()) close(connection);  // it knows why now
-  routed_ = true;
+  if (link.beating) send_beat(connection);
+  if (is_dead(frame.from)) close(connection);  // it knows why now
   return true;
 }
 
-bool Core::on_frame(int connection, Frame* frame) {
+bool Core::on_frame(int connection, const Frame& frame) {
   Link& link = links_[connection];
   // 0: the sender hasn't met its world yet.
-  if (frame->world != world_ && frame->world != 0 && world_ != 0) return false;
-  if (!link.identified && frame->kind == FrameKind::kNonce) return on_nonce(connection, *frame);
-  if (!link.identified) return frame->kind == FrameKind::kIdentity && on_identity(connection, *frame);
-  if (frame->from != link.proc) return false;
+  if (frame.world != world_ && frame.world != 0 && world_ != 0) return false;
+  if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
+  if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
+  if (frame.from != link.proc) return false;
   link.heard = link.sign = now_;
-  switch (frame->kind) {
+  switch (frame.kind) {
     case FrameKind::kNonce:
     case FrameKind::kIdentity: return false;
     case FrameKind::kBeat: {
-      Reader reader(frame->body);
+      Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
       if (!link.beating) watch_link(connection);  // answers at once: the peer wants to know whether this process runs
       return reader.finished();
     }
-    case FrameKind::kState: return on_state(connection, frame->body);
+    case FrameKind::kState: {
+      Ends ends;
+      if (!decode(frame.body, &ends)) return false;
+      link.peer_digest = state_digest(ends);
+      join(ends, Source::kPeer);
+      return true;
+    }
     case FrameKind::kQuestion:
-    case FrameKind::kReply: return on_question(connection, *frame);
-    default: return on_round(connection, *frame);
+    case FrameKind::kReply: return on_question(connection, frame);
+    default: return on_round(connection, frame);
   }
-}
-
-bool Core::on_state(int connection, const Bytes& body) {
-  Ends ends;
-  if (!decode(body, &ends)) return false;
-  links_[connection].peer_digest = state_digest(ends);
-  join(ends, true);
-  return true;
 }
 
 // Forgets a connection. `by_peer`: not closed by this process.
@@ -474,7 +479,7 @@ void Core::drop(int connection, bool by_peer) {
   if (found == links_.end()) return;
   const Link link = std::move(found->second);
   links_.erase(found);
-  if (link.proc == 0) return;
+  if (!link.identified && !link.dialed) return;
   Peer& peer = peers_[link.proc];
   if (peer.out == connection) peer.out = -1;
   if (peer.in == connection) peer.in = -1;
@@ -489,11 +494,17 @@ void Core::drop(int connection, bool by_peer) {
     if (question.sent_on == connection) question.sent_on = -1;
   }
   routed_ = true;
-  if (by_peer && !is_gone(link.proc)) hunt(link.proc, link.beating);
+  // If it was watched, or its domain is hunted already, all of its domain are dialed at once. A process that closes the
+  // connection of a call is no suspect.
+  const int domain = domain_of(link.proc);
+  if (!by_peer || !leading_ || domain < 0 || is_gone(link.proc)) return;
+  if (!link.beating && watches_[domain].hunt < 0) return;
+  start_hunt(domain);
+  dirty_ = true;
 }
 
 void Core::close(int connection) {
-  act(Action::kClose).connection = connection;
+  act(Action::kClose, connection);
   drop(connection, false);
 }
 
@@ -501,11 +512,11 @@ void Core::close(int connection) {
 
 void Core::meet(const Event& event) {
   const int me = event.roster->index_of(self_);
+  const std::size_t ranks = event.roster->members.size(), hosts = event.roster->domains.size();
   if (roster_ != nullptr && epoch_ >= event.epoch) return;
-  if (me < 0 || event.roster->domains.size() > kMostDomains || event.roster->members.size() > kMostMembers) {
+  if (me < 0 || hosts > kMostDomains || ranks > kMostMembers) {
     act(Action::kRefuse).bytes = me < 0 ? "this process is no member of its world"
-                                        : "a world of " + std::to_string(event.roster->members.size()) + " ranks on " +
-                                              std::to_string(event.roster->domains.size()) +
+                                        : "a world of " + std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
                                               " hosts is too large: at most " + std::to_string(kMostMembers) +
                                               " ranks on " + std::to_string(kMostDomains) + " hosts";
     return;
@@ -516,61 +527,108 @@ void Core::meet(const Event& event) {
   roster_ = event.roster;
   me_ = me;
   leading_ = false;
-  watches_.clear();
-  for (const int index : roster_->domains[own_domain()]) {
-    if (index != me) seen_.emplace(roster_->members[index].proc, now_);
+  watches_.assign(hosts, Watch());
+  const auto seen = std::exchange(seen_, {});
+  for (const int index : own_domain()) {
+    const auto at = seen.find(proc_at(index));
+    if (index != me) seen_.emplace(proc_at(index), at == seen.end() ? now_ : at->second);
   }
-  for (const auto& entry : ends_) announce(entry, {});
+  forget_older_epochs();
+  const Ends known = std::exchange(ends_, {});
+  ends_digest_ = kEmptyDigest;
+  join(known, Source::kPeer);
   dirty_ = true;
 }
 
-void Core::leave() {
-  report(self_, kLeft, "");
-  publish();
+// Leaves when no other process waits to hear of it from this one.
+void Core::try_leave() {
+  if (leaving_ == kNever) return;
+  wake_by(leaving_);
+  if (owes_farewell()) return;
+  if (!std::exchange(said_left_, true)) {
+    report(self_, kLeft, "");
+    publish();
+    ask_beats();  // once it is answered, this process knows all that its domain published before
+  }
+  if (beats_asked_ > 0 && now_ < leaving_ && !seen_.empty()) return;
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating) send_state(connection);
-    act(Action::kClose).connection = connection;
+    else if (link.identified) send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));
+    act(Action::kClose, connection);
   }
   links_.clear();
   rounds_.clear();
-  questions_.clear();
   alarm_ = kNever;
   left_ = true;
 }
 
-// Judges nobody by the time in which this process didn't run.
+// A lead waits for the rest of its domain, so that one farewell tells of all. The last of a domain connects to the
+// domains that never heard of it: they would find its port closed.
+bool Core::owes_farewell() {
+  if (!leading_ || now_ >= leaving_) return false;
+  const auto& mates = own_domain();
+  const bool alone =
+      std::all_of(mates.begin(), mates.end(), [&](int index) { return index == me_ || is_gone(proc_at(index)); });
+  bool owes = !alone;
+  for (std::size_t domain = 0; domain < watches_.size() && alone; ++domain) {
+    const auto& indices = roster_->domains[domain];
+    if (&indices == &mates || all_gone(indices) || watches_[domain].link >= 0) continue;
+    dial_domain(static_cast<int>(domain));
+    owes = true;
+  }
+  return owes;
+}
+
+// Judges nobody by the time in which this process didn't run: what was sent to it meanwhile comes first.
 void Core::excuse() {
-  for (auto& [connection, link] : links_) link.heard = link.sign = now_;
+  for (auto& [connection, link] : links_) link.heard = link.sign = link.opened = now_;
   for (auto& [proc, seen] : seen_) seen = now_;
+  for (auto& [proc, peer] : peers_) {
+    if (peer.refused != kNever) peer.refused = now_;
+  }
   for (Watch& watch : watches_) {
     watch.sign = watch.heard = now_;
     if (watch.hunt >= 0) watch.hunt = now_;
   }
+  const Nanos soon = now_ + config_.settle;
+  for (auto& [key, round] : rounds_) {
+    if (round.deadline < soon) round.deadline = soon;
+    if (round.expires < soon) round.expires = soon;
+  }
+  for (Question& question : questions_) question.deadline = std::max(question.deadline, soon);
+}
+
+bool Core::all_gone(const std::vector<int>& indices) const {
+  return std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(proc_at(index)); });
+}
+
+// After a death of this domain all beat faster, so that one that is stopped is passed over in time to tell of it.
+bool Core::is_stale(Proc proc) const {
+  const Nanos seen = seen_.at(proc);
+  return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
 // Returns true for the lowest living process of the domain, and where all lower ones have stale beats.
 bool Core::is_lead() const {
-  for (const int index : roster_->domains[own_domain()]) {
-    if (index == me_) return true;
-    const Proc proc = roster_->members[index].proc;
-    if (!is_gone(proc) && now_ - seen_.at(proc) <= config_.stale) return false;
+  if (is_dead(self_)) return false;
+  for (const int index : own_domain()) {
+    if (index == me_) break;
+    if (!is_gone(proc_at(index)) && !is_stale(proc_at(index))) return false;
   }
   return true;
 }
 
 void Core::start_leading() {
   bool acts = false, after_death = false, after_farewell = false;
-  for (const int index : roster_->domains[own_domain()]) {
-    if (index >= me_) break;
-    const End* end = end_of(roster_->members[index].proc);
-    acts = acts || end == nullptr;
+  for (const int index : own_domain()) {
+    const End* end = end_of(proc_at(index));
+    acts = acts || (index < me_ && end == nullptr);
     after_death = after_death || (end != nullptr && end->is_death());
-    after_farewell = after_farewell || end != nullptr;
+    after_farewell = after_farewell || (index < me_ && end != nullptr);
   }
-  watches_.assign(roster_->domains.size(), Watch{});
   for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
     const bool dials = roster_->domains[domain].front() < me_;  // else it is dialed
-    Watch& watch = watches_[domain];
+    Watch& watch = watches_[domain] = Watch();
     watch.dial_at = acts             ? now_
                     : after_death    ? now_ + config_.tick
                     : after_farewell ? now_ + config_.patience
@@ -580,34 +638,23 @@ void Core::start_leading() {
   }
 }
 
-// A connection to `proc` broke without a farewell. If it was watched, or its domain is hunted already, all of its
-// domain are dialed at once. A process that leaves closes the connections of its calls without a word: these make no
-// suspect.
-void Core::hunt(Proc proc, bool was_watched) {
-  const int domain = domain_of(proc);
-  if (!leading_ || domain < 0 || (!was_watched && watches_[domain].hunt < 0)) return;
-  start_hunt(domain);
-  if (was_watched) peers_[proc].suspect = true;
-  dirty_ = true;
-}
-
 // Uses a connection for liveness from now on; it is silent unless the peer answers soon.
 void Core::watch_link(int connection) {
   Link& link = links_[connection];
   link.beating = true;
   link.heard = std::min(link.heard, now_ - config_.beat * 5 / 2 + config_.settle);
   if (link.peer_digest != ends_digest_) send_state(connection);
-  send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
+  send_beat(connection);
 }
 
 void Core::start_hunt(int domain) {
   for (const int index : roster_->domains[domain]) {
-    const auto peer = peers_.find(roster_->members[index].proc);
+    const auto peer = peers_.find(proc_at(index));
     if (peer == peers_.end()) continue;
-    peer->second.refused = false;
+    peer->second.refused = kNever;
     peer->second.next_dial = std::min(peer->second.next_dial, now_ + config_.redial);
-    const int connection = peer->second.link();
-    if (connection >= 0 && !links_[connection].beating && links_[connection].identified) watch_link(connection);
+    const int connection = link_to(proc_at(index));
+    if (connection >= 0 && !links_[connection].beating) watch_link(connection);
   }
   watches_[domain].hunt = watches_[domain].dial_at = now_;
 }
@@ -616,100 +663,95 @@ void Core::start_hunt(int domain) {
 void Core::tend() {
   alarm_ = kNever;
   const bool ticked = now_ >= next_tick_;
-  if (ticked) next_tick_ = now_ + config_.tick;
+  if (ticked) next_tick_ = now_ + (is_alert() ? config_.tick / 4 : config_.tick);
   if (roster_ != nullptr || !links_.empty()) wake_by(next_tick_);
-  if (ticked && !seen_.empty()) act(Action::kBeat);
+  if (ticked) ask_beats(), publish();
   if (roster_ != nullptr) tend_domains(ticked);
-  if (ticked || dirty_) tend_links();
+  tend_links();
+  if (ticked) forget_peers();
   advance_all();
 }
 
+void Core::ask_beats() {
+  if (seen_.empty()) return;
+  ++beats_asked_;
+  act(Action::kBeat);
+}
+
 void Core::tend_domains(bool ticked) {
-  const End* own = end_of(self_);
-  const bool leads = (own == nullptr || !own->is_death()) && is_lead();
+  const bool leads = is_lead();
   if (leads && !leading_) start_leading();
   leading_ = leads;
   if (!leads) return;
-  const Roster& roster = *roster_;
-  for (const int index : roster.domains[own_domain()]) {
-    const Proc proc = roster.members[index].proc;
-    if (ticked && index != me_ && !is_gone(proc) && now_ - seen_.at(proc) > config_.stale) {
+  for (const int index : own_domain()) {
+    const Proc proc = proc_at(index);
+    if (ticked && index != me_ && !is_gone(proc) && is_stale(proc)) {
       act(Action::kLook).proc = proc;  // a large process frees its memory for seconds before its descriptors close
     }
   }
-  std::vector<int> fresh(roster.domains.size(), -1), first(roster.domains.size(), -1);
-  std::vector<char> linked(roster.domains.size(), 0);
-  std::vector<int> surplus;
-  for (const auto& [connection, link] : links_) {
-    const int index = link.proc == 0 ? -1 : roster.index_of(link.proc);
-    if (index < 0 || is_gone(link.proc)) continue;
-    const int domain = roster.domain_of[index];
-    Watch& watch = watches_[domain];
-    watch.sign = std::max(watch.sign, link.sign);
-    if (link.identified) watch.heard = std::max(watch.heard, link.heard);
-    linked[domain] = 1;
-    if (!link.identified || (link.beating && now_ - link.heard > config_.beat * 5 / 2)) continue;
-    if (fresh[domain] < 0 || index < first[domain]) {
-      std::swap(fresh[domain], first[domain]);
-      fresh[domain] = connection;
-      first[domain] = index;
-    }
-  }
-  for (const auto& [connection, link] : links_) {  // of a hunt the lowest that answered is kept
-    const int index = link.proc == 0 || !link.for_watch ? -1 : roster.index_of(link.proc);
-    const int domain = index < 0 ? own_domain() : roster.domain_of[index];
-    if (domain != own_domain() && first[domain] >= 0 && first[domain] < index) surplus.push_back(connection);
-  }
-  for (const int connection : surplus) close(connection);
-  for (std::size_t domain = 0; domain < roster.domains.size(); ++domain) {
-    if (static_cast<int>(domain) != own_domain()) {
-      tend_domain(static_cast<int>(domain), fresh[domain], linked[domain] != 0);
-    }
+  find_watched_links();
+  for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
+    if (&roster_->domains[domain] != &own_domain()) tend_domain(static_cast<int>(domain));
   }
 }
 
-void Core::tend_domain(int domain, int fresh, bool linked) {
-  const Roster& roster = *roster_;
-  Watch& watch = watches_[domain];
-  const auto& indices = roster.domains[domain];
-  if (std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(roster.members[index].proc); })) {
-    return;
+// Takes in the signs of life of all connections, and chooses the one to watch in each domain.
+void Core::find_watched_links() {
+  for (Watch& watch : watches_) watch.link = -1, watch.linked = false;
+  for (const auto& [connection, link] : links_) {
+    const int domain = link.identified || link.dialed ? domain_of(link.proc) : -1;
+    if (domain < 0 || is_gone(link.proc)) continue;
+    Watch& watch = watches_[domain];
+    watch.linked = true;
+    watch.sign = std::max(watch.sign, link.sign);
+    if (!link.identified) continue;
+    watch.heard = std::max(watch.heard, link.heard);
+    if (link.beating && now_ - link.heard > config_.beat * 5 / 2) continue;
+    if (watch.link < 0 || index_of(link.proc) < index_of(links_[watch.link].proc)) watch.link = connection;
   }
+  std::vector<int> surplus;  // of a hunt the lowest that answered is kept
+  for (const auto& [connection, link] : links_) {
+    const int domain = link.for_watch ? domain_of(link.proc) : -1;
+    const int watched = domain < 0 ? -1 : watches_[domain].link;
+    if (watched >= 0 && index_of(links_[watched].proc) < index_of(link.proc)) surplus.push_back(connection);
+  }
+  for (const int connection : surplus) close(connection);
+}
+
+void Core::tend_domain(int domain) {
+  Watch& watch = watches_[domain];
+  const auto& indices = roster_->domains[domain];
+  if (all_gone(indices)) return;
   const bool is_unreachable = now_ - watch.sign > config_.limit;
-  if (is_unreachable || (now_ - watch.heard > config_.limit && now_ - watch.sign < config_.limit / 2)) {
+  const bool is_stopped = now_ - watch.heard > config_.limit && now_ - watch.sign < config_.limit / 2;
+  if ((is_unreachable || is_stopped) && leaving_ == kNever) {
     for (const int index : indices) {
-      const Proc proc = roster.members[index].proc;
-      if (!is_gone(proc)) report(proc, is_unreachable ? kUnreachable : kStopped, "");
+      if (!is_gone(proc_at(index))) report(proc_at(index), is_unreachable ? kUnreachable : kStopped, "");
     }
     return;
   }
-  if (fresh >= 0) {
+  if (watch.link >= 0) {
     watch.hunt = -1;
-    if (!links_[fresh].beating) watch_link(fresh);
+    if (!links_[watch.link].beating) watch_link(watch.link);
     return;
   }
   if (watch.hunt >= 0) judge_refused(domain);
   if (now_ >= watch.dial_at) {
-    if (linked && watch.hunt < 0) start_hunt(domain);  // connected, and silent
+    if (watch.linked && watch.hunt < 0) start_hunt(domain);  // connected, and silent
     dial_domain(domain);
   }
   wake_by(watch.dial_at);
 }
 
-// Refused dials are exits if nobody of the domain answers, who would know better: a process may also have left.
+// A refused dial is an exit, unless somebody who knows better says soon that the process left.
 void Core::judge_refused(int domain) {
-  const Watch& watch = watches_[domain];
-  std::vector<Proc> refused;
-  bool all = true;
+  if (leaving_ != kNever) return;
   for (const int index : roster_->domains[domain]) {
-    const Proc proc = roster_->members[index].proc;
-    if (is_gone(proc)) continue;
-    if (peers_[proc].refused) refused.push_back(proc);
-    else all = false;
+    const auto peer = peers_.find(proc_at(index));
+    if (peer == peers_.end() || peer->second.refused == kNever || is_gone(proc_at(index))) continue;
+    if (now_ - peer->second.refused >= config_.settle) report(proc_at(index), kExited, "its port is closed");
+    else wake_by(peer->second.refused + config_.settle);
   }
-  if (refused.empty()) return;
-  if (!all && now_ - watch.hunt < config_.settle) return wake_by(watch.hunt + config_.settle);
-  for (const Proc proc : refused) report(proc, kExited, "its port is closed");
 }
 
 // Dials the lowest living process of a domain; in a hunt all of them.
@@ -717,12 +759,12 @@ void Core::dial_domain(int domain) {
   Watch& watch = watches_[domain];
   watch.dial_at = now_ + config_.patience;
   for (const int index : roster_->domains[domain]) {
-    const Proc proc = roster_->members[index].proc;
+    const Proc proc = proc_at(index);
     if (is_gone(proc)) continue;
     Peer& peer = peers_[proc];
-    if (peer.link() < 0 && !peer.refused) {
-      if (now_ >= peer.next_dial) dial(proc, &peer, true);
-      else watch.dial_at = std::min(watch.dial_at, peer.next_dial);
+    if (peer.out < 0 && peer.in < 0 && peer.refused == kNever) {
+      if (now_ < peer.next_dial) watch.dial_at = std::min(watch.dial_at, peer.next_dial);
+      dial(proc, true);
     }
     if (watch.hunt < 0) break;
   }
@@ -730,93 +772,61 @@ void Core::dial_domain(int domain) {
 
 // Beats on watched connections, probes silent ones, and closes those that lead nowhere.
 void Core::tend_links() {
-  std::vector<int> useless;
+  std::vector<int> dead, useless;
   for (auto& [connection, link] : links_) {
-    const End* end = link.proc == 0 ? nullptr : end_of(link.proc);
-    if ((link.proc == 0 && now_ - link.heard >= config_.stranger) || (end != nullptr && end->is_death())) {
+    if ((link.identified || link.dialed) && is_dead(link.proc)) {
+      dead.push_back(connection);
+    } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
       useless.push_back(connection);
-      continue;
+    } else if (link.beating && now_ - link.sign > config_.limit / 2) {
+      useless.push_back(connection);  // a new dial finds out more: the window may be full, or the network forgetful
+    } else if (link.beating) {
+      if (now_ - link.heard > config_.beat * 3 / 2) act(Action::kProbe, connection);
+      if (!link.identified || now_ - link.beaten < config_.beat) continue;
+      if (link.peer_digest != ends_digest_) send_state(connection);
+      else send_beat(connection);
     }
-    if (!link.beating) continue;
-    if (now_ - link.sign > config_.limit / 2) {  // a full window, or a network that lost its state: dials tell
-      useless.push_back(connection);
-      continue;
-    }
-    const Nanos silent = now_ - link.heard;
-    if (silent > config_.beat * 3 / 2) act(Action::kProbe).connection = connection;
-    if (!link.identified || now_ - link.sent < config_.beat) continue;
-    if (link.peer_digest != ends_digest_) send_state(connection);
-    else send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
   }
-  for (const int connection : useless) {
-    const Link& link = links_[connection];
-    if (link.identified && is_gone(link.proc))
-      send_state(connection);  // it may live, and is to know what it is taken for
+  for (const int connection : dead) {
+    if (links_[connection].identified) send_state(connection);  // it may live, and is to know what it is taken for
     close(connection);
+  }
+  for (const int connection : useless) close(connection);
+  dirty_ = dirty_ || !useless.empty();
+}
+
+// Forgets processes that nothing connects to this one any more.
+void Core::forget_peers() {
+  for (auto at = peers_.begin(); at != peers_.end();) {
+    const auto& [proc, peer] = *at;
+    const bool is_idle = peer.out < 0 && peer.in < 0 && !peer.dialing && now_ >= peer.next_dial;
+    at = is_idle && (peer.refused == kNever || is_gone(proc)) ? peers_.erase(at) : std::next(at);
   }
 }
 
 std::uint64_t Core::digest() const {
-  std::uint64_t digest = mixed(mixed(mixed(ends_digest_, self_), left_), state_digest(board_));
-  const auto mix = [&](auto value) { digest = mixed(digest, static_cast<std::uint64_t>(value)); };
-  const auto mix_text = [&](std::string_view text) { digest = mixed(digest, text); };
-  const auto mix_verdict = [&](const std::shared_ptr<const Verdict>& verdict) {
-    mix(verdict == nullptr ? 99 : verdict->kind);
-    if (verdict == nullptr) return;
-    for (const Bytes& value : verdict->values) mix_text(value);
-    for (const Proc proc : verdict->culprits) mix(proc);
-  };
-  const auto mix_time = [&](Nanos time) { mix(time == kNever ? -1 : time - now_); };
-  mix_time(alarm_);
-  mix_time(next_tick_);
-  mix(epoch_);
-  mix(term_);
-  mix(leading_);
-  for (const Watch& watch : watches_) {
-    mix_time(watch.sign);
-    mix_time(watch.heard);
-    mix_time(watch.dial_at);
-    mix(watch.hunt < 0 ? -1 : now_ - watch.hunt);
-  }
+  Digest digest;
+  digest.add(self_, ends_digest_, alarm_, next_tick_, alert_, leaving_, skew_, beats_asked_, said_left_, left_,
+             unpublished_, world_, epoch_, term_, leading_);
+  for (const Watch& watch : watches_) digest.add(watch.sign, watch.heard, watch.dial_at, watch.hunt);
   for (const auto& [connection, link] : links_) {
-    mix(connection);
-    mix(link.proc);
-    mix(link.dialed | link.for_watch << 1 | link.identified << 2 | link.beating << 3);
-    mix(link.claimed);
-    mix_text(link.nonce);
-    mix_text(link.theirs);
-    mix_time(link.heard);
-    mix_time(link.sign);
-    mix_time(link.sent);
-    mix(link.peer_digest);
-    mix_text(link.parser.rest());
+    digest.add(connection, link.proc, link.nonce, link.theirs, link.dialed, link.for_watch, link.identified,
+               link.beating, link.opened, link.heard, link.sign, link.beaten, link.peer_digest, link.parser.rest());
   }
   for (const auto& [proc, peer] : peers_) {
-    mix(proc);
-    mix(peer.dialing | peer.for_watch << 1 | peer.suspect << 2 | peer.refused << 3);
-    mix_time(std::max(peer.next_dial, now_));
+    digest.add(proc, peer.out, peer.in, peer.dialing, peer.for_watch, peer.refused, std::max(peer.next_dial, now_));
   }
-  for (const auto& [proc, seen] : seen_) mix(proc), mix_time(seen);
+  for (const auto& [proc, seen] : seen_) digest.add(proc, seen);
   for (const auto& [key, round] : rounds_) {
-    mix_text(key.purpose);
-    mix(key.attempt);
-    mix(key.members);
-    mix(round.called | round.delivered << 1 | round.answered << 2 | round.canceled << 3 | round.sent_done << 4);
-    mix(round.promised);
-    mix_time(round.deadline);
-    mix_time(round.expires);
-    mix_verdict(round.verdict);
-    mix(round.sent_on);
-    mix(round.sent_to);
+    digest.add(key.epoch, key.members, key.purpose, key.attempt, round.called, round.delivered, round.promised,
+               round.deadline, round.decide_by, round.expires, round.value, round.verdict, round.hint, round.hinted,
+               round.sent_on, round.sent_to, round.sent_done);
     for (const Round::Seat& seat : round.seats) {
-      mix(seat.has_value | seat.answered << 1 | seat.done << 2 | seat.told << 3);
-      mix(seat.connection);
-      mix(seat.asked_on);
-      mix_text(seat.value);
+      digest.add(seat.has_value, seat.answered, seat.done, seat.told, seat.connection, seat.asked_on, seat.value);
     }
   }
-  for (const Question& question : questions_) mix(question.proc), mix(question.id), mix(question.sent_on);
-  return digest;
+  for (const Question& each : questions_) digest.add(each.proc, each.id, each.deadline, each.bytes, each.sent_on);
+  return digest.value();
 }
 
 }  // namespace parallel_state::control

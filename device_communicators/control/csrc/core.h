@@ -6,6 +6,7 @@
 //
 // What the driver promises:
 //   - Bytes of a connection arrive in order. After kClose, or an event kClosed, nothing more comes from a connection.
+//   - All that the domain published before a kBeat arrives before the kBeats that answers it.
 //   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
 //   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
 //     published until it exits.
@@ -98,7 +99,7 @@ struct End {
   }
 };
 
-using Ends = std::vector<std::pair<Proc, End>>;  // sorted by process
+using Ends = std::map<Proc, End>;
 
 struct AgreementKey {
   std::uint64_t epoch = 0;
@@ -123,6 +124,17 @@ struct Verdict {
   std::vector<Proc> culprits;
 };
 
+// All frames of an agreement have one layout. What a kind doesn't need is zero or empty.
+struct Message {
+  AgreementKey key;          // its epoch is in the frame's head
+  std::uint32_t seat = 0;    // the sender's index
+  std::uint32_t ballot = 0;  // of the question that is answered
+  Nanos remaining = 0;       // until the sender's deadline
+  Bytes value = {};
+  std::vector<Proc> members = {};  // for a receiver that may not know the agreement yet
+  std::shared_ptr<const Verdict> verdict = {};
+};
+
 struct Call {
   std::string purpose;
   std::uint32_t attempt = 0;  // a key is never used twice
@@ -144,7 +156,7 @@ struct Event {
     kBytes,     // `bytes` from `connection`
     kAcked,     // answers kProbe: the peer's kernel last acknowledged something on `connection` `age` ago
     kBoard,     // a process of this domain published the state `bytes`
-    kBeats,     // answers kBeat: `procs` of this domain whose board beats moved since the last time
+    kBeats,     // answers kBeat, always: `procs` of this domain whose board beats moved since the last time
     kEnded,     // `proc` of this domain exited
     kExiting,   // answers kLook: `proc` is exiting, though its descriptors are still open
     kCall,      // agreement: `call`
@@ -181,7 +193,7 @@ struct Action {
     kVerdict,   // of `key`: `verdict`
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
     kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
-    kRefuse,    // `bytes`: a configuration that can't work, such as another version
+    kRefuse,    // `bytes`: a configuration that can't work, such as another version; of a call with its `key`
     kLog
   } kind = kLog;
   int connection = -1;
@@ -213,17 +225,19 @@ class Core {
   static std::uint64_t digest_of(const std::vector<Proc>& members);
 
  private:
+  enum class Source { kOwn, kPeer, kBoard };  // of a state
+
   struct Link {
-    Proc proc = 0;        // 0 until an accepted connection identifies itself
-    Proc claimed = 0;     // the sender of the nonce
+    Proc proc = 0;        // of the peer: claimed by it until it is identified
     Bytes nonce, theirs;  // of this side, and of the peer
     bool dialed = false;
-    bool for_watch = false;                    // dialed by a lead, and used for nothing else
-    bool identified = false;                   // the peer has proved that it holds the token
-    bool beating = false;                      // watched by one of both sides
+    bool for_watch = false;   // dialed by a lead, and used for nothing else
+    bool identified = false;  // the peer has proved that it holds the token
+    bool beating = false;     // watched by one of both sides
+    Nanos opened = 0;
     Nanos heard = 0;                           // the last sign of the process: bytes
     Nanos sign = 0;                            // the last sign of its kernel
-    Nanos sent = 0;                            // the last frame
+    Nanos beaten = 0;                          // the last beat or state that was sent
     std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer is known to have, or to be about to receive
     Parser parser;
   };
@@ -233,10 +247,8 @@ class Core {
     int out = -1, in = -1;
     bool dialing = false;
     bool for_watch = false;
-    bool suspect = false;  // its watched connection broke without a farewell
-    bool refused = false;  // since the hunt began
+    Nanos refused = kNever;  // since when its port refuses, in this hunt
     Nanos next_dial = 0;
-    int link() const { return out >= 0 ? out : in; }
   };
 
   // What a lead knows of another domain's liveness.
@@ -244,35 +256,40 @@ class Core {
     Nanos sign = 0;   // the last sign of a kernel of the domain
     Nanos heard = 0;  // the last bytes from it
     Nanos dial_at = 0;
-    Nanos hunt = -1;  // since when all of the domain are dialed at once; -1: not
+    Nanos hunt = -1;      // since when all of the domain are dialed at once; -1: not
+    int link = -1;        // the watched connection: of those that aren't silent, that to the lowest process
+    bool linked = false;  // there is a connection, silent or not
   };
 
   // One agreement. A member's index is its ballot as a decider.
   struct Round {
     std::vector<Proc> members;
     int me = -1;
+    std::uint64_t number = 0;  // the order in which rounds were opened here
     bool called = false, delivered = false;
-    bool answered = false;  // this process answered a decider: an earlier one's verdict is not taken
-    int promised = 0;       // the highest ballot that this process answered
-    bool canceled = false;
+    int promised = 0;        // the highest ballot that this process answered: no lower one's verdict is taken
     Nanos deadline = 0;      // of this process' call
     Nanos decide_by = 0;     // the deadline less the margin
     Nanos expires = kNever;  // when the decider stops waiting for values
     Bytes value;
     std::shared_ptr<const Verdict> verdict;
-    int sent_on = -1;  // the connection on which the value, or done, was sent to `sent_to`
+    std::shared_ptr<const Verdict> hint;  // what the decider waits for; binds nobody
+    int sent_on = -1;                     // the connection on which the value, or done, was sent to `sent_to`
     int sent_to = -1;
     bool sent_done = false;
     struct Seat {
       bool has_value = false, answered = false, done = false;
+      bool told = false;    // the verdict was sent on `connection`
       int connection = -1;  // on which the member was last received in this round
       int asked_on = -1;
-      bool told = false;  // the verdict was sent on `connection`
       Bytes value;
     };
     std::vector<Seat> seats;  // at the decider, by index; else empty
-    std::size_t values = 0;
+    std::size_t values = 0, bytes = 0;
+    bool hinted = false;
     std::uint64_t checked = 0;  // the digest of the ends when they were last compared with the members
+    // It is kept for members that have not taken the verdict.
+    bool is_over() const { return verdict != nullptr && (delivered || !called); }
   };
 
   struct Question {
@@ -285,24 +302,32 @@ class Core {
 
   using RoundEntry = std::pair<const AgreementKey, Round>;
 
-  Action& act(Action::Kind kind);
+  Action& act(Action::Kind kind, int connection = -1);
+  void log(Proc proc, std::string text);
   void wake_by(Nanos time) { alarm_ = time < alarm_ ? time : alarm_; }
+  Nanos own_time(Nanos time) const { return time > kNever - skew_ ? kNever : time + skew_; }
+  void handle(const Event& event);
 
   // State of ends.
   const End* end_of(Proc proc) const;
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
-  void on_report(const Event& event);
+  bool is_dead(Proc proc) const { return is_gone(proc) && end_of(proc)->is_death(); }
   void report(Proc proc, std::uint8_t flags, const std::string& text);
-  void join(const Ends& other, bool from_link);
-  void announce(const std::pair<Proc, End>& entry, const End& before);
+  void join(const Ends& other, Source source);
+  void announce(Proc proc, const End& end, const End& before);
   void publish();
+  void flood();
 
   // Connections.
-  const Member* find_member(Proc proc) const;
-  void dial(Proc proc, Peer* peer, bool for_watch);
+  int index_of(Proc proc) const { return roster_ == nullptr ? -1 : roster_->index_of(proc); }
+  int domain_of(Proc proc) const;  // -1 if it is no member
+  bool is_stranger(const Link& link) const;
+  void dial(Proc proc, bool for_watch);
+  int link_to(Proc proc) const;
   int connect(Proc proc);
-  void send(int connection, FrameKind kind, Bytes body, const AgreementKey* key = nullptr);
+  void send(int connection, FrameKind kind, Bytes body);
   void send_state(int connection);
+  void send_beat(int connection);
   void greet(int connection, const Bytes& nonce);
   Bytes proof(const Link& link, bool of_dialer) const;
   void on_accepted(const Event& event);
@@ -312,47 +337,63 @@ class Core {
   bool on_hello(int connection, const Hello& hello);
   bool on_nonce(int connection, const Frame& frame);
   bool on_identity(int connection, const Frame& frame);
-  bool on_frame(int connection, Frame* frame);
-  bool on_state(int connection, const Bytes& body);
+  bool on_frame(int connection, const Frame& frame);
   void drop(int connection, bool by_peer);
   void close(int connection);
 
   // Membership and liveness.
   void meet(const Event& event);
-  void leave();
+  bool owes_farewell();
+  void try_leave();
   void excuse();
-  int own_domain() const { return roster_->domain_of[me_]; }
-  // Returns the number of the process' domain, or -1 if it is no member.
-  int domain_of(Proc proc) const;
+  const std::vector<int>& own_domain() const { return roster_->domains[roster_->domain_of[me_]]; }
+  Proc proc_at(int index) const { return roster_->members[index].proc; }
+  bool all_gone(const std::vector<int>& indices) const;
+  bool is_alert() const { return now_ < alert_ + kAlert; }
+  bool is_stale(Proc proc) const;
   bool is_lead() const;
   void start_leading();
-  void hunt(Proc proc, bool was_watched);
-  void handle(const Event& event);
-  void flood();
   void tend();
+  void ask_beats();
   void tend_domains(bool ticked);
-  void tend_domain(int domain, int fresh, bool linked);
+  void find_watched_links();
+  void tend_domain(int domain);
   void judge_refused(int domain);
   void dial_domain(int domain);
   void watch_link(int connection);
   void start_hunt(int domain);
   void tend_links();
+  void forget_peers();
 
   // Agreement and status.
   void on_call(const Call& call, bool cancel);
-  bool on_round(int connection, const Frame& frame);
+  void cancel_call(RoundEntry* entry);
+  void tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> verdict);
+  void end_calls();
+  void forget_older_epochs();
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
+  bool has_room(std::size_t bytes);
+  void send_round(int connection, FrameKind kind, const Message& message);
+  bool on_round(int connection, const Frame& frame);
+  void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
+  static Message message_of(const RoundEntry& entry);
   int first_living(const Round& round) const;
   bool advance(RoundEntry* entry);  // false: forgotten
-  void serve(RoundEntry* entry, int target);
-  bool decide(RoundEntry* entry);
   void reach_verdict(Round* round);
   bool ask_all(RoundEntry* entry);
   void conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits);
+  std::vector<Proc> silent_members(const Round& round) const;
+  void tell_hint(RoundEntry* entry);
   void deliver(RoundEntry* entry);
+  void serve(RoundEntry* entry, int target);
+  bool decide(RoundEntry* entry);
   void advance_all();
+  void on_ask(const Event& event);
   void advance_questions();
+  void answer_question(const Question& question, const Bytes* bytes);
   bool on_question(int connection, const Frame& frame);
+
+  static constexpr Nanos kAlert = kSecond;
 
   Proc self_;
   std::string token_;
@@ -361,11 +402,16 @@ class Core {
   Nanos skew_ = 0;  // what is added to the driver's time
   Nanos alarm_ = kNever;
   Nanos next_tick_ = 0;
+  Nanos alert_ = -kAlert;   // when a death in this domain became known: beats are faster for a while
+  Nanos leaving_ = kNever;  // until when this process waits before it leaves
+  int beats_asked_ = 0;     // and not answered yet
+  bool said_left_ = false;  // on the board
   bool left_ = false;
-  bool dirty_ = false;   // ends or watched connections changed
-  bool routed_ = false;  // a connection opened or closed: rounds and questions may send
-  bool urgent_ = false;  // this domain has a death to tell
-  Ends ends_, board_;    // `board_`: what the domain is known to have been given
+  bool dirty_ = false;                                  // ends or watched connections changed
+  bool routed_ = false;                                 // a connection opened or closed: rounds and questions may send
+  bool urgent_ = false;                                 // this domain has a death to tell
+  bool unpublished_ = false, publish_at_once_ = false;  // the domain lacks something of the ends
+  Ends ends_;
   std::uint64_t ends_digest_ = kEmptyDigest;
   std::uint64_t world_ = 0, epoch_ = 0, term_ = 0;
   std::shared_ptr<const Roster> roster_;  // null until the world is met
@@ -376,6 +422,7 @@ class Core {
   std::map<Proc, Peer> peers_;
   std::map<Proc, Nanos> seen_;  // of the domain: when its board beat last moved
   std::map<AgreementKey, Round> rounds_;
+  std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
   std::vector<Action>* out_ = nullptr;  // in `step` only
 };
