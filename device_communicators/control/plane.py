@@ -21,6 +21,7 @@ import os
 import select
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ MOST_TEXT_BYTES = 256
 LINGER_S = 1.0
 _GRACE_S = 5.0
 """The compiled thread ends each call at its deadline. A call without an end this long after it raises ControlError."""
+_SLICE_S = 0.05
 _TOKEN_BYTES = 33
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _REVOKED, _STOPPED = 1, 2, 4, 8, 16, 32
 """EndFlag in csrc/core.h."""
@@ -186,10 +188,19 @@ class World:
         self._thread = HelperThread("control-news", self._listen)
         self._thread.start()
 
-    def agree(self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float) -> Verdict:
+    def agree(
+        self,
+        purpose: str,
+        attempt: int,
+        ranks: Sequence[int],
+        value: bytes,
+        timeout_s: float,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Verdict:
         """Gives a value and returns those of all `ranks`, or the one verdict on which all that live agree.
 
-        All of `ranks` call it with the same purpose, attempt and ranks; a combination is used once. After "undecided"
+        All of `ranks` call it with the same purpose, attempt and ranks; a combination is used once. Once `give_up()`
+        returns True it ends as at its deadline. After "undecided"
         the others may have agreed without this rank, which must report itself as failed then. Raises ControlError if
         this process leaves, and ConfigMismatchError if a peer runs another version of the protocol.
         """
@@ -211,7 +222,12 @@ class World:
                 raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
             self._calls[key] = waiting
         try:
-            verdict = self._wait(waiting, timeout_s, what)
+            until = time.monotonic() + timeout_s
+            while time.monotonic() < until and not waiting.done.wait(_SLICE_S) and not give_up():
+                pass
+            if not waiting.done.is_set():
+                self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))  # ends it
+            verdict = self._wait(waiting, 0.0, what)
         except BaseException:
             self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
             raise

@@ -28,7 +28,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import is_loopback
-from device_communicators.control.plane import Change, ControlError, Endpoint, Member, World
+from device_communicators.control.plane import Change, ControlError, Endpoint, Member, Verdict, World
 from device_communicators.liveness.condition import condition_of
 
 logger = logging.getLogger("parallel_state")
@@ -325,6 +325,18 @@ class Watcher:
                     "hosts, at each interface that the connections take",
                 )
 
+    def agree(
+        self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
+    ) -> Verdict | None:
+        """Returns the verdict of `ranks`, which all call it; None if this world has no control plane.
+
+        A death of `watched` ranks ends it as the deadline does. `World.agree` has the rest.
+        """
+        world, watched = self._world, frozenset(watched)
+        if world is None or not self._places:
+            return None
+        return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
+
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
         """Notes the processes of this host, by global rank; `has_left` tells who went on purpose."""
         self.has_left = has_left
@@ -386,7 +398,9 @@ class Watcher:
         if found:
             is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
             # A host that vanished is reported with all its ranks at once.
-            together_s = 0.0 if not any(death.certain for death in found) else _TOGETHER_S if is_local else _HOST_TOGETHER_S
+            together_s = (
+                0.0 if not any(death.certain for death in found) else _TOGETHER_S if is_local else _HOST_TOGETHER_S
+            )
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)

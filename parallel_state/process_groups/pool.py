@@ -339,8 +339,6 @@ class ProcessGroupPool:
             if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
                 raise
             raise self._not_made(error, what, name, ranks, started) from error
-        if options.meets and not lazily:  # else the others may not have come so far
-            self.agreement.forget(name, ranks)
         return made
 
     def _not_made(
