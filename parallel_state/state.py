@@ -37,7 +37,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import mesh
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove, watch
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, follow, prove, watch
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division, position_in
@@ -227,7 +227,9 @@ def init_world_group(
     size = dist.get_world_size() if pool is None else pool.world_size
     if list(ranks) != list(range(size)):
         raise LayoutError(f"the ranks of the world must be 0 … {size - 1} in ascending order, but are {list(ranks)}")
-    pool = pool or ProcessGroupPool(seconds(None), token=agree_on_token(device), joined=True)
+    if pool is None:
+        pool = ProcessGroupPool(seconds(None), token=agree_on_token(device), joined=True)
+        follow(pool, ranks, "init_world_group")
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
     if high_priority_stream and options.is_nccl:

@@ -44,6 +44,7 @@ from parallel_state.process_groups.joining import GivenGroup, agree_on_settings,
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.startup import environment
+from parallel_state.startup.roster import exchange_places
 
 logger = logging.getLogger("parallel_state")
 
@@ -166,8 +167,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         group, for what is no group of torch's, or for ranks outside of `within`, RendezvousError where a rank of the
         group doesn't come.
         """
-        from device_communicators.c10d.world import address_of  # here, as those of create_group
-
         forks.check("from_process_group()")
         given = examine(process_group, cpu_group, device)
         outer = None if within is None else within._as_outer(given.ranks)
@@ -181,7 +180,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             pool, domain = outer
         try:
             if outer is None:
-                pool.address = address_of(default_store().raw)
+                follow(pool, given.ranks, "from_process_group")
                 limit_s = settings.START_TIMEOUT_S.get()
                 agree_on_settings(pool.agreement, given.ranks, given.backend, timeout_s, limit_s)
             options = GroupOptions(given.backend).resolve(given.backend, timeout_s, known=given.backend)
@@ -530,6 +529,19 @@ def create_group(
             for acquired in taken:
                 stack.callback(pool.release, acquired, failed=failed)
         raise
+
+
+def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
+    """Has the control plane watch ranks that have a process group already; each of them calls `caller`, and this."""
+    from device_communicators.c10d.world import address_of  # here, as those of create_group
+
+    store = default_store()
+    pool.address = address_of(store.raw)
+    if len(ranks) == 1 or is_fake():
+        return
+    store = store.prefixed(f"{pool.prefix}/start")
+    places = exchange_places(store, pool.rank, ranks, pool.watcher, pool.address, caller)
+    pool.watcher.follow(pool.rank, {rank: place.for_control for rank, place in places.items()})
 
 
 def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:

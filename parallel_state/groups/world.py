@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -19,14 +18,12 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.base import host, limits, settings
-from device_communicators.base.bounded_store import LAST_WORD_S
 from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
     PeerDiedError,
     RendezvousError,
-    format_ranks,
     int_advice,
     plain,
 )
@@ -42,7 +39,6 @@ from device_communicators.base.torch_internals import (
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
 from device_communicators.cpu import host_memory  # noqa: F401
-from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
@@ -55,8 +51,8 @@ from parallel_state.process_groups.joining import agree_on_settings, agree_on_to
 from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
-from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import Met, meet
+from parallel_state.startup.roster import exchange_places
 from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, publish_failure, run_watched
 
 logger = logging.getLogger("parallel_state")
@@ -374,55 +370,22 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
-    watcher = Watcher()
+    store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
+    deadline, processes = time.monotonic() + settings.START_TIMEOUT_S.get(), Processes(interfaces.process())
+    ranks = range(place.world_size)
     try:
-        own = interfaces.process()._replace(endpoint=listen(watcher, host.address_towards(place.master)))
-        return _watch_those_who_join(place, token, watcher, own)
-    except BaseException:
-        watcher.close()
-        raise
-
-
-def _watch_those_who_join(place: ProcessEnvironment, token: str, watcher: Watcher, own: Address) -> StartWatch:
-    store = default_store().prefixed(f"parallel_state{token}/start")
-    start_timeout_s = settings.START_TIMEOUT_S.get()
-    deadline = time.monotonic() + start_timeout_s
-    keys = [f"process/{rank}" for rank in range(place.world_size)]
-    bounded = store.until(deadline + LAST_WORD_S)
-    try:
-        bounded.set(keys[place.rank], json.dumps(own))
-        came = bounded.wait_for(keys, start_timeout_s)
-        missing = [] if came else [rank for rank, key in enumerate(keys) if not bounded.check([key])]
-        entries = enumerate(bounded.multi_get(keys) if came else [])
-    except dist.DistError as error:
-        suspects = [] if store.served_by is None else [store.served_by]
-        raise _not_joined(place, plain(error), suspects, start_timeout_s) from error
-    if missing:
-        raise _not_joined(place, f"ranks {format_ranks(missing)} did not", missing, start_timeout_s)
-    processes, places = Processes(own), {rank: Address.parse(json.loads(each)) for rank, each in entries}
-    processes.see({rank: each for rank, each in places.items() if rank != place.rank})
-    try:
+        address = host.address_towards(place.master)
+        places = exchange_places(store, place.rank, ranks, watcher, address, "init_distributed_environment")
+        processes.see({rank: each for rank, each in places.items() if rank != place.rank})
         watch = StartWatch(store, place.rank, place.world_size, processes, deadline, watcher=watcher)
     except BaseException as error:
-        publish_failure(store, place.rank, error)
+        if not isinstance(error, RendezvousError):
+            publish_failure(store, place.rank, error)
         processes.close()
+        watcher.close()
         raise
     watch.follow(places)
     return watch
-
-
-def _not_joined(
-    place: ProcessEnvironment, what: str, suspects: Sequence[int], start_timeout_s: float
-) -> RendezvousError:
-    """Returns the error for a default group that not all of its ranks join."""
-    return RendezvousError(
-        f"rank {place.rank} of {place.world_size} joins the default group that exists, but {what} within "
-        f"{start_timeout_s:g} s. Each of its ranks must call init_distributed_environment()",
-        operation="init_distributed_environment",
-        rank=place.rank,
-        suspect_ranks=suspects,
-        timeout_s=start_timeout_s,
-    )
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:

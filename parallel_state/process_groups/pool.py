@@ -114,12 +114,12 @@ class ProcessGroupPool:
         self.timeout_s = timeout_s
         self.default_backend = alone_over or str(dist.get_backend())
         self._default_made: Any = None
-        self._prefix = f"parallel_state{token}"
+        self.prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
         self.watcher.open_store = self.private_store
         store = BoundedStore(dist.HashStore()) if alone_over else default_store()
-        self.agreement = Agreement(store, self._prefix, self.rank, self.watcher, alone=is_fake())
+        self.agreement = Agreement(store, self.prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
         """The address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
@@ -227,7 +227,7 @@ class ProcessGroupPool:
             own = default_store().connect_anew()
         except (RuntimeError, ValueError):
             return None
-        return None if own is None else own.prefixed(self._prefix)
+        return None if own is None else own.prefixed(self.prefix)
 
     def next_channel(self, ranks: Sequence[int]) -> int:
         """Returns a number that no other user of a group of these ranks has: their transfers have other tags.
@@ -299,7 +299,7 @@ class ProcessGroupPool:
         connects = "gloo" in str(options.backend)
         lazily = connects and gloo_connects_lazily()  # no rank is waited for; addresses are read later
         if options.backend == "fake":
-            name = f"{self._prefix}/{digest((key, secrets.token_hex(8)))}"
+            name = f"{self.prefix}/{digest((key, secrets.token_hex(8)))}"
         else:
             # gloo ends the process, uncatchably, where it can't accept a connection.
             lacking = limits.descriptor_shortage(_DESCRIPTORS + 3 * len(ranks)) if connects else ""
@@ -467,7 +467,7 @@ class ProcessGroupPool:
                 return dist.group.WORLD
             if not is_registered(self._alone.get(options)):  # or its default group, which we didn't make, is gone
                 rank = dist.get_rank()
-                name = f"{self._prefix}/alone/{rank}/{len(self._alone)}"
+                name = f"{self.prefix}/alone/{rank}/{len(self._alone)}"
                 self._alone[options] = new_group_of_members(
                     name, [rank], str(options.backend), options.timeout_s, options.for_backend()
                 )
