@@ -206,7 +206,7 @@ def test_a_rank_that_leaves_is_never_taken_for_dead(pool: Ranks, hosts: list[int
         party = _joined(pool, hosts)
         order = generator.sample(ALL, 6)
         for place, rank in enumerate(order):
-            party.begin(rank, leave)
+            party.begin(rank, leave, 0.2)
             if generator.random() < 0.5:
                 party.end(rank)
                 order[place] = -1
