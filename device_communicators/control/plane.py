@@ -140,12 +140,12 @@ class World:
         proc, port, board, token = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int(), (ctypes.c_char * _TOKEN_BYTES)()
         try:
             numeric = resolve(address, 0)[0][4][0]
-            self._handle = library.ps_control_open(
+            self._own_handle = library.ps_control_open(
                 str(numeric).encode(), first, last, beat_s, limit_s, library.ps_version(),
                 ctypes.byref(proc), ctypes.byref(port), ctypes.byref(board), token,
             )  # fmt: skip
-            if self._handle < 0:
-                raise OSError(-self._handle, os.strerror(-self._handle))
+            if self._own_handle < 0:
+                raise OSError(-self._own_handle, os.strerror(-self._own_handle))
         except OSError as error:
             of_range = f" at a port of {settings.PORTS.name}={first}-{last}" if last else ""
             doing = f"listening at {address}{of_range} for other ranks"
@@ -241,15 +241,13 @@ class World:
 
     def ask(self, rank: int, question: bytes, timeout_s: float) -> bytes | None:
         """Returns the reply of that rank's `on_question`; None if it ends or doesn't reply in time."""
-        waiting = _Waiting()
+        waiting, handle = _Waiting(), self._handle
         with self._lock:
             self._asked += 1
             number = self._asked
             self._questions[number] = waiting
         try:
-            code = self._library.ps_control_ask(
-                self._handle, self._procs[rank], number, question, len(question), timeout_s
-            )
+            code = self._library.ps_control_ask(handle, self._procs[rank], number, question, len(question), timeout_s)
             self._check(code, f"a question to rank {rank}")
             reply: bytes | None = self._wait(waiting, timeout_s, f"a question to rank {rank}")
             return reply
@@ -288,6 +286,13 @@ class World:
 
     # Calls.
 
+    @property
+    def _handle(self) -> int:
+        """Raises ForkedError in a forked child, whose parent may have held the lock."""
+        if self._pid != os.getpid():
+            raise forks.error("the control plane")
+        return int(self._own_handle)
+
     def _report(self, proc: int, flags: int, text: str) -> None:
         cut = text.encode()[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
         self._check(self._library.ps_control_report(self._handle, proc, flags, cut), "a report")
@@ -295,8 +300,6 @@ class World:
     def _check(self, code: int, what: str) -> None:
         if code == 0:
             return
-        if self._pid != os.getpid():
-            raise forks.error("the control plane")
         known = {errno.ESHUTDOWN: self._end or "it ended", errno.ESRCH: "it was left"}
         raise ControlError(f"{what} isn't possible in the control plane: {known.get(-code, os.strerror(-code))}")
 
@@ -332,8 +335,8 @@ class World:
         kind, flags, proc, number = (news.number(form) for form in "BBQQ")
         text = news.text()
         rank = self._ranks.get(proc, -1)
+        digest, attempt, purpose = news.number("Q"), news.number("I"), _words(news.text())
         if kind == _DECIDED:
-            digest, attempt, purpose = news.number("Q"), news.number("I"), news.text().decode(errors="replace")
             verdict = _VERDICTS[news.number("B")]
             values = [news.text() for _ in range(news.number("I"))]
             ranks = sorted(self._ranks[news.number("Q")] for _ in range(news.number("I")))
@@ -345,6 +348,8 @@ class World:
             self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_VALUE_BYTES))
         elif kind == _OVER:
             self._end = f"its thread broke down: {_words(text)}" if flags else "this process left the world"
+        elif kind == _REFUSED and digest:  # the call alone
+            self._finish(self._calls, (digest, purpose, attempt), InvalidArgumentError(_words(text)))
         elif kind == _REFUSED:
             self._refusal = _words(text)
             logger.error("the control plane can't work: %s", self._refusal)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.failure.trials import assert_in_time
-from tests.hosts import Host, HostRanks, Hosts, _children, problem
+from tests.hosts import INTERFACE, Host, HostRanks, Hosts, _children, problem
 from tests.internals import control_ranks as ranks_of
 from tests.internals.control_ranks import Party, agree, leave
 
@@ -86,6 +86,20 @@ def test_a_cut_network_is_told_on_both_sides() -> None:
                 assert sorted(party.changes(rank)) == [("unreachable", each) for each in there]
 
 
+@pytest.mark.parametrize("deaf", [0, 1], ids=["to the lower host", "to the higher host"])
+def test_a_dead_direction_is_unreachable_and_not_stopped(deaf: int) -> None:
+    """What reaches the other side still carries acknowledgements, of bytes that were received before the cut."""
+    with _party(TWO) as party:
+        # The smallest bucket takes no packet in.
+        party.made.run_on(1 - deaf, f"tc qdisc add dev {INTERFACE} root tbf rate 8bit burst 1 latency 1ms")
+        since_s = time.time()
+        sides = [[0, 1, 2], [3, 4, 5]]
+        for here, there in (sides, sides[::-1]):
+            party.latest(here, "unreachable", there, since_s, LIMIT_S + 2.5)
+            for rank in here:
+                assert sorted(party.changes(rank)) == [("unreachable", each) for each in there]
+
+
 def test_a_short_cut_is_no_end() -> None:
     with _party(TWO, limit_s=4.0) as party:
         party.made.link(1, up=False)
@@ -113,11 +127,12 @@ def test_a_host_whose_ranks_hold_the_interpreter_lock_lives(placement: Sequence[
 
 @pytest.mark.parametrize("placement", [TWO, (0, 0, 1)], ids=["three ranks", "one rank"])
 def test_a_host_whose_ranks_are_stopped_is_told_as_stopped(placement: Sequence[int]) -> None:
-    with _party(placement) as party:
+    limit_s = 2.0
+    with _party(placement, limit_s=limit_s) as party:
         stopped = [rank for rank in range(party.size) if placement[rank] == 1]
         running = party.others(*stopped)
         since_s = party.signal(signal.SIGSTOP, *stopped)
-        assert party.latest(running, "stopped", stopped, since_s, 5.0) < LIMIT_S + 1.5
+        assert party.latest(running, "stopped", stopped, since_s, 5.0) < limit_s + 1.5
         for rank in running:
             assert sorted(party.changes(rank)) == [("stopped", each) for each in stopped]
 

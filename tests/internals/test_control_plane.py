@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError, UsageError
 from device_communicators.base.host import start_time
 from device_communicators.control.plane import ControlError, Endpoint, Member, World
 from device_communicators.cpu import native
@@ -206,7 +206,7 @@ def test_a_rank_that_leaves_is_never_taken_for_dead(pool: Ranks, hosts: list[int
         party = _joined(pool, hosts)
         order = generator.sample(ALL, 6)
         for place, rank in enumerate(order):
-            party.begin(rank, leave)
+            party.begin(rank, leave, 0.2)
             if generator.random() < 0.5:
                 party.end(rank)
                 order[place] = -1
@@ -340,6 +340,58 @@ def _wrong_agreements() -> list[bool]:
         except InvalidArgumentError:
             found.append(True)
     return found
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    """A world of this process alone."""
+    world = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
+    world.meet([Member(0, "alone", os.getpid(), start_time(os.getpid()), world.endpoint)], lambda change: None)
+    yield world
+    world.leave()
+
+
+def test_a_call_that_the_core_refuses_ends_alone(alone: World) -> None:
+    alone._procs[1] = 12345
+    with pytest.raises(InvalidArgumentError, match="not all members are of this world"):
+        alone.agree("refused", 0, [0, 1], b"", 5.0)
+    assert alone.agree("fine", 0, [0], b"value", 5.0) == ("agreed", [b"value"], [])
+
+
+def test_a_second_meet_and_a_strange_member(alone: World) -> None:
+    with pytest.raises(UsageError, match="twice"):
+        alone.meet([], lambda change: None)
+    other = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
+    with pytest.raises(InvalidArgumentError, match="must have this World's endpoint"):
+        other.meet([Member(0, "", 1, "", alone.endpoint)], lambda change: None)
+    other.leave()
+
+
+def test_callbacks_that_raise_end_nothing(alone: World) -> None:
+    def fail(*_: object) -> bytes:
+        raise ValueError("mine")
+
+    alone._on_question = fail
+    assert alone.ask(0, b"?", 2.0) in (b"", None)
+    assert alone.agree("after", 0, [0], b"value", 5.0).kind == "agreed"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_addresses(address: str) -> None:
+    if address == "::1" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    try:
+        worlds = [World(native.load(), address, limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    except ControlError as error:
+        if address != "::1":
+            raise
+        pytest.skip(f"no IPv6: {error}")
+    members = [Member(rank, "", os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    for each in worlds:
+        each.meet(members, lambda change: None)
+    assert worlds[0].ask(1, b"?", 5.0) == b""
+    for each in worlds:
+        each.leave()
 
 
 def _ask(rank: int, timeout_s: float) -> bytes | None:
@@ -532,10 +584,10 @@ def test_strangers(pool: Ranks) -> None:
     verdicts = party.each(ALL, agree, "among strangers", ALL, b"", 10.0)
     assert {verdict.kind for verdict, _ in verdicts.values()} == {"agreed"}
     assert time.monotonic() - began_s < 2.0
+    assert [party.changes(rank) for rank in ALL] == [[]] * 6
+    assert max(party.each(ALL, leave).values()) < 2.0
     for stranger in strangers:
         stranger.close()
-    assert [party.changes(rank) for rank in ALL] == [[]] * 6
-    party.each(ALL, leave)
 
 
 def _without_descriptors(address: tuple[str, int]) -> None:

@@ -16,7 +16,8 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
-#include <exception>
+#include <stdexcept>
+#include <tuple>
 
 namespace parallel_state::control {
 namespace {
@@ -69,12 +70,20 @@ bool meets_itself(int socket) {
          std::memcmp(&own, &peer, own_size) == 0;
 }
 
+Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
+  Event event;
+  event.kind = kind;
+  event.proc = proc;
+  event.connection = connection;
+  return event;
+}
+
 Bytes encode_news(const Action& action) {
   Writer writer;
   writer.number(action.flags).number(action.proc).number(action.id).text(action.bytes);
+  writer.number(action.key.members).number(action.key.attempt).text(action.key.purpose);
   if (action.kind != Action::kVerdict) return writer.take();
   const Verdict& verdict = *action.verdict;
-  writer.number(action.key.members).number(action.key.attempt).text(action.key.purpose);
   writer.number(static_cast<std::uint8_t>(verdict.kind)).number(static_cast<std::uint32_t>(verdict.values.size()));
   for (const Bytes& value : verdict.values) writer.text(value);
   writer.number(static_cast<std::uint32_t>(verdict.culprits.size()));
@@ -95,6 +104,7 @@ class Driver {
   void run();
   bool retire();
   void break_down(const char* cause) noexcept;
+  static void end(Stay* stay, const char* cause) noexcept;
   int wait_ms() const;
   void on_ready(int number, std::uint32_t events);
   void obey(Command command);
@@ -208,6 +218,7 @@ void Driver::run() {
     for (auto at = stays_.begin(); at != stays_.end();) tend((at++)->first);
     if (stays_.empty() && retire()) return;
     const int count = epoll_wait(*epoll_, ready, 64, wait_ms());
+    if (count < 0 && errno != EINTR) throw std::runtime_error(std::string("epoll_wait: ") + std::strerror(errno));
     for (int i = 0; i < count; ++i) on_ready(static_cast<int>(ready[i].data.u64), ready[i].events);
   }
 }
@@ -223,20 +234,27 @@ bool Driver::retire() {
 // The stays of this process end without a farewell, and the process goes on.
 void Driver::break_down(const char* cause) noexcept {
   const Lock lock(fork_mutex());
-  own_plane().driver = nullptr;
-  for (Command& command : commands_) stays_.emplace(command.stay.get(), command.stay);
-  for (auto& [stay, shared] : stays_) {
-    try {
-      stay->connections.clear();
-      stay->neighbours.clear();
-      stay->core.reset();
-      stay->listener.close();
-      stay->inbox.push(Inbox::kOver, Writer().number(std::uint8_t{1}).number(Proc{}).number(Proc{}).text(cause).take());
-    } catch (...) {  // no memory for words: the end is seen by `over`
-    }
-    stay->over = true;
-    stay->ended.notify_all();
+  plane->driver = nullptr;
+  for (auto& [stay, shared] : stays_) end(stay, cause);
+  for (Command& command : commands_) end(command.stay.get(), cause);
+}
+
+// Frees what a stay has, and tells whoever waits for its end; `cause` is null after a farewell.
+void Driver::end(Stay* stay, const char* cause) noexcept {
+  const Lock lock(fork_mutex());
+  if (std::exchange(stay->over, true)) return;
+  stay->connections.clear();
+  stay->neighbours.clear();
+  stay->listener.close();
+  stay->board.close();
+  try {
+    Action action;
+    action.flags = cause != nullptr;
+    action.bytes = cause != nullptr ? cause : "";
+    stay->inbox.push(Inbox::kOver, encode_news(action));
+  } catch (...) {  // no memory for words
   }
+  stay->ended.notify_all();
 }
 
 void Driver::post(Command command) {
@@ -285,10 +303,18 @@ void Driver::obey(Command command) {
 void Driver::tend(Stay* stay) {
   const Nanos now = monotonic_now();
   if (now >= stay->core->wake_at()) feed(stay, Event{});
-  if (!stay->accepts && now >= shortage_until_) {
+  if (!stay->accepts && stay->listens && now >= shortage_until_) {
     stay->accepts = control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, EPOLLIN);
   }
   if (stay->leave_by == kNever) return;
+  if (stay->core->is_over() && stay->listens) {
+    // The core has no connections any more: what it closed is still being sent, and all others are over.
+    stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
+    for (auto at = stay->connections.begin(); at != stay->connections.end();) {
+      const auto [number, connection] = std::tie(at->first, (at++)->second);
+      if (!connection.closing) erase(stay, number);
+    }
+  }
   const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
   if (said || now >= stay->leave_by) finish(stay);
 }
@@ -347,10 +373,7 @@ void Driver::act(Stay* stay, const Action& action) {
     case Action::kLook:
       for (const auto& [number, neighbour] : stay->neighbours) {
         if (neighbour.proc != action.proc || neighbour.ended || !is_ending(neighbour.pid)) continue;
-        Event event;
-        event.kind = Event::kExiting;
-        event.proc = action.proc;
-        stay->events.push_back(std::move(event));
+        stay->events.push_back(event_of(Event::kExiting, action.proc));
       }
       break;
     case Action::kDoom: stay->inbox.push(Inbox::kDied, encode_news(action)); break;
@@ -373,10 +396,7 @@ void Driver::log(Stay* stay, const std::string& text) {
 
 void Driver::no_dial(Stay* stay, int number, Proc proc, Event::Kind kind) {
   if (number >= 0) erase(stay, number);
-  Event event;
-  event.kind = kind;
-  event.proc = proc;
-  feed(stay, std::move(event));
+  feed(stay, event_of(kind, proc));
 }
 
 void Driver::dial(Stay* stay, const Action& action) {
@@ -412,10 +432,7 @@ void Driver::on_dialed(Stay* stay, int number) {
   connection.until = kNever;
   timed_.erase(number);
   control(EPOLL_CTL_MOD, number, *connection.socket, EPOLLIN);
-  Event dialed;
-  dialed.kind = Event::kDialed;
-  dialed.connection = number;
-  dialed.proc = proc;
+  Event dialed = event_of(Event::kDialed, proc, number);
   dialed.nonce = random_bytes(16);
   feed(stay, std::move(dialed));
 }
@@ -436,9 +453,7 @@ void Driver::accept(Stay* stay) {
     const int number = add(stay, kConnection, *connection.socket, EPOLLIN);
     if (number < 0) continue;
     stay->connections[number] = std::move(connection);
-    Event event;
-    event.kind = Event::kAccepted;
-    event.connection = number;
+    Event event = event_of(Event::kAccepted, 0, number);
     event.nonce = random_bytes(16);
     feed(stay, std::move(event));
   }
@@ -458,9 +473,7 @@ void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
     bytes.resize(kReadBytes);
     const ssize_t size = recv(*connection->socket, bytes.data(), bytes.size(), 0);
     if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    Event event;
-    event.connection = number;
-    event.kind = size > 0 ? Event::kBytes : Event::kClosed;
+    Event event = event_of(size > 0 ? Event::kBytes : Event::kClosed, 0, number);
     if (size <= 0) erase(stay, number);
     else event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
     feed(stay, std::move(event));
@@ -488,10 +501,7 @@ void Driver::send(Stay* stay, int number, const Bytes& bytes) {
   if (found->second.out.size() <= kMostUnsent) return;
   log(stay, "closed a connection: its peer doesn't read");
   erase(stay, number);
-  Event event;
-  event.kind = Event::kClosed;
-  event.connection = number;
-  stay->events.push_back(std::move(event));
+  stay->events.push_back(event_of(Event::kClosed, 0, number));
 }
 
 void Driver::flush(int number, Connection* connection) {
@@ -517,10 +527,9 @@ void Driver::probe(Stay* stay, int number) {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
-  Event event;
-  event.kind = Event::kAcked;
-  event.connection = number;
-  event.age = info.tcpi_last_ack_recv * kMillisecond;
+  Event event = event_of(Event::kAcked, 0, number);
+  // A peer that doesn't get our bytes, but whose own still arrive, acknowledges only what it got before.
+  event.age = info.tcpi_retransmits > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
   stay->events.push_back(std::move(event));
 }
 
@@ -602,29 +611,20 @@ void Driver::on_end(Stay* stay, Neighbour* neighbour) {
   if (neighbour->ended) return;
   neighbour->ended = true;
   read_board(stay, neighbour, nullptr);
-  Event event;
-  event.kind = Event::kEnded;
-  event.proc = neighbour->proc;
-  if (neighbour->watched && neighbour->watch.is_polled()) {
-    control(EPOLL_CTL_DEL, 0, neighbour->watch.number(), 0);
-  }
-  feed(stay, std::move(event));
+  if (neighbour->watched && neighbour->watch.is_polled()) control(EPOLL_CTL_DEL, 0, neighbour->watch.number(), 0);
+  feed(stay, event_of(Event::kEnded, neighbour->proc));
 }
 
 void Driver::read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved) {
-  Event event;
+  Event event = event_of(Event::kBoard, neighbour->proc);
   bool is_new = false;
   if (neighbour->board.read(&event.bytes, &is_new) && moved != nullptr) moved->push_back(neighbour->proc);
-  if (!is_new) return;
-  event.kind = Event::kBoard;
-  event.proc = neighbour->proc;
-  feed(stay, std::move(event));
+  if (is_new) feed(stay, std::move(event));
 }
 
 void Driver::beat(Stay* stay) {
   stay->board.beat();
-  Event event;
-  event.kind = Event::kBeats;
+  Event event = event_of(Event::kBeats, 0);
   for (auto& [number, neighbour] : stay->neighbours) {
     if (neighbour.ended) continue;
     if (neighbour.watched && !neighbour.watch.is_polled() && neighbour.watch.has_exited()) on_end(stay, &neighbour);
@@ -647,16 +647,8 @@ void Driver::finish(Stay* stay) {
   while (!stay->connections.empty()) erase(stay, stay->connections.begin()->first);
   for (const auto& [number, neighbour] : stay->neighbours) sources_.erase(number);
   sources_.erase(stay->listener_number);
-  control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
-  stay->neighbours.clear();
-  stay->listener.close();
-  stay->board.close();
-  stay->inbox.push(Inbox::kOver, encode_news(Action{}));
-  const std::shared_ptr<Stay> kept = stays_.at(stay);
+  end(stay, nullptr);
   stays_.erase(stay);
-  const Lock lock(fork_mutex());
-  stay->over = true;
-  stay->ended.notify_all();
 }
 
 // Returns 0, or the errno.
@@ -744,8 +736,7 @@ bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> board
 
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {
   Lock lock(fork_mutex());
-  Event event;
-  event.kind = Event::kLeave;
+  Event event = event_of(Event::kLeave, 0);
   event.deadline = deadline;
   if (!post(stay, std::move(event))) return;
   const auto patience = std::chrono::nanoseconds(std::max<Nanos>(deadline - monotonic_now(), 0) + kSecond);

@@ -75,7 +75,8 @@ struct Stay {
   bool feeding = false;
   Nanos leave_by = kNever;
   int listener_number = -1;
-  bool accepts = true;
+  bool listens = true;
+  bool accepts = true;  // false for a moment where there is no descriptor
 };
 
 // Returns the number of a stay that listens at `address`, or the negative errno. `first` to `last`: the ports that may
