@@ -300,7 +300,7 @@ int Core::link_to(Proc proc) const {
 int Core::connect(Proc proc) {
   const int connection = link_to(proc);
   if (connection >= 0) links_[connection].for_watch = false;
-  else dial(proc, false);
+  else if (!is_dead(self_)) dial(proc, false);  // others close the connections of a dead process
   return connection;
 }
 
@@ -458,6 +458,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
       if (!link.beating) watch_link(connection);  // answers at once: the peer wants to know whether this process runs
+      link.heard = now_;
       return reader.finished();
     }
     case FrameKind::kState: {

@@ -14,6 +14,7 @@
 //   time
 //     in TCP_INFO, tcpi_last_ack_recv.
 //   - The process listens until `is_over`.
+//   - `step` is called at least once a second: the clock may have gone back, and `wake_at` with it.
 //   - Connection numbers are not negative. A number may be used again once its connection is closed on this side.
 #pragma once
 
@@ -64,16 +65,16 @@ struct Roster {
 };
 
 struct Config {
-  Nanos tick = 200 * kMillisecond;    // board beats are written, and timers checked, this often
-  Nanos stale = 500 * kMillisecond;   // a board beat that stood still this long: the next rank acts as the lead
-  Nanos beat = kSecond;               // between two frames on a watched connection
-  Nanos limit = 20 * kSecond;         // a domain without a sign of life for this long is unreachable
-  Nanos patience = kSecond;           // before a lead that left is replaced, and between two dials of a silent domain
-  Nanos settle = 300 * kMillisecond;  // refused dials count as exits if no process of the domain answers in this time
-  Nanos redial = 20 * kMillisecond;   // between two dials of one process
-  Nanos margin = 500 * kMillisecond;  // the decider decides this long before the earliest deadline
-  Nanos pause = 500 * kMillisecond;   // a step this late: this process was paused
-  Nanos stranger = 5 * kSecond;       // an accepted connection must identify itself within this time
+  Nanos tick = 200 * kMillisecond;      // board beats are written, and timers checked, this often
+  Nanos stale = 500 * kMillisecond;     // a board beat that stood still this long: the next rank acts as the lead
+  Nanos beat = kSecond;                 // between two frames on a watched connection
+  Nanos limit = 20 * kSecond;           // a domain without a sign of life for this long is unreachable
+  Nanos patience = 600 * kMillisecond;  // before a lead that left is replaced, and between two dials of a silent domain
+  Nanos settle = 300 * kMillisecond;    // refused dials count as exits if no process of the domain answers in this time
+  Nanos redial = 20 * kMillisecond;     // between two dials of one process
+  Nanos margin = 500 * kMillisecond;    // the decider decides this long before the earliest deadline
+  Nanos pause = 500 * kMillisecond;     // a step this late: this process was paused
+  Nanos stranger = 5 * kSecond;         // an accepted connection must identify itself within this time
   std::uint32_t build = 0;
 };
 
