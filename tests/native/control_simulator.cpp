@@ -483,7 +483,7 @@ class Simulator {
 
   void note_garbage() {  // a closed connection makes a lead look, which may find a host that is off or stopped
     const bool is_well = std::all_of(processes_.begin(), processes_.end(),
-                                     [&](const Process& each) { return each.runs && up_[each.host]; });
+                                     [&](const Process& each) { return each.runs && !each.exiting && up_[each.host]; });
     if (is_well && cuts_.empty()) fail("garbage changed a state");
   }
 
@@ -720,7 +720,7 @@ class Simulator {
     const bool lossy = std::any_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "drop" || name == "garbage" || name == "power_off" || name == "partition" || name == "one_way" ||
              name == "short_cut" || name == "pause" || name == "pause_lead" || name == "pause_two" ||
-             name == "pause_host";
+             name == "pause_host" || name == "large";
     });
     if (process.left_early && !lossy) fail(text + ", which left");
     const auto cut = cuts_.find({process.host, processes_[rank].host});
@@ -789,6 +789,12 @@ class Simulator {
           joins_at_[rank] > when - kSecond || cut_hosts_.count(process.host) != 0) {
         continue;
       }
+      // Its host heard nothing while two leads stopped after each other, or one revoked the world.
+      const auto& mates = on_host_[process.host];
+      const auto deaf = std::count_if(mates.begin(), mates.end(), [&](int mate) {
+        return mate < rank && (!processes_[mate].runs || processes_[mate].declared);
+      });
+      if (process.host != victim.host && (deaf > 1 || faults_.count("revoke") * deaf > 0)) continue;
       if (!knows(rank, dead)) {
         fail("rank " + std::to_string(rank) + " doesn't know after " + std::to_string((now_ - when) / 1e9) +
              " s that rank " + std::to_string(dead) + " is dead");

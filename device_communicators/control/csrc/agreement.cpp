@@ -130,6 +130,7 @@ void Core::cancel_call(RoundEntry* entry) {
   Round& round = entry->second;
   if (!round.called || round.delivered) return;
   round.decide_by = now_;
+  round.deadline = std::min(round.deadline, now_ + config_.margin);  // the decider may be silent
   round.expires = std::min(round.expires, now_);
   round.sent_on = -1;  // the decider is to know that there is no time left
   advance(entry);
