@@ -45,7 +45,12 @@ def _program(name: str, patch: tuple[str, str, str] | None = None) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=native_build.BUILD_TIMEOUT_S)
         assert done.returncode == 0, done.stderr[:5000]
 
-    return kept(f"control_{name}", [*compiler, *FLAGS, patch], [*sources, *(CORE / unit for unit in ("core.h", "frame.h", "hmac.h")), program], build)
+    return kept(
+        f"control_{name}",
+        [*compiler, *FLAGS, patch],
+        [*sources, *(CORE / unit for unit in ("core.h", "frame.h", "hmac.h")), program],
+        build,
+    )
 
 
 def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
