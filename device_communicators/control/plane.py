@@ -35,7 +35,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import resolve
-from device_communicators.base.limits import name_shortage
+from device_communicators.base.limits import name_shortage, naming_shortages
 
 logger = logging.getLogger("parallel_state")
 
@@ -149,7 +149,8 @@ class World:
         except OSError as error:
             of_range = f" at a port of {settings.PORTS.name}={first}-{last}" if last else ""
             doing = f"listening at {address}{of_range} for other ranks"
-            raise name_shortage(ControlError(f"{doing} failed: {error}"), doing) from error
+            named = name_shortage(error, doing)
+            raise (ControlError(f"{doing} failed: {error}") if named is error else named) from error
         self.endpoint = Endpoint(proc.value, address, port.value, token.value.decode(), board.value)
         self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
@@ -184,9 +185,11 @@ class World:
         self._on_change, self._on_question = on_change, on_question or self._on_question
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
+        thread = HelperThread("control-news", self._listen)
+        with naming_shortages("starting a thread for news of the control plane"):
+            thread.start()
+        self._thread = thread
         self._check(self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining")
-        self._thread = HelperThread("control-news", self._listen)
-        self._thread.start()
 
     def agree(
         self,
@@ -395,7 +398,10 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
     """Encodes a member for `ps_control_meet`; `addresses`: names resolved so far."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
-        addresses[host] = str(resolve(host, port)[0][4][0])
+        try:
+            addresses[host] = str(resolve(host, port)[0][4][0])
+        except OSError as error:
+            raise ControlError(f"the address {host!r} of rank {member.rank} can't be resolved: {error}") from error
     domain = int.from_bytes(hashlib.blake2b(member.domain.encode(), digest_size=8).digest(), "little")
     head = _MEMBER.pack(
         member.rank, proc, domain if member.domain else proc, member.pid, int(member.began or 0), board, port

@@ -84,6 +84,8 @@ def test_a_cut_network_is_told_on_both_sides() -> None:
             assert LIMIT_S * 0.5 < took_s < LIMIT_S + 1.5
             for rank in here:
                 assert sorted(party.changes(rank)) == [("unreachable", each) for each in there]
+                (seen,) = party.each([rank], ranks_of.wait_for, [("unreachable", there[0])], 0.0)[rank]
+                assert seen.change.by in here
 
 
 @pytest.mark.parametrize("deaf", [0, 1], ids=["to the lower host", "to the higher host"])

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from device_communicators.base.errors import InvalidArgumentError, UsageError
+from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UsageError
 from device_communicators.base.host import start_time
 from device_communicators.control.plane import ControlError, Endpoint, Member, World
 from device_communicators.cpu import native
@@ -365,6 +365,34 @@ def test_a_second_meet_and_a_strange_member(alone: World) -> None:
     with pytest.raises(InvalidArgumentError, match="must have this World's endpoint"):
         other.meet([Member(0, "", 1, "", alone.endpoint)], lambda change: None)
     other.leave()
+
+
+def test_an_address_of_nobody(alone: World) -> None:
+    other = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
+    members = [Member(0, "", 1, "", other.endpoint), Member(1, "", 1, "", alone.endpoint._replace(host="no.invalid"))]
+    with pytest.raises(ControlError, match=r"'no\.invalid' of rank 1"):
+        other.meet(members, lambda change: None)
+    other.leave()
+    with pytest.raises(ControlError, match=r"listening at 192\.0\.2\.1 for other ranks failed"):
+        World(native.load(), "192.0.2.1", limit_s=LIMIT_S, beat_s=0.3)
+
+
+def test_without_descriptors_the_limit_is_named() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(_descriptors())
+    for spare in range(6):  # each step of opening finds none in turn
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+        try:
+            with pytest.raises(ResourceLimitError, match="files ran out"):
+                World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    until_s = time.monotonic() + 2.0
+    while time.monotonic() < until_s and len(_descriptors()) > before:
+        time.sleep(0.01)
+    assert len(_descriptors()) <= before
 
 
 def test_callbacks_that_raise_end_nothing(alone: World) -> None:

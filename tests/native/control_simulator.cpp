@@ -90,8 +90,8 @@ class Simulator {
       : random_{seed * 7919 + 13}, ranks_(ranks), trace_(trace) {
     static constexpr int kHosts[] = {2, 4, 8, 16, 32, 64};
     hosts_ = hosts > 0 ? hosts : std::clamp(kHosts[random_.below(6)], (ranks + 63) / 64, ranks);
-    config_.beat = kSecond / 2;
-    config_.limit = 2 * kSecond;
+    config_.beat = fault == "pause_two" || random_.chance(25) ? kSecond : kSecond / 2;
+    config_.limit = 4 * config_.beat;
     make_cluster();
     const int count = fault.empty() ? 1 + static_cast<int>(random_.below(3)) : 1;
     for (int i = 0; i < count; ++i) {
@@ -242,14 +242,14 @@ class Simulator {
       at(when, [=] { stop(lead, pause); });
       if (other != lead) at(when + random_.below(kSecond), [=] { kill(other); });
     }
-    if (name == "pause_two") {  // the lead stops, then the one that acts for it, then a third is killed
+    if (name == "pause_two") {  // the lead stops, then the one that would act for it, and a third is killed
       const auto& mates = on_host_[host];
       at(when, [=] { stop(lead, 3 * kSecond); });
       if (mates.size() > 3) {
-        const Nanos second = when + random_.below(1200 * kMillisecond);
+        const Nanos second = when + random_.below(kSecond);
         const int acting = mates[1], victim = mates.back();
         at(second, [=] { stop(acting, 3 * kSecond); });
-        at(second + random_.below(300 * kMillisecond), [=] { kill(victim); });
+        at(when + random_.below(kSecond), [=] { kill(victim); });
       }
     }
     if (name == "storm") {
@@ -283,7 +283,7 @@ class Simulator {
       Nanos step = random_.below(60 * kSecond) - 30 * kSecond;
       at(when, [=] {
         clock_[host] += step;
-        for (const int each : on_host_[host]) wake(each);
+        for (const int each : on_host_[host]) deliver(each, Event());  // a driver looks at its clock each second
       });
       text += " by " + std::to_string(step / 1e9) + " s";
     }
@@ -481,9 +481,10 @@ class Simulator {
     }
   }
 
-  void note_garbage() {  // a closed connection makes a lead look, which may find a host that is off
-    if (std::all_of(up_.begin(), up_.end(), [](bool up) { return up; }) && cuts_.empty())
-      fail("garbage changed a state");
+  void note_garbage() {  // a closed connection makes a lead look, which may find a host that is off or stopped
+    const bool is_well = std::all_of(processes_.begin(), processes_.end(),
+                                     [&](const Process& each) { return each.runs && !each.exiting && up_[each.host]; });
+    if (is_well && cuts_.empty()) fail("garbage changed a state");
   }
 
   // The network.
@@ -588,7 +589,10 @@ class Simulator {
       if (event.kind != Event::kTick) process.backlog.push_back(std::move(event));
       return;
     }
-    if (event.kind == Event::kTick && process.core.wake_at() > now_ + clock_[process.host]) return wake(rank);
+    if (event.kind == Event::kTick && faults_.count("clock") == 0 &&
+        process.core.wake_at() > now_ + clock_[process.host]) {
+      return wake(rank);
+    }
     if (event.kind == Event::kBytes || event.kind == Event::kClosed) {
       Connection& connection = connections_[event.connection];
       const int side = connection.side[0] == rank ? 0 : 1;
@@ -715,10 +719,13 @@ class Simulator {
     if ((action.flags & kExited) != 0 && !is_gone) fail(text + ", which lives");
     const bool lossy = std::any_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "drop" || name == "garbage" || name == "power_off" || name == "partition" || name == "one_way" ||
-             name == "short_cut";
+             name == "short_cut" || name == "pause" || name == "pause_lead" || name == "pause_two" ||
+             name == "pause_host" || name == "large";
     });
     if (process.left_early && !lossy) fail(text + ", which left");
-    if ((action.flags & kStopped) != 0 && !is_gone) {
+    const auto cut = cuts_.find({process.host, processes_[rank].host});
+    const bool was_cut = cut != cuts_.end() && cut->second.second > now_ - config_.limit;
+    if ((action.flags & kStopped) != 0 && !is_gone && !was_cut) {
       const auto& mates = on_host_[process.host];
       if (std::any_of(mates.begin(), mates.end(), [&](int mate) {
             const Process& each = processes_[mate];
@@ -743,7 +750,7 @@ class Simulator {
     const auto& mates = on_host_[processes_[rank].host];
     return std::any_of(mates.begin(), mates.end(), [&](int mate) {
       const Process& each = processes_[mate];
-      return mate != rank && each.alive && !each.exiting && each.runs && each.joined && !each.left;
+      return mate != rank && each.alive && !each.exiting && each.runs && each.joined && !each.left && !each.declared;
     });
   }
 
@@ -766,6 +773,7 @@ class Simulator {
     const Process& victim = processes_[dead];
     if (cut_hosts_.count(victim.host) != 0 || faults_.count("clock") != 0) return;
     if (!up_[victim.host] && bound < config_.limit) return;  // the whole host went afterwards
+    if (victim.alive && !has_witness(dead)) return;          // exiting, and who saw it is gone
     if (up_[victim.host]) {  // a witness that stopped or ended in between isn't one: `check_end` finds what is missed
       const auto& mates = on_host_[victim.host];
       const bool steady = std::all_of(mates.begin(), mates.end(), [&](int mate) {
@@ -781,6 +789,12 @@ class Simulator {
           joins_at_[rank] > when - kSecond || cut_hosts_.count(process.host) != 0) {
         continue;
       }
+      // Its host heard nothing while two leads stopped after each other, or one revoked the world.
+      const auto& mates = on_host_[process.host];
+      const auto deaf = std::count_if(mates.begin(), mates.end(), [&](int mate) {
+        return mate < rank && (!processes_[mate].runs || processes_[mate].declared);
+      });
+      if (process.host != victim.host && (deaf > 1 || faults_.count("revoke") * deaf > 0)) continue;
       if (!knows(rank, dead)) {
         fail("rank " + std::to_string(rank) + " doesn't know after " + std::to_string((now_ - when) / 1e9) +
              " s that rank " + std::to_string(dead) + " is dead");
@@ -850,8 +864,8 @@ class Simulator {
       for (int rank = 0; rank < ranks_; ++rank) {
         const Process& process = processes_[rank];
         if (!is_survivor(rank) || !process.runs || !process.joined || cut_hosts_.count(process.host) != 0) continue;
-        if (now_ - process.ran_since < 2 * kSecond || now_ - processes_[dead].died < config_.limit + 2 * kSecond)
-          continue;
+        const Nanos sees_in = up_[processes_[dead].host] ? 2 * kSecond : config_.limit + kSecond;
+        if (now_ - process.ran_since < sees_in || now_ - processes_[dead].died < config_.limit + 2 * kSecond) continue;
         if (!knows(rank, dead)) {
           return fail("rank " + std::to_string(rank) + " never learns that rank " + std::to_string(dead) + " is dead");
         }

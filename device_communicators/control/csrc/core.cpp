@@ -176,6 +176,7 @@ void Core::handle(const Event& event) {
     }
     case Event::kLeave:
       leaving_ = std::min(leaving_, std::max(own_time(event.deadline), now_));
+      waits_until_ = std::min(waits_until_, now_ + config_.settle);
       dirty_ = true;
       end_calls();
       break;
@@ -240,6 +241,7 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   action.proc = proc;
   action.flags = end.flags;
   action.bytes = end.text;
+  action.id = end.reporter;
 }
 
 // Gives this domain what it lacks: a death at once, all else with the next tick.
@@ -300,7 +302,7 @@ int Core::link_to(Proc proc) const {
 int Core::connect(Proc proc) {
   const int connection = link_to(proc);
   if (connection >= 0) links_[connection].for_watch = false;
-  else dial(proc, false);
+  else if (!is_dead(self_)) dial(proc, false);  // others close the connections of a dead process
   return connection;
 }
 
@@ -323,7 +325,7 @@ void Core::send_beat(int connection) {
 // Begins this side of a connection: the hello, who this is, a random number.
 void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
-  link.opened = link.heard = link.sign = now_;
+  link.opened = link.watched = link.heard = link.sign = now_;
   link.nonce = nonce;
   act(Action::kSend, connection).bytes = control::encode(Hello{kVersion, kOldestVersion, config_.build});
   send(connection, FrameKind::kNonce, nonce);
@@ -458,6 +460,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
       if (!link.beating) watch_link(connection);  // answers at once: the peer wants to know whether this process runs
+      link.heard = now_;
       return reader.finished();
     }
     case FrameKind::kState: {
@@ -565,11 +568,12 @@ void Core::try_leave() {
 // A lead waits for the rest of its domain, so that one farewell tells of all. The last of a domain connects to the
 // domains that never heard of it: they would find its port closed.
 bool Core::owes_farewell() {
-  if (!leading_ || now_ >= leaving_) return false;
+  if (!leading_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
   const bool alone =
       std::all_of(mates.begin(), mates.end(), [&](int index) { return index == me_ || is_gone(proc_at(index)); });
-  bool owes = !alone;
+  bool owes = !alone && now_ < waits_until_;
+  wake_by(owes ? waits_until_ : kNever);
   for (std::size_t domain = 0; domain < watches_.size() && alone; ++domain) {
     const auto& indices = roster_->domains[domain];
     if (&indices == &mates || all_gone(indices) || watches_[domain].link >= 0) continue;
@@ -642,6 +646,7 @@ void Core::start_leading() {
 void Core::watch_link(int connection) {
   Link& link = links_[connection];
   link.beating = true;
+  link.watched = now_;
   link.heard = std::min(link.heard, now_ - config_.beat * 5 / 2 + config_.settle);
   if (link.peer_digest != ends_digest_) send_state(connection);
   send_beat(connection);
@@ -709,11 +714,12 @@ void Core::find_watched_links() {
     if (link.beating && now_ - link.heard > config_.beat * 5 / 2) continue;
     if (watch.link < 0 || index_of(link.proc) < index_of(links_[watch.link].proc)) watch.link = connection;
   }
-  std::vector<int> surplus;  // of a hunt the lowest that answered is kept
+  std::vector<int> surplus;  // of a hunt the lowest that answered is kept, and as long as none answers all
   for (const auto& [connection, link] : links_) {
     const int domain = link.for_watch ? domain_of(link.proc) : -1;
     const int watched = domain < 0 ? -1 : watches_[domain].link;
-    if (watched >= 0 && index_of(links_[watched].proc) < index_of(link.proc)) surplus.push_back(connection);
+    if (watched < 0 || links_[watched].heard < links_[watched].watched) continue;
+    if (index_of(links_[watched].proc) < index_of(link.proc)) surplus.push_back(connection);
   }
   for (const int connection : surplus) close(connection);
 }
@@ -774,13 +780,14 @@ void Core::dial_domain(int domain) {
 void Core::tend_links() {
   std::vector<int> dead, useless;
   for (auto& [connection, link] : links_) {
+    const bool is_watched = link.beating || (link.dialed && !link.identified);
     if ((link.identified || link.dialed) && is_dead(link.proc)) {
       dead.push_back(connection);
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
       useless.push_back(connection);
-    } else if (link.beating && now_ - link.sign > config_.limit / 2) {
+    } else if (is_watched && now_ - link.sign > config_.limit / 2) {
       useless.push_back(connection);  // a new dial finds out more: the window may be full, or the network forgetful
-    } else if (link.beating) {
+    } else if (is_watched) {
       if (now_ - link.heard > config_.beat * 3 / 2) act(Action::kProbe, connection);
       if (!link.identified || now_ - link.beaten < config_.beat) continue;
       if (link.peer_digest != ends_digest_) send_state(connection);
@@ -806,12 +813,13 @@ void Core::forget_peers() {
 
 std::uint64_t Core::digest() const {
   Digest digest;
-  digest.add(self_, ends_digest_, alarm_, next_tick_, alert_, leaving_, skew_, beats_asked_, said_left_, left_,
-             unpublished_, world_, epoch_, term_, leading_);
+  digest.add(self_, ends_digest_, alarm_, next_tick_, alert_, leaving_, waits_until_, skew_, beats_asked_, said_left_,
+             left_, unpublished_, world_, epoch_, term_, leading_);
   for (const Watch& watch : watches_) digest.add(watch.sign, watch.heard, watch.dial_at, watch.hunt);
   for (const auto& [connection, link] : links_) {
     digest.add(connection, link.proc, link.nonce, link.theirs, link.dialed, link.for_watch, link.identified,
-               link.beating, link.opened, link.heard, link.sign, link.beaten, link.peer_digest, link.parser.rest());
+               link.beating, link.opened, link.watched, link.heard, link.sign, link.beaten, link.peer_digest,
+               link.parser.rest());
   }
   for (const auto& [proc, peer] : peers_) {
     digest.add(proc, peer.out, peer.in, peer.dialing, peer.for_watch, peer.refused, std::max(peer.next_dial, now_));

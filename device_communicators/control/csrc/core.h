@@ -14,6 +14,7 @@
 //   time
 //     in TCP_INFO, tcpi_last_ack_recv.
 //   - The process listens until `is_over`.
+//   - `step` is called at least once a second: the clock may have gone back, and `wake_at` with it.
 //   - Connection numbers are not negative. A number may be used again once its connection is closed on this side.
 #pragma once
 
@@ -64,16 +65,16 @@ struct Roster {
 };
 
 struct Config {
-  Nanos tick = 200 * kMillisecond;    // board beats are written, and timers checked, this often
-  Nanos stale = 500 * kMillisecond;   // a board beat that stood still this long: the next rank acts as the lead
-  Nanos beat = kSecond;               // between two frames on a watched connection
-  Nanos limit = 20 * kSecond;         // a domain without a sign of life for this long is unreachable
-  Nanos patience = kSecond;           // before a lead that left is replaced, and between two dials of a silent domain
-  Nanos settle = 300 * kMillisecond;  // refused dials count as exits if no process of the domain answers in this time
-  Nanos redial = 20 * kMillisecond;   // between two dials of one process
-  Nanos margin = 500 * kMillisecond;  // the decider decides this long before the earliest deadline
-  Nanos pause = 500 * kMillisecond;   // a step this late: this process was paused
-  Nanos stranger = 5 * kSecond;       // an accepted connection must identify itself within this time
+  Nanos tick = 200 * kMillisecond;      // board beats are written, and timers checked, this often
+  Nanos stale = 500 * kMillisecond;     // a board beat that stood still this long: the next rank acts as the lead
+  Nanos beat = kSecond;                 // between two frames on a watched connection
+  Nanos limit = 20 * kSecond;           // a domain without a sign of life for this long is unreachable
+  Nanos patience = 600 * kMillisecond;  // before a lead that left is replaced, and between two dials of a silent domain
+  Nanos settle = 300 * kMillisecond;    // refused dials count as exits if no process of the domain answers in this time
+  Nanos redial = 20 * kMillisecond;     // between two dials of one process
+  Nanos margin = 500 * kMillisecond;    // the decider decides this long before the earliest deadline
+  Nanos pause = 500 * kMillisecond;     // a step this late: this process was paused
+  Nanos stranger = 5 * kSecond;         // an accepted connection must identify itself within this time
   std::uint32_t build = 0;
 };
 
@@ -188,7 +189,7 @@ struct Action {
     kBoard,     // publish the state `bytes` to this domain
     kBeat,      // move this process' board beat; answered by kBeats
     kLook,      // kExiting if `proc` of this domain is exiting
-    kDoom,      // `proc` died: `flags`, `bytes` is the cause
+    kDoom,      // `proc` died: `flags`, `bytes` is the cause, `id` the process that reported it
     kLeft,      // `proc` left
     kVerdict,   // of `key`: `verdict`
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
@@ -231,10 +232,10 @@ class Core {
     Proc proc = 0;        // of the peer: claimed by it until it is identified
     Bytes nonce, theirs;  // of this side, and of the peer
     bool dialed = false;
-    bool for_watch = false;   // dialed by a lead, and used for nothing else
-    bool identified = false;  // the peer has proved that it holds the token
-    bool beating = false;     // watched by one of both sides
-    Nanos opened = 0;
+    bool for_watch = false;                    // dialed by a lead, and used for nothing else
+    bool identified = false;                   // the peer has proved that it holds the token
+    bool beating = false;                      // watched by one of both sides
+    Nanos opened = 0, watched = 0;             // since when it is open, and watched
     Nanos heard = 0;                           // the last sign of the process: bytes
     Nanos sign = 0;                            // the last sign of its kernel
     Nanos beaten = 0;                          // the last beat or state that was sent
@@ -402,10 +403,10 @@ class Core {
   Nanos skew_ = 0;  // what is added to the driver's time
   Nanos alarm_ = kNever;
   Nanos next_tick_ = 0;
-  Nanos alert_ = -kAlert;   // when a death in this domain became known: beats are faster for a while
-  Nanos leaving_ = kNever;  // until when this process waits before it leaves
-  int beats_asked_ = 0;     // and not answered yet
-  bool said_left_ = false;  // on the board
+  Nanos alert_ = -kAlert;  // when a death in this domain became known: beats are faster for a while
+  Nanos leaving_ = kNever, waits_until_ = kNever;  // when this process leaves at the latest, and waits for its domain
+  int beats_asked_ = 0;                            // and not answered yet
+  bool said_left_ = false;                         // on the board
   bool left_ = false;
   bool dirty_ = false;                                  // ends or watched connections changed
   bool routed_ = false;                                 // a connection opened or closed: rounds and questions may send
