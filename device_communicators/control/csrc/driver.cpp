@@ -311,8 +311,10 @@ void Driver::tend(Stay* stay) {
     // The core has no connections any more: what it closed is still being sent, and all others are over.
     stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
     for (auto at = stay->connections.begin(); at != stay->connections.end();) {
-      const auto [number, connection] = std::tie(at->first, (at++)->second);
-      if (!connection.closing) erase(stay, number);
+      const int number = at->first;
+      const bool closing = at->second.closing;
+      ++at;
+      if (!closing) erase(stay, number);
     }
   }
   const bool said = stay->core->is_over() && stay->connections.empty() && may_close_board(stay);
