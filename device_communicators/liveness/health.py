@@ -44,6 +44,7 @@ _TOGETHER_S = 0.1
 _HOST_TOGETHER_S = 0.25
 """The same for ranks of another host, all of which may be ending."""
 LOOPBACK = "127.0.0.1"
+_MOST_ASKED = 2
 _PF_EXITING = 4
 """Of the flags in /proc/PID/stat."""
 
@@ -404,6 +405,19 @@ class Watcher:
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)
+
+    def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
+        """Returns the deaths of `ranks` that explain why a connection to `suspects` broke, which may take a moment.
+
+        Where one on another host doesn't answer, its host may have given up this one: this rank's own watch will say.
+        """
+        found, world = self.await_death_of(ranks), self._world
+        if found or world is None:
+            return found
+        far = [rank for rank in suspects if rank in self._places and rank not in self._left and not self._is_near(rank)]
+        if all(world.ask(rank, b"", NEWS_S) is not None for rank in far[:_MOST_ASKED]):
+            return found
+        return self.await_death_of(ranks, settings.HEARTBEAT_LIMIT_S.get() + 2 * settings.HEARTBEAT_S.get())
 
     def _report_ending(self, ranks: set[int]) -> None:
         """Reports what the kernel is ending already: until a large process has ended, seconds may go by.

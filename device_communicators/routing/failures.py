@@ -152,7 +152,7 @@ def attributed(
     watcher = context.watcher
     if watcher is None:
         return failure
-    if watcher.await_death_of(context.failure_ranks):
+    if watcher.await_word_of(failure.suspect_ranks, context.failure_ranks):
         return died(context, operation, started)
     if not isinstance(failure, PeerDiedError) or not watcher.watches(context.other_ranks):
         return failure

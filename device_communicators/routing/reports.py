@@ -78,7 +78,7 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
     started = time.monotonic() - (failure.elapsed_s or 0)
-    if watcher.await_death_of(context.failure_ranks):
+    if watcher.await_word_of(missing, context.failure_ranks):
         return died(context, failure.operation or "an operation", started)
     return failure
 

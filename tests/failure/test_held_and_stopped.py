@@ -115,6 +115,7 @@ def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcom
     group.barrier()
     if group.rank == 1:
         pids = {victim: int(Path(folder, f"pid-{victim}").read_text(encoding="utf-8")) for victim in (*victims, 2, 3)}
+        time.sleep(0.3)  # the others have come through the barrier
         if how == "lead stopped":
             os.kill(pids[2], signal.SIGSTOP)
             time.sleep(0.3)
