@@ -65,6 +65,11 @@ def test_any_fault_at_any_moment(ranks: int, seeds: int) -> None:
     assert f"{seeds} seeds" in done.stdout and "all holds" in done.stdout
 
 
+def test_single_cases() -> None:
+    done = _run(_program("cases"))
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_job_of_128_hosts_ends_with_one_farewell_a_connection() -> None:
     done = _run(_program("simulator"), "--ranks", 1024, "--hosts", 128, "--fault", "storm")
     assert done.returncode == 0, done.stdout
