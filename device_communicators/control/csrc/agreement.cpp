@@ -461,7 +461,8 @@ void Core::advance_all() {
 
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
-  if (leaving_ != kNever || index_of(event.proc) < 0 || event.bytes.size() > kMostValueBytes) {
+  const bool is_peer = event.proc != self_ && index_of(event.proc) >= 0;
+  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostValueBytes) {
     return answer_question(question, nullptr);
   }
   questions_.push_back(question);
