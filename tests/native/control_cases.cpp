@@ -510,6 +510,23 @@ void a_stranger_that_holds_the_token_is_closed() {
   CHECK(world.find(Action::kClose, 3) != nullptr);
 }
 
+void a_leaver_whose_farewell_comes_over_another() {
+  // Rank 1 left: its connection broke and its port refuses before rank 2's state says so.
+  World world({1, 1, 1});
+  for (int peer : {1, 2}) {
+    world.accept(2 + peer, peer);
+    world.bytes(2 + peer, world.frame(FrameKind::kBeat, peer, Writer().number(kEmptyDigest).take()));
+  }
+  world.step(event_of(Event::kClosed, 3));
+  world.pass(30 * kMillisecond);
+  world.step(event_of(Event::kRefused, -1, proc_of(1)));
+  world.pass(100 * kMillisecond);
+  CHECK(world.core.ends().empty());
+  world.state(4, 2, proc_of(1), kLeft);
+  world.pass(kSecond);
+  CHECK(world.knows(1, kLeft));
+}
+
 #define CASE(name) {#name, name}
 const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(vectors_of_hmac),
@@ -537,6 +554,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_clock_that_goes_back_ends_nothing),
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_stranger_that_holds_the_token_is_closed),
+    CASE(a_leaver_whose_farewell_comes_over_another),
 };
 
 }  // namespace
