@@ -1,10 +1,10 @@
 // All orders of an agreement among a few control cores: every delivery, dial, call, crash and break of a connection.
 //
-//   control_explorer --hosts 1,1,1 --crashes C --drops D
+//   control_explorer --hosts 1,1,1 --crashes C --drops D --first R
 //
-// The hosts are connected first; then each process calls, and whatever is in flight may happen next. A state that was
-// seen before, by the digest of all cores and of all that is in flight, is not entered again. Time passes only when
-// nothing else can happen. Prints how many states there are, or the steps to one in which something doesn't hold.
+// All are connected first; then each process from rank R on calls, and whatever is in flight may happen next. A state
+// that was seen before, by the digest of all cores and of all that is in flight, is not entered again. Time passes only
+// when nothing else can happen. Prints how many states there are, or the steps to one in which something doesn't hold.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -44,7 +44,8 @@ struct State {
 
 class Explorer {
  public:
-  Explorer(const std::vector<int>& hosts, int crashes, int drops) : crashes_(crashes), drops_(drops) {
+  Explorer(const std::vector<int>& hosts, int crashes, int drops, int first)
+      : crashes_(crashes), drops_(drops), first_(first) {
     config_.tick = kTimeout / 4;
     config_.beat = config_.limit = 100'000 * kSecond;
     std::vector<Member> members;
@@ -75,13 +76,28 @@ class Explorer {
       event.roster = roster_;
       step(&state, rank, event);
     }
-    while (is_busy(state)) {  // the connections between the hosts, in one order
+    settle(&state);  // the connections between the hosts
+    for (int rank = 0; rank < ranks_; ++rank) {
+      for (int other = rank + 1; other < ranks_; ++other) {  // and all others: an earlier call may have made them
+        Event event;
+        event.kind = Event::kAsk;
+        event.proc = proc_of(other);
+        event.deadline = state.now + kSecond;
+        step(&state, rank, event);
+      }
+    }
+    settle(&state);
+    return visit(state);
+  }
+
+  // Delivers all that is in flight, in one order.
+  void settle(State* state) {
+    while (is_busy(*state)) {
       std::vector<State> next;
       std::vector<std::string> names;
-      deliveries(state, &next, &names);
-      state = std::move(next.front());
+      deliveries(*state, &next, &names);
+      *state = State(std::move(next.front()));
     }
-    return visit(state);
   }
 
   std::size_t states() const { return seen_.size(); }
@@ -129,10 +145,16 @@ class Explorer {
         }
       }
     }
-    if (!beats) return;
+    for (const Action& action : actions) {
+      Event answer;
+      answer.kind = Event::kReply;
+      answer.proc = action.proc;
+      answer.id = action.id;
+      if (action.kind == Action::kQuestion) step(state, rank, answer);
+    }
     Event answer;
     answer.kind = Event::kBeats;
-    step(state, rank, answer);
+    if (beats) step(state, rank, answer);
   }
 
   // A connection whose end is already on the way to one side carries nothing more.
@@ -229,7 +251,7 @@ class Explorer {
     state->called[rank] = true;
     auto call = std::make_shared<Call>();
     call->purpose = "group";
-    for (int member = 0; member < ranks_; ++member) call->members.push_back(proc_of(member));
+    for (int member = first_; member < ranks_; ++member) call->members.push_back(proc_of(member));
     call->value = std::to_string(rank);
     call->deadline = state->now + kTimeout;
     Event event;
@@ -302,7 +324,7 @@ class Explorer {
     const bool quiet = next.empty();
     for (int rank = 0; rank < ranks_; ++rank) {
       if (!state.alive[rank]) continue;
-      if (!state.called[rank]) {
+      if (!state.called[rank] && rank >= first_) {
         next.push_back(state);
         call(&next.back(), rank);
         names.push_back("call of " + std::to_string(rank));
@@ -381,7 +403,7 @@ class Explorer {
       if (verdict->kind == Verdict::kUndecided) return fail("a call is undecided, though all run");
       if (first == nullptr) first = verdict;
       if (first->kind != verdict->kind || first->values != verdict->values) return fail("two verdicts among survivors");
-      if (verdict->kind == Verdict::kAgreed && verdict->values.size() != static_cast<std::size_t>(ranks_)) {
+      if (verdict->kind == Verdict::kAgreed && verdict->values.size() != static_cast<std::size_t>(ranks_ - first_)) {
         return fail("a value is missing");
       }
     }
@@ -395,7 +417,7 @@ class Explorer {
   }
 
   Config config_;
-  int ranks_ = 0, crashes_, drops_;
+  int ranks_ = 0, crashes_, drops_, first_;
   std::vector<int> host_;
   std::shared_ptr<const Roster> roster_;
   std::unordered_set<std::uint64_t> seen_;
@@ -407,11 +429,12 @@ class Explorer {
 
 int main(int argc, char** argv) {
   std::vector<int> hosts = {1, 1, 1};
-  int crashes = 1, drops = 0;
+  int crashes = 1, drops = 0, first = 0;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
     if (name == "--crashes") crashes = std::atoi(argv[i + 1]);
     else if (name == "--drops") drops = std::atoi(argv[i + 1]);
+    else if (name == "--first") first = std::atoi(argv[i + 1]);
     else if (name == "--hosts") {
       hosts.clear();
       for (const char each : std::string(argv[i + 1])) {
@@ -419,7 +442,7 @@ int main(int argc, char** argv) {
       }
     } else return std::fprintf(stderr, "unknown argument %s\n", argv[i]), 2;
   }
-  Explorer explorer(hosts, crashes, drops);
+  Explorer explorer(hosts, crashes, drops, first);
   const bool holds = explorer.run();
   if (!holds) explorer.print();
   std::printf("%zu states%s\n", explorer.states(), holds ? ": all holds" : "");

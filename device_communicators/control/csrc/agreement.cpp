@@ -167,13 +167,6 @@ void Core::forget_older_epochs() {
 
 // `members` has this process.
 Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
-  const auto oldest = std::min_element(rounds_.begin(), rounds_.end(), [](const auto& one, const auto& other) {
-    return std::make_pair(!one.second.is_over(), one.second.number) <
-           std::make_pair(!other.second.is_over(), other.second.number);
-  });
-  const auto kept =
-      std::count_if(rounds_.begin(), rounds_.end(), [](const auto& each) { return each.second.is_over(); });
-  if (kept > static_cast<std::ptrdiff_t>(kMostKept)) rounds_.erase(oldest);
   RoundEntry* entry = &*rounds_.emplace(key, Round()).first;
   Round& round = entry->second;
   round.number = ++rounds_opened_;
@@ -181,6 +174,20 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   round.bytes = members.size() * (sizeof(Proc) + sizeof(Round::Seat));
   round.members = std::move(members);
   return entry;
+}
+
+// Members that never call, or that forgot already, must not keep a verdict here for ever.
+void Core::forget_oldest() {
+  std::vector<std::uint64_t> numbers;
+  for (const auto& [key, round] : rounds_) {
+    if (round.is_over()) numbers.push_back(round.number);
+  }
+  if (numbers.size() <= kMostKept) return;
+  const auto first = numbers.end() - kMostKept;
+  std::nth_element(numbers.begin(), first, numbers.end());
+  for (auto at = rounds_.begin(); at != rounds_.end();) {
+    at = at->second.is_over() && at->second.number < *first ? rounds_.erase(at) : std::next(at);
+  }
 }
 
 // Returns true if peers may begin so much more of what this process has not called.
@@ -454,7 +461,8 @@ void Core::advance_all() {
 
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
-  if (leaving_ != kNever || index_of(event.proc) < 0 || event.bytes.size() > kMostValueBytes) {
+  const bool is_peer = event.proc != self_ && index_of(event.proc) >= 0;
+  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostValueBytes) {
     return answer_question(question, nullptr);
   }
   questions_.push_back(question);

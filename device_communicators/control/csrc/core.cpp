@@ -673,7 +673,7 @@ void Core::tend() {
   if (ticked) ask_beats(), publish();
   if (roster_ != nullptr) tend_domains(ticked);
   tend_links();
-  if (ticked) forget_peers();
+  if (ticked) forget_peers(), forget_oldest();
   advance_all();
 }
 

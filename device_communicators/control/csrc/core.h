@@ -374,6 +374,7 @@ class Core {
   void forget_older_epochs();
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
   bool has_room(std::size_t bytes);
+  void forget_oldest();
   void send_round(int connection, FrameKind kind, const Message& message);
   bool on_round(int connection, const Frame& frame);
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);

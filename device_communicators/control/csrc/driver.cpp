@@ -530,8 +530,9 @@ void Driver::probe(Stay* stay, int number) {
   socklen_t size = sizeof(info);
   if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
   Event event = event_of(Event::kAcked, 0, number);
-  // A peer that doesn't get our bytes, but whose own still arrive, acknowledges only what it got before.
-  event.age = info.tcpi_retransmits > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
+  // A peer that doesn't get our bytes, but whose own still arrive, acknowledges only what it got before. A peer whose
+  // window is full has acknowledged all that is in flight, and answers probes.
+  event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
   stay->events.push_back(std::move(event));
 }
 

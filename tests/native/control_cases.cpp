@@ -1,0 +1,570 @@
+// Single cases of the control core: a core under test, and peers made of frames.
+//
+//   control_cases [NAME]
+//
+// Each case prints its name and what doesn't hold.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core.h"
+#include "hmac.h"
+
+using namespace parallel_state::control;
+
+namespace {
+
+int failures = 0;
+
+void check(bool holds, const char* text, int line) {
+  if (holds) return;
+  ++failures;
+  std::printf("  line %d: %s\n", line, text);
+}
+#define CHECK(holds) check(holds, #holds, __LINE__)
+
+Event event_of(Event::Kind kind, int connection = -1, Proc proc = 0) {
+  Event event;
+  event.kind = kind;
+  event.connection = connection;
+  event.proc = proc;
+  event.nonce = Bytes(kNonceBytes, 'n');
+  return event;
+}
+
+Proc proc_of(int rank) { return static_cast<Proc>(rank) + 11; }
+
+// The core of rank `me`, and the bytes that a peer of it would send.
+struct World {
+  explicit World(const std::vector<int>& hosts, int me = 0, bool meets = true)
+      : core(proc_of(me), "token" + std::to_string(me), Config()) {
+    std::vector<Member> members;
+    for (std::size_t host = 0; host < hosts.size(); ++host) {
+      for (int i = 0; i < hosts[host]; ++i) {
+        const int rank = static_cast<int>(members.size());
+        members.push_back({rank, proc_of(rank), host, {"host", 1, "token" + std::to_string(rank)}, 0, 0});
+      }
+    }
+    self = me;
+    roster = std::make_shared<const Roster>(std::move(members));
+    if (meets) meet(1);
+  }
+
+  void meet(std::uint64_t epoch) {
+    Event event = event_of(Event::kMeet);
+    event.world = 7;
+    event.epoch = epoch;
+    event.roster = roster;
+    step(event);
+  }
+
+  void step(const Event& event) {
+    actions.clear();
+    core.step(now, event, &actions);
+    auto asked = std::count_if(actions.begin(), actions.end(), [](const auto& a) { return a.kind == Action::kBeat; });
+    for (; asked > 0; --asked) core.step(now, event_of(Event::kBeats), &actions);
+  }
+
+  // Lets time pass in ticks; `beats` of the own domain move.
+  void pass(Nanos time, const std::vector<Proc>& beats = {}) {
+    std::vector<Action> all;
+    for (const Nanos end = now + time; now < end;) {
+      now = std::min(end, std::max(now + 1, core.wake_at()));
+      step(Event());
+      all.insert(all.end(), actions.begin(), actions.end());
+      Event event = event_of(Event::kBeats);
+      event.procs = beats;
+      step(event);
+      all.insert(all.end(), actions.begin(), actions.end());
+    }
+    actions = std::move(all);
+  }
+
+  Bytes frame(FrameKind kind, int from, Bytes body, std::uint64_t epoch = 1) {
+    return encode(Frame{kind, 7, epoch, 0, proc_of(from), std::move(body)});
+  }
+
+  Bytes proof(int from, bool dialer) {  // of rank `from`, which dialed this core or was dialed by it
+    const int dialed = dialer ? self : from;
+    Writer writer;
+    writer.number(static_cast<std::uint8_t>(dialer)).text(Bytes(kNonceBytes, dialer ? 'p' : 'n'));
+    writer.text(Bytes(kNonceBytes, dialer ? 'n' : 'p'));
+    writer.number(proc_of(dialer ? from : self)).number(proc_of(dialed));
+    return hmac_sha256("token" + std::to_string(dialed), writer.take());
+  }
+
+  void identify(int connection, int from, bool dialer) {
+    bytes(connection, encode(Hello{}) + frame(FrameKind::kNonce, from, Bytes(kNonceBytes, 'p')) +
+                          frame(FrameKind::kIdentity, from, proof(from, dialer)));
+  }
+
+  void accept(int connection, int from) {
+    step(event_of(Event::kAccepted, connection));
+    identify(connection, from, true);
+  }
+
+  void answer(int connection, int to) {  // the dial of rank `to`
+    step(event_of(Event::kDialed, connection, proc_of(to)));
+    identify(connection, to, false);
+  }
+
+  void bytes(int connection, Bytes bytes) {
+    Event event = event_of(Event::kBytes, connection);
+    event.bytes = std::move(bytes);
+    step(event);
+  }
+
+  void state(int connection, int from, Proc proc, std::uint8_t flags) {
+    Writer writer;
+    writer.number(1U).number(proc).number(flags).number(proc_of(from)).text("");
+    bytes(connection, frame(FrameKind::kState, from, writer.take()));
+  }
+
+  void call(std::vector<int> members, const std::string& purpose, Nanos timeout, Bytes value = "v") {
+    auto call = std::make_shared<Call>();
+    call->purpose = purpose;
+    for (const int member : members) call->members.push_back(proc_of(member));
+    call->value = std::move(value);
+    call->deadline = timeout == kNever ? kNever : now + timeout;
+    Event event = event_of(Event::kCall);
+    event.call = call;
+    step(event);
+  }
+
+  Bytes value(int from, const std::vector<int>& members, const std::string& purpose, const Bytes& value,
+              std::uint32_t seat, FrameKind kind = FrameKind::kValue) {
+    std::vector<Proc> procs;
+    for (const int member : members) procs.push_back(proc_of(member));
+    Writer writer;
+    writer.number(Core::digest_of(procs)).text(purpose).number(0U).number(seat).number(0U);
+    writer.number(Nanos{kSecond}).text(value).number(static_cast<std::uint32_t>(procs.size()));
+    for (const Proc proc : procs) writer.number(proc);
+    writer.number(std::uint8_t{0});
+    return frame(kind, from, writer.take());
+  }
+
+  const Action* find(Action::Kind kind, int connection = -1) const {
+    for (const Action& action : actions) {
+      if (action.kind == kind && (connection < 0 || action.connection == connection)) return &action;
+    }
+    return nullptr;
+  }
+
+  // The body of the last frame of this kind that was sent on the connection; null if there is none.
+  const Action* sent(int connection, FrameKind kind) const {
+    for (const Action& action : actions) {
+      const bool is_frame = action.kind == Action::kSend && action.bytes.size() >= kHeadBytes;
+      if (is_frame && action.connection == connection && action.bytes[6] == static_cast<char>(kind)) return &action;
+    }
+    return nullptr;
+  }
+
+  bool knows(int rank, std::uint8_t flags) const {
+    for (const auto& [proc, end] : core.ends()) {
+      if (proc == proc_of(rank)) return end.flags == flags;
+    }
+    return false;
+  }
+
+  Core core;
+  int self = 0;
+  Nanos now = 1000 * kSecond;
+  std::shared_ptr<const Roster> roster;
+  std::vector<Action> actions;
+};
+
+void vectors_of_hmac() {
+  const auto hex = [](const std::string& bytes) {
+    std::string text;
+    char two[3];
+    for (const unsigned char each : bytes) std::snprintf(two, sizeof(two), "%02x", each), text += two;
+    return text;
+  };
+  // RFC 6234, 8.5: tests 1 and 2; RFC 4231: cases 1, 2, 3 and 6.
+  CHECK(hex(sha256("abc")) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  CHECK(hex(sha256("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")) ==
+        "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+  CHECK(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")) ==
+        "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+  CHECK(hex(hmac_sha256("Jefe", "what do ya want for nothing?")) ==
+        "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  CHECK(hex(hmac_sha256(std::string(20, '\xaa'), std::string(50, '\xdd'))) ==
+        "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe");
+  CHECK(hex(hmac_sha256(std::string(131, '\xaa'), "Test Using Larger Than Block-Size Key - Hash Key First")) ==
+        "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+}
+
+void a_token_is_proved() {
+  World world({1, 1});
+  world.accept(3, 1);
+  CHECK(world.find(Action::kClose) == nullptr);
+  world.step(event_of(Event::kAccepted, 4));
+  world.bytes(4, encode(Hello{}) + world.frame(FrameKind::kNonce, 1, Bytes(kNonceBytes, 'p')) +
+                     world.frame(FrameKind::kIdentity, 1, world.proof(1, false)));  // the other direction's proof
+  CHECK(world.find(Action::kClose, 4) != nullptr);
+}
+
+void a_stranger_of_another_version_is_only_logged() {
+  World world({1, 1});
+  world.step(event_of(Event::kAccepted, 3));
+  world.bytes(3, encode(Hello{9, 9, 1}));
+  CHECK(world.find(Action::kRefuse) == nullptr && world.find(Action::kLog) != nullptr);
+  CHECK(world.find(Action::kClose, 3) != nullptr);
+  world.step(event_of(Event::kDialed, 4, proc_of(1)));
+  world.bytes(4, encode(Hello{9, 9, 1}));
+  CHECK(world.find(Action::kRefuse) != nullptr);
+}
+
+void flags_that_nobody_has_are_malformed() {
+  for (const int flags : {0, 64, 128}) {
+    World world({1, 1});
+    world.accept(3, 1);
+    world.state(3, 1, proc_of(1), static_cast<std::uint8_t>(flags));
+    CHECK(world.find(Action::kClose, 3) != nullptr && world.core.ends().empty());
+  }
+}
+
+void ends_of_no_member_are_not_kept() {
+  World world({1, 1});
+  world.accept(3, 1);
+  world.state(3, 1, 999, kExited);
+  CHECK(world.core.ends().empty() && world.find(Action::kClose) == nullptr);
+}
+
+void a_state_is_not_starved_by_other_frames() {
+  World world({2, 1});
+  world.accept(3, 2);
+  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  Event board = event_of(Event::kBoard);
+  board.bytes = Writer().number(1U).number(proc_of(1)).number(std::uint8_t{kLeft}).number(proc_of(1)).text("").take();
+  world.step(board);
+  bool told = false;
+  for (int i = 0; i < 30 && !told; ++i) {  // a question each 100 ms is answered
+    world.bytes(3, world.frame(FrameKind::kQuestion, 2, Writer().number(std::uint64_t{1}).text("q").take()));
+    Event reply = event_of(Event::kReply, -1, proc_of(2));
+    reply.id = 1;
+    world.step(reply);
+    world.pass(100 * kMillisecond);
+    told = world.sent(3, FrameKind::kState) != nullptr;
+  }
+  CHECK(told);
+}
+
+void a_leaver_answers_all_its_calls() {
+  World world({1, 1});
+  world.call({0, 1}, "first", 10 * kSecond);
+  Event ask = event_of(Event::kAsk, -1, proc_of(1));
+  ask.deadline = world.now + 10 * kSecond;
+  world.step(ask);
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = world.now;
+  world.step(leave);
+  CHECK(world.find(Action::kVerdict) != nullptr && world.find(Action::kVerdict)->key.purpose == "first");
+  CHECK(world.find(Action::kReply) != nullptr && world.find(Action::kReply)->flags == 1);
+  CHECK(world.core.is_over());
+  world.call({0, 1}, "second", 10 * kSecond);
+  CHECK(world.find(Action::kVerdict) != nullptr && world.find(Action::kVerdict)->key.purpose == "second");
+  world.step(ask);
+  CHECK(world.find(Action::kReply) != nullptr);
+}
+
+void a_lead_waits_for_its_domain() {
+  World world({2, 1});
+  world.accept(3, 2);
+  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = world.now + kSecond;
+  world.step(leave);
+  CHECK(!world.core.is_over() && world.sent(3, FrameKind::kState) == nullptr);
+  Event board = event_of(Event::kBoard);
+  board.bytes = Writer().number(1U).number(proc_of(1)).number(std::uint8_t{kLeft}).number(proc_of(1)).text("").take();
+  world.step(board);
+  CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
+}
+
+void a_last_leaver_connects_to_those_that_never_heard_of_it() {
+  World world({1, 1}, 0);
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = world.now + kSecond;
+  world.step(leave);
+  CHECK(!world.core.is_over() && world.find(Action::kDial) != nullptr);
+  world.answer(3, 1);
+  CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
+}
+
+void a_refused_call_names_its_key() {
+  World world({1, 1});
+  for (const auto& [members, size] :
+       std::vector<std::pair<std::vector<int>, std::size_t>>{{{1}, 1}, {{0, 9}, 1}, {{0, 1}, 4097}}) {
+    world.call(members, "p", kSecond, Bytes(size, 'x'));
+    CHECK(world.find(Action::kRefuse) != nullptr && world.find(Action::kRefuse)->key.purpose == "p");
+    CHECK(world.core.rounds() == 0);
+  }
+  world.call({0, 1}, "p", kSecond);
+  world.call({0, 1}, "p", kSecond);
+  CHECK(world.find(Action::kRefuse) != nullptr);
+}
+
+void a_call_without_a_deadline() {
+  World world({1, 1});
+  world.now -= 10 * kSecond;  // so that the core adds to the time
+  world.call({0, 1}, "p", kNever);
+  world.pass(5 * kSecond);
+  CHECK(world.find(Action::kVerdict) == nullptr);
+}
+
+void a_cancelled_call_that_was_forgotten_leaves_nothing() {
+  World world({1, 1});
+  auto call = std::make_shared<Call>();
+  call->purpose = "p";
+  call->members = {proc_of(0), proc_of(1)};
+  Event cancel = event_of(Event::kCancel);
+  cancel.call = call;
+  world.step(cancel);
+  CHECK(world.core.rounds() == 0);
+}
+
+void a_cancelled_call_ends_soon_though_the_decider_is_silent() {
+  World world({1, 1}, 1);
+  world.call({0, 1}, "p", 100 * kSecond);
+  auto call = std::make_shared<Call>();
+  call->purpose = "p";
+  call->members = {proc_of(0), proc_of(1)};
+  Event cancel = event_of(Event::kCancel);
+  cancel.call = call;
+  world.step(cancel);
+  world.pass(kSecond);
+  CHECK(world.find(Action::kVerdict) != nullptr);
+}
+
+void agreements_of_others_take_bounded_memory() {
+  World world({1, 1});
+  world.accept(3, 1);
+  int hints = 0;
+  std::vector<int> members{0, 1};
+  for (int i = 0; i < 12'000; ++i) {
+    world.bytes(3, world.value(1, members, "p" + std::to_string(i), Bytes(4096, 'x'), 1));
+    hints += world.sent(3, FrameKind::kVerdict) != nullptr ? 1 : 0;
+  }
+  CHECK(world.core.rounds() < 10'000 && world.core.rounds() > 1000);
+  CHECK(hints > 2'000 && static_cast<std::size_t>(hints) + world.core.rounds() == 12'000);  // none is dropped silently
+  world.pass(3 * kSecond);
+  world.bytes(3, world.value(1, members, "next", "x", 1));
+  CHECK(world.core.rounds() <= 300);
+}
+
+void agreements_of_older_epochs_end() {
+  World world({1, 1});
+  world.call({0, 1}, "p", 100 * kSecond);
+  world.meet(2);
+  CHECK(world.core.rounds() == 0 && world.find(Action::kVerdict) != nullptr);
+}
+
+void a_seat_of_another_opens_nothing() {
+  World world({1, 1, 1});
+  world.accept(3, 1);
+  world.bytes(3, world.value(1, {0, 1, 2}, "p", "x", 2));
+  CHECK(world.core.rounds() == 0 && world.find(Action::kClose, 3) != nullptr);
+}
+
+void a_verdict_of_wrong_size_is_malformed() {
+  World world({1, 1}, 1);
+  world.accept(3, 0);
+  world.call({0, 1}, "p", kSecond);
+  Writer writer;
+  writer.number(Core::digest_of({proc_of(0), proc_of(1)})).text("p").number(0U).number(0U).number(0U).number(Nanos{0});
+  writer.text("")
+      .number(0U)
+      .number(std::uint8_t{1})
+      .number(std::uint8_t{Verdict::kAgreed})
+      .number(1U)
+      .text("x")
+      .number(0U);
+  world.bytes(3, world.frame(FrameKind::kVerdict, 0, writer.take()));
+  CHECK(world.find(Action::kVerdict) == nullptr && world.find(Action::kClose, 3) != nullptr);
+}
+
+void undecided_names_whom_the_decider_waits_for() {
+  // Rank 0 has ended; rank 1 decides, and waits for rank 2: rank 3 is to name rank 2.
+  World decider({1, 1, 1, 1}, 1);
+  decider.accept(3, 3);
+  decider.state(3, 3, proc_of(0), kExited);
+  decider.call({0, 1, 2, 3}, "p", 4 * kSecond);
+  decider.bytes(3, decider.value(3, {0, 1, 2, 3}, "p", "x", 3));
+  Bytes answer;
+  {
+    std::vector<Proc> procs{proc_of(0), proc_of(1), proc_of(2), proc_of(3)};
+    Writer writer;
+    writer.number(Core::digest_of(procs)).text("p").number(0U).number(3U).number(1U).number(Nanos{0}).text("");
+    writer.number(0U).number(std::uint8_t{0});
+    answer = writer.take();
+  }
+  decider.bytes(3, decider.frame(FrameKind::kAnswer, 3, answer));
+  decider.pass(1200 * kMillisecond);
+  const Action* hint = decider.sent(3, FrameKind::kVerdict);
+  CHECK(hint != nullptr);
+  if (hint == nullptr) return;
+  World member({1, 1, 1, 1}, 3);
+  member.accept(5, 1);
+  member.state(5, 1, proc_of(0), kExited);
+  member.call({0, 1, 2, 3}, "p", 2 * kSecond);
+  member.bytes(5, hint->bytes);
+  member.pass(3 * kSecond);
+  const Action* verdict = member.find(Action::kVerdict);
+  CHECK(verdict != nullptr && verdict->verdict->kind == Verdict::kUndecided);
+  if (verdict != nullptr) CHECK(verdict->verdict->culprits == std::vector<Proc>{proc_of(2)});
+}
+
+void too_long_questions_and_replies() {
+  World world({1, 1});
+  world.accept(3, 1);
+  Event ask = event_of(Event::kAsk, -1, proc_of(1));
+  ask.deadline = world.now + kSecond;
+  ask.bytes = Bytes(4097, 'x');
+  world.step(ask);
+  CHECK(world.find(Action::kReply) != nullptr && world.find(Action::kReply)->flags == 1);
+  Event reply = event_of(Event::kReply, -1, proc_of(1));
+  reply.bytes = Bytes(5000, 'x');
+  world.step(reply);
+  const Action* sent = world.sent(3, FrameKind::kReply);
+  CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + 4096);
+}
+
+// A lead with a connection to the only process of another domain, which is stopped.
+World with_stopped_peer() {
+  World world({1, 1});
+  world.accept(3, 1);
+  world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+  return world;
+}
+
+void a_stopped_process_whose_kernel_answers_is_stopped() {
+  World world = with_stopped_peer();
+  bool stopped = false, dialed_in_time = true;
+  for (int i = 0; i < 250 && !stopped; ++i) {
+    world.pass(100 * kMillisecond);
+    stopped = world.knows(1, kStopped);
+    if (world.find(Action::kClose, 3) != nullptr && i < 190) dialed_in_time = false;
+    if (world.find(Action::kProbe) == nullptr) continue;
+    Event acked = event_of(Event::kAcked, 3);
+    acked.age = 50 * kMillisecond;
+    world.step(acked);
+  }
+  CHECK(stopped && dialed_in_time);  // while its kernel acknowledges, its connection is kept
+}
+
+void a_full_window_is_replaced_by_a_dial() {
+  World world = with_stopped_peer();
+  bool ended = false;
+  int connection = 3, dials = 0;
+  for (int i = 0; i < 300 && !ended; ++i) {  // nothing is acknowledged any more; its kernel accepts connections
+    world.pass(100 * kMillisecond);
+    ended = !world.core.ends().empty();
+    if (ended || world.find(Action::kDial) == nullptr) continue;
+    ++dials;
+    world.step(event_of(Event::kDialed, ++connection, proc_of(1)));
+  }
+  CHECK(world.knows(1, kStopped) && dials > 0 && dials < 40);
+}
+
+void a_pause_of_this_process_ends_no_call_at_once() {
+  World world({1, 1});
+  world.accept(3, 1);
+  world.call({0, 1}, "p", 2 * kSecond);
+  world.now += 10 * kSecond;  // it was paused, and the value waits in its receive buffer
+  world.step(Event());
+  CHECK(world.find(Action::kVerdict) == nullptr);
+  world.bytes(3, world.value(1, {0, 1}, "p", "x", 1));
+  CHECK(world.find(Action::kVerdict) != nullptr && world.find(Action::kVerdict)->verdict->kind == Verdict::kAgreed);
+}
+
+void a_clock_that_goes_back_ends_nothing() {
+  World world({1, 1});
+  world.accept(3, 1);
+  world.now -= 100 * kSecond;
+  for (int i = 0; i < 100; ++i) {
+    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.pass(kSecond / 2);
+  }
+  CHECK(world.core.ends().empty());
+}
+
+void a_death_before_the_farewell_of_the_lead() {
+  // Rank 2 died, then rank 0's farewell arrives: rank 1, the next lead, dials without the pause after a farewell.
+  World world({3, 1}, 1);
+  world.step(event_of(Event::kEnded, -1, proc_of(2)));
+  Event board = event_of(Event::kBoard);
+  board.bytes = Writer().number(1U).number(proc_of(0)).number(std::uint8_t{kLeft}).number(proc_of(0)).text("").take();
+  world.step(board);
+  world.pass(300 * kMillisecond);
+  CHECK(world.find(Action::kDial) != nullptr);
+}
+
+void a_stranger_that_holds_the_token_is_closed() {
+  World world({1, 1});
+  world.accept(3, 8);  // of no epoch that is known
+  world.pass(6 * kSecond);
+  CHECK(world.find(Action::kClose, 3) != nullptr);
+}
+
+void a_leaver_whose_farewell_comes_over_another() {
+  // Rank 1 left: its connection broke and its port refuses before rank 2's state says so.
+  World world({1, 1, 1});
+  for (int peer : {1, 2}) {
+    world.accept(2 + peer, peer);
+    world.bytes(2 + peer, world.frame(FrameKind::kBeat, peer, Writer().number(kEmptyDigest).take()));
+  }
+  world.step(event_of(Event::kClosed, 3));
+  world.pass(30 * kMillisecond);
+  world.step(event_of(Event::kRefused, -1, proc_of(1)));
+  world.pass(100 * kMillisecond);
+  CHECK(world.core.ends().empty());
+  world.state(4, 2, proc_of(1), kLeft);
+  world.pass(kSecond);
+  CHECK(world.knows(1, kLeft));
+}
+
+#define CASE(name) {#name, name}
+const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
+    CASE(vectors_of_hmac),
+    CASE(a_token_is_proved),
+    CASE(a_stranger_of_another_version_is_only_logged),
+    CASE(flags_that_nobody_has_are_malformed),
+    CASE(ends_of_no_member_are_not_kept),
+    CASE(a_state_is_not_starved_by_other_frames),
+    CASE(a_leaver_answers_all_its_calls),
+    CASE(a_lead_waits_for_its_domain),
+    CASE(a_last_leaver_connects_to_those_that_never_heard_of_it),
+    CASE(a_refused_call_names_its_key),
+    CASE(a_call_without_a_deadline),
+    CASE(a_cancelled_call_that_was_forgotten_leaves_nothing),
+    CASE(a_cancelled_call_ends_soon_though_the_decider_is_silent),
+    CASE(agreements_of_others_take_bounded_memory),
+    CASE(agreements_of_older_epochs_end),
+    CASE(a_seat_of_another_opens_nothing),
+    CASE(a_verdict_of_wrong_size_is_malformed),
+    CASE(undecided_names_whom_the_decider_waits_for),
+    CASE(too_long_questions_and_replies),
+    CASE(a_stopped_process_whose_kernel_answers_is_stopped),
+    CASE(a_full_window_is_replaced_by_a_dial),
+    CASE(a_pause_of_this_process_ends_no_call_at_once),
+    CASE(a_clock_that_goes_back_ends_nothing),
+    CASE(a_death_before_the_farewell_of_the_lead),
+    CASE(a_stranger_that_holds_the_token_is_closed),
+    CASE(a_leaver_whose_farewell_comes_over_another),
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (const auto& [name, run] : kCases) {
+    if (argc > 1 && std::strcmp(argv[1], name) != 0) continue;
+    std::printf("%s\n", name);
+    run();
+  }
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
