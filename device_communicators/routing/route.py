@@ -496,10 +496,6 @@ class Route:
             raise error
         raise failure from error
 
-    def _is_known(self, error: CommunicationError) -> bool:
-        """Returns True if the control plane has named the ranks of an error, so that nobody need be asked."""
-        return self.context.watcher is not None and bool(self.context.watcher.deaths_of(error.suspect_ranks))
-
     def _began(self, started: float) -> float:
         """Returns when this thread's call began: before `started` where it has waited past this route first."""
         collectives = self.context.collectives
@@ -522,7 +518,7 @@ class Route:
         if isinstance(error, ParallelStateError) or not is_communication_error(error):
             if isinstance(error, PeerDiedError):
                 error = all_died(self.context, operation, started, error)
-            elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts and not self._is_known(error):
+            elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts:
                 error = self._explained(error, record)
             elif isinstance(error, CollectiveMismatchError) and self._spans_hosts and record is not None:
                 publish(self.context, record)  # those who wait for this rank in another way ask the store
@@ -563,8 +559,8 @@ class Route:
         return failure
 
     def _add_calls(self, failure: CommunicationError, record: Operation | None) -> None:
-        """Adds what ranks are at to an error of a wait, or of calls that differ."""
-        if not isinstance(failure, PeerDiedError) and self.first_failure is None:
+        """Adds what ranks are at to an error of a wait that no end of a rank explains, or of calls that differ."""
+        if not isinstance(failure, PeerDiedError) and self.first_failure is None and not self.context.deaths():
             add_calls(self.context, record, failure)
 
     @property
