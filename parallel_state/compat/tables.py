@@ -10,8 +10,16 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns what modules have under the names that a table lists after each, with blanks between them."""
-    return {name: getattr(module, name) for module, names in table.items() for name in names.split()}
+    """Returns what modules have under the names that a table lists after each: `*` for their functions and classes."""
+    found = {}
+    for module, names in table.items():
+        listed = names.split() if names != "*" else [name for name in vars(module) if _is_own(module, name)]
+        found.update({name: getattr(module, name) for name in listed})
+    return found
+
+
+def _is_own(module: ModuleType, name: str) -> bool:
+    return not name.startswith("_") and getattr(vars(module)[name], "__module__", "") == module.__name__
 
 
 def absent(module: str, name: str, missing: Mapping[str, str]) -> AttributeError:
