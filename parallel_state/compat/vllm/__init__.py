@@ -38,7 +38,6 @@ from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.functions import aliases
 from parallel_state.functions.capture import graph_capture as _graph_capture
-from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
@@ -97,7 +96,7 @@ _NAMES = {
     ),
     group: "GroupCoordinator Handle",
     message_queue: "MessageQueue",
-    stateless: "StatelessProcessGroup",
+    stateless: "StatelessProcessGroup in_the_same_node_as",
     capture_stream: "GraphCaptureContext",
 }
 """vLLM's names that lie elsewhere."""
@@ -283,20 +282,13 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     destroy_distributed_environment()
 
 
-def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, by rank of a process group, True if it shares the memory of `source_rank`'s host."""
-    if isinstance(pg, StatelessProcessGroup):
-        return pg.same_node(source_rank)
-    return same_node.in_the_same_node_as(pg, source_rank)
-
-
 def _node_count(pg: Any) -> int:
     """Returns the number of hosts of a group's ranks; all of them call it."""
     size = pg.world_size if isinstance(pg, (GroupCoordinator, StatelessProcessGroup)) else pg.size()
     waiting, count = set(range(size)), 0
     while waiting:
         count += 1
-        same = [True] if size == 1 else in_the_same_node_as(pg, min(waiting))
+        same = [True] if size == 1 else stateless.in_the_same_node_as(pg, min(waiting))
         waiting -= {rank for rank in waiting if same[rank]}
     return count
 

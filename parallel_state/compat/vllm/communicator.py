@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.utils import get_cpu_distributed_timeout_or_none
