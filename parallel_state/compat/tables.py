@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns what modules have under the names that a table lists after each: `*` for their functions and classes."""
-    found = {}
+    """Returns what modules have under the names that a table lists after each.
+
+    `*` stands for the public functions and classes that the module defines.
+    """
+    found: dict[str, Any] = {}
     for module, names in table.items():
-        listed = names.split() if names != "*" else [name for name in vars(module) if _is_own(module, name)]
-        found.update({name: getattr(module, name) for name in listed})
+        for name in names.split():
+            found |= _defined(module) if name == "*" else {name: getattr(module, name)}
     return found
 
 
-def _is_own(module: ModuleType, name: str) -> bool:
-    return not name.startswith("_") and getattr(vars(module)[name], "__module__", "") == module.__name__
+def _defined(module: ModuleType) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def reasons(table: Mapping[str, str]) -> dict[str, str]:
+    """Returns names with their reasons, of a table with the names that have each reason.
+
+    `MessageQueue.(recv buffer)` stands for members of a class.
+    """
+    found = {}
+    for reason, names in table.items():
+        for owner, members, name in re.findall(r"(\w+\.)\(([^)]*)\)|(\S+)", names):
+            found.update({owner + each: reason for each in (members or name).split()})
+    return found
 
 
 def absent(module: str, name: str, missing: Mapping[str, str]) -> AttributeError:

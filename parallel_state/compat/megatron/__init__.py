@@ -25,7 +25,7 @@ from parallel_state.compat.megatron import (
     process_groups,
     ranks,
 )
-from parallel_state.compat.tables import absent, collect
+from parallel_state.compat.tables import absent, collect, reasons
 
 _NAMES = {
     **dict.fromkeys((division, getters, buffers), "*"),
@@ -50,24 +50,22 @@ def __getattr__(name: str) -> Any:
     raise absent(__name__, name, MISSING)
 
 
-NOTES: dict[str, str] = {
-    "initialize_model_parallel": "as 0.16; main's four other arguments, by keyword only: gtp_remat_size, "
-    "expert_gtp_remat_size, rank_offset, local_world_size",
-    "RankGenerator": "with main's `gtp_remat`; wrong sizes raise an error that is RuntimeError and AssertionError",
-    **{
-        f"get_{stem}_{fact}": "main's `with_gtp_remat` is by keyword only; what comes by position is as in 0.16"
-        for stem in ("data_parallel", "expert_data_parallel")
-        for fact in ("group", "world_size", "rank")
-    },
-    "get_expert_tensor_model_pipeline_parallel_group": "with main's `with_egtp_remat`",
-    "get_global_memory_buffer": "a buffer of the same interface, which is on the CPU where the groups are",
-    "get_all_ranks": "as 0.16; main has the rank in `gtp` in second place, which is here where gtp_remat_size isn't 1",
-    "create_group": "on the CPU, without a backend, a group of the backend parallel_state",
-    "create_hierarchical_groups": "needs no einops",
-    **dict.fromkeys(
-        ("get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo"),
-        "of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set",
+NOTES = reasons({
+    "as 0.16; main's four other arguments, by keyword only: gtp_remat_size, expert_gtp_remat_size, rank_offset, "
+    "local_world_size": "initialize_model_parallel",
+    "with main's `gtp_remat`; wrong sizes raise an error that is RuntimeError and AssertionError": "RankGenerator",
+    "main's `with_gtp_remat` is by keyword only; what comes by position is as in 0.16": (
+        "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group "
+        "get_expert_data_parallel_world_size get_expert_data_parallel_rank"
     ),
-    "destroy_model_parallel": "destroys the process groups as well, and forgets what set_data_parallel_rank was given",
-}
-MISSING: dict[str, str] = {"HAVE_EINOPS": "nothing here needs einops"}
+    "with main's `with_egtp_remat`": "get_expert_tensor_model_pipeline_parallel_group",
+    "a buffer of the same interface, which is on the CPU where the groups are": "get_global_memory_buffer",
+    "as 0.16; main has the rank in `gtp` in second place, which is here where gtp_remat_size isn't 1": "get_all_ranks",
+    "on the CPU, without a backend, a group of the backend parallel_state": "create_group",
+    "needs no einops": "create_hierarchical_groups",
+    "of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set": (
+        "get_data_parallel_group_gloo get_expert_data_parallel_group_gloo"
+    ),
+    "destroys the process groups as well, and forgets what set_data_parallel_rank was given": "destroy_model_parallel",
+})  # fmt: skip
+MISSING = {"HAVE_EINOPS": "nothing here needs einops"}

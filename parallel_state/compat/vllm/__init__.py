@@ -31,7 +31,7 @@ from parallel_state import state
 from parallel_state.collectives import capture_stream
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
-from parallel_state.compat.tables import absent, collect, forward, named
+from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator, groups
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
@@ -42,61 +42,43 @@ from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
-_QUEUE = "of vLLM's queue within: the ring of this library's is `message_queue`'s"
-NOTES: dict[str, str] = {
-    "GraphCaptureContext": "has the stream, and what our own capture needs beside it",
-    "get_etp_group": "is the tensor-parallel group: an engram table is cut over it",
-    "get_eplb_group": "is the expert-parallel group: its calls don't run beside that group's",
-    "get_inner_dp_world_group": "is the group of a model's ranks, whether they are on one host or several",
-    "set_custom_all_reduce": "acts on groups that are made later",
-    "split_tensor_along_last_dim": "raises InvalidArgumentError where vLLM's asserts",
-    "divide": "raises InvalidArgumentError where vLLM's asserts",
-    "ensure_divisibility": "raises InvalidArgumentError where vLLM's asserts",
-    "stateless_init_torch_distributed_process_group": "is of gloo, whatever the backend",
-    "sched_yield": "is os.sched_yield, which this library calls nowhere",
-}
-MISSING: dict[str, str] = {
-    "patched_fused_scaled_matmul_reduce_scatter": "a patch of torch's op for float8 on CUDA, which torch has since",
-    "patched_fused_scaled_matmul_reduce_scatter_fake": "the same",
-    "_replace_active_groups": "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew",
-    "_init_stateless_group": "elastic expert parallelism, as above",
-    "SPINLOOP_EXT_ENABLED": _QUEUE, "SPINLOOP_TIMEOUT_SECONDS": _QUEUE, "VLLM_RINGBUFFER_WARNING_INTERVAL": _QUEUE,
-    "SHM_READER_RECHECK_INTERVAL_MS": _QUEUE, "SHM_NOTIFY_POLL_INTERVAL_S": _QUEUE,
-    "LONG_WAIT_TIME_LOG_MSG": _QUEUE, "to_bytes_big": _QUEUE,
-    "SpinCondition": _QUEUE, "ShmRingBuffer": _QUEUE,
-    **{
-        f"Handle.{name}": "a field of the queue's handle, `message_queue.Handle`"
-        for name in (
-            "local_reader_ranks", "buffer_handle", "local_subscribe_addr", "local_notify_addr",
-            "remote_subscribe_addr", "remote_addr_ipv6", "tensor_arena_handle",
-        )
-    },
-    **{
-        f"MessageQueue.{name}": _QUEUE
-        for name in (
-            "acquire_write", "acquire_read", "recv", "buffer", "current_idx", "deadline", "local_reader_rank",
-            "local_socket", "n_warning", "remote_socket", "started", "tensor_arena", "timeout", "warning_wait_time_ms",
-        )
-    },
-}  # fmt: skip
-
+NOTES = reasons({
+    "has the stream, and what our own capture needs beside it": "GraphCaptureContext",
+    "is the tensor-parallel group: an engram table is cut over it": "get_etp_group",
+    "is the expert-parallel group: its calls don't run beside that group's": "get_eplb_group",
+    "is the group of a model's ranks, whether they are on one host or several": "get_inner_dp_world_group",
+    "acts on groups that are made later": "set_custom_all_reduce",
+    "raises InvalidArgumentError where vLLM's asserts": "split_tensor_along_last_dim divide ensure_divisibility",
+    "is of gloo, whatever the backend": "stateless_init_torch_distributed_process_group",
+    "is os.sched_yield, which this library calls nowhere": "sched_yield",
+})  # fmt: skip
+MISSING = reasons({
+    "a patch of torch's op for float8 on CUDA, which torch has since": "patched_fused_scaled_matmul_reduce_scatter",
+    "the same": "patched_fused_scaled_matmul_reduce_scatter_fake",
+    "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew": "_replace_active_groups",
+    "elastic expert parallelism, as above": "_init_stateless_group",
+    "of vLLM's queue within: the ring of this library's is `message_queue`'s": (
+        "SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG "
+        "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S to_bytes_big SpinCondition ShmRingBuffer "
+        "MessageQueue.(acquire_write acquire_read recv buffer current_idx deadline local_reader_rank local_socket "
+        "n_warning remote_socket started tensor_arena timeout warning_wait_time_ms)"
+    ),
+    "a field of the queue's handle, `message_queue.Handle`": (
+        "Handle.(local_reader_ranks buffer_handle local_subscribe_addr local_notify_addr remote_subscribe_addr "
+        "remote_addr_ipv6 tensor_arena_handle)"
+    ),
+})  # fmt: skip
 
 _NAMES = {
-    utils: (
-        "SHM_PATH USE_SCHED_YIELD check_shm_free_space cpu_all_reduce_ create_tcp_store divide ensure_divisibility "
-        "from_bytes_big get_cached_tcp_store_client get_cpu_distributed_timeout_or_none "
-        "get_distributed_timeout_or_none get_pp_indices get_worker_rank_suffix init_gloo_process_group "
-        "is_weak_contiguous memory_fence sched_yield split_tensor_along_last_dim "
-        "stateless_destroy_torch_distributed_process_group stateless_init_torch_distributed_process_group "
-        "verify_group_size_divides_partition"
-    ),
+    utils: "* SHM_PATH USE_SCHED_YIELD divide from_bytes_big get_cached_tcp_store_client sched_yield "
+    "split_tensor_along_last_dim",
     state: (
         "destroy_model_parallel get_node_count is_global_first_rank is_local_first_rank model_parallel_is_initialized "
         "set_custom_all_reduce"
     ),
     group: "GroupCoordinator Handle",
     message_queue: "MessageQueue",
-    stateless: "StatelessProcessGroup in_the_same_node_as",
+    stateless: "*",
     capture_stream: "GraphCaptureContext",
 }
 """vLLM's names that lie elsewhere."""
