@@ -68,16 +68,38 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
     return named(module, call, name, f"Calls `{method.__name__}` of {of}. {method.__doc__}")
 
 
-def renamed(method: Callable[..., Any], names: str, text: str) -> Any:
-    """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't."""
-    itself, *parameters = inspect.signature(method).parameters.values()
-    ours = {name: each.name for name, each in zip(names.split(), parameters, strict=False)}
+def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
+    """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't.
+
+    `dst!` is a parameter that the engine has no default for, `group?` one that has no meaning here; these are the last.
+    `then` makes the engine's result of ours.
+    """
+    signature = inspect.signature(method)
+    itself, *parameters = signature.parameters.values()
+    kept, required = [itself], 0
+    ours: dict[str, str] = {}
+    for name, mark in re.findall(r"(\w+)([!?]?)", names):
+        if mark == "?":
+            kept.append(inspect.Parameter(name, itself.kind, default=None, annotation="Any"))
+            continue
+        each = parameters[len(ours)]
+        ours[name] = each.name
+        kept.append(each.replace(name=name, default=each.empty if mark else each.default))
+        required = len(ours) if mark else required
+    signature = signature.replace(
+        parameters=kept, return_annotation=signature.return_annotation if then is None else Any
+    )
+    ignored = {each.name for each in kept[1:]} - ours.keys()
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **{ours.get(name, name): value for name, value in kwargs.items()})
+        if ignored:
+            args, kwargs = args[: len(ours)], {name: kwargs[name] for name in kwargs.keys() - ignored}
+        if len(args) < required:
+            signature.bind(self, *args, **kwargs)  # raises where ours has a default that the engine hasn't
+        found = method(self, *args, **{ours.get(name, name): value for name, value in kwargs.items()})
+        return found if then is None else then(found)
 
-    kept = [each.replace(name=name) for name, each in zip(ours, parameters, strict=False)]
-    call.__signature__ = inspect.Signature([itself, *kept])  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__doc__ = text
     return call

@@ -387,7 +387,7 @@ class MessageQueue:
             handle = _exchange(pg, handle)[writer_rank]
         else:
             handle = pg.broadcast_obj(handle, writer_rank)
-        queue = queue or MessageQueue.create_from_handle(handle, rank)  # type: ignore[arg-type]
+        queue = queue or MessageQueue.create_from_handle(handle, rank)
         if blocking:
             queue.wait_until_ready()
         return queue

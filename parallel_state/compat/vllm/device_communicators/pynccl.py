@@ -5,6 +5,7 @@ NCCL's calls (`group_start`, windows, the wrapper of its library) aren't here: v
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,13 @@ from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import init_gloo_process_group
 
 _TIMEOUT = timedelta(minutes=30)
+
+
+def _options(kind: Any, **fields: Any) -> Any:
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
 
 
 class PyNcclCommunicator:
@@ -59,10 +67,7 @@ class PyNcclCommunicator:
     def _run(self, tensor: Tensor, stream: Any, start: Any) -> None:
         if tensor.device != self.device:
             raise InvalidArgumentError(f"the tensor must be on {self.device}, but is on {tensor.device}")
-        if stream is None or self.device.type == "cpu":
-            start().wait()
-            return
-        with torch.cuda.stream(stream):
+        with contextlib.nullcontext() if stream is None or self.device.type == "cpu" else torch.cuda.stream(stream):
             start().wait()
 
     def all_reduce(
@@ -72,8 +77,7 @@ class PyNcclCommunicator:
         if self._group is None:
             return None
         out = in_tensor.clone() if out_tensor is None else out_tensor.copy_(in_tensor)
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
+        options = _options(dist.AllreduceOptions, reduceOp=op)
         self._run(in_tensor, stream, lambda: self._group.allreduce([out], options))
         return out
 
@@ -87,11 +91,8 @@ class PyNcclCommunicator:
     ) -> None:
         """Writes this rank's part, along dim 0, of the reduction of `input_tensor` into `output_tensor`."""
         if self._group is not None:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = op
-            self._run(
-                input_tensor, stream, lambda: reduce_scatter_base(self._group, output_tensor, input_tensor, options)
-            )
+            given = output_tensor, input_tensor, _options(dist.ReduceScatterOptions, reduceOp=op)
+            self._run(input_tensor, stream, lambda: reduce_scatter_base(self._group, *given))
 
     def send(self, tensor: Tensor, dst: int, stream: Any = None) -> None:
         """Sends a contiguous tensor to rank `dst`."""
@@ -106,8 +107,7 @@ class PyNcclCommunicator:
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
         """Broadcasts the contiguous tensor of rank `src` into the others', in place."""
         if self._group is not None:
-            options = dist.BroadcastOptions()
-            options.rootRank = src
+            options = _options(dist.BroadcastOptions, rootRank=src)
             self._run(tensor, stream, lambda: self._group.broadcast([tensor], options))
 
     def destroy(self) -> None:
