@@ -20,12 +20,11 @@ from device_communicators.base.errors import AlreadyInitializedError
 from parallel_state.compat.sglang import communication_op, coordinator, dp_attention, parallel_state, utils
 from parallel_state.compat.sglang.context import ParallelContext as ParallelContext
 from parallel_state.compat.sglang.context import get_parallel as get_parallel
-from parallel_state.compat.sglang.utils import all_gather_single as all_gather_single
-from parallel_state.compat.sglang.utils import reduce_scatter_single as reduce_scatter_single
 from parallel_state.compat.tables import absent, collect, reasons
 
 globals().update(collect({
-    utils: "*", communication_op: "*", coordinator: "* REDUCE_OP_SUM", parallel_state: "*", dp_attention: "*"
+    **dict.fromkeys((communication_op, parallel_state, dp_attention), "*"),
+    utils: "* all_gather_single divide ensure_divisibility reduce_scatter_single", coordinator: "* REDUCE_OP_SUM",
 }))  # fmt: skip
 
 

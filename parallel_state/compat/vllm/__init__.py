@@ -70,8 +70,10 @@ MISSING = reasons({
 })  # fmt: skip
 
 _NAMES = {
-    utils: "* SHM_PATH USE_SCHED_YIELD divide from_bytes_big get_cached_tcp_store_client sched_yield "
-    "split_tensor_along_last_dim",
+    utils: (
+        "* SHM_PATH USE_SCHED_YIELD divide ensure_divisibility from_bytes_big get_cached_tcp_store_client sched_yield "
+        "split_tensor_along_last_dim"
+    ),
     state: (
         "destroy_model_parallel get_node_count is_global_first_rank is_local_first_rank model_parallel_is_initialized "
         "set_custom_all_reduce"
@@ -358,22 +360,15 @@ def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
     return len(state.get_group_ranks("dcp")), state.get_group_rank("dcp")
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Returns the number of tensor-parallel ranks."""
-    with as_assertion():
-        return len(state.get_group_ranks("tp"))
+def _number(find: Callable[[], int], fact: str) -> Callable[[], int]:
+    return named(__name__, as_assertion()(find), f"get_{fact}", f"Returns this rank's {fact.replace('_', '-')}.")
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """Returns this rank's position in its tensor-parallel group."""
-    with as_assertion():
-        return state.get_group_rank("tp")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Returns this rank's stage."""
-    with as_assertion():
-        return state.get_group_rank("pp")
+get_tensor_model_parallel_world_size = _number(
+    lambda: len(state.get_group_ranks("tp")), "tensor_model_parallel_world_size"
+)
+get_tensor_model_parallel_rank = _number(lambda: state.get_group_rank("tp"), "tensor_model_parallel_rank")
+get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "pipeline_model_parallel_rank")
 
 
 @contextlib.contextmanager
