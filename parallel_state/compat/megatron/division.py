@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from device_communicators.base.torch_internals import set_timeout
 from parallel_state import state
 from parallel_state.compat.megatron import process_groups
 from parallel_state.compat.megatron.buffers import set_global_memory_buffer
@@ -328,5 +329,9 @@ def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
     groups = [pg]
     if pg is None:
         kinds = [group_of(kind) for kind in (*VARIABLES.values(), *WITHOUT_GTP)]
-        groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.created_groups()]))
-    process_groups.set_timeouts(groups, timeout, lambda: dist.barrier(pg))
+        groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.CREATED]))
+    dist.barrier(pg)  # so that no deadline gets shorter in the middle of a call
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in groups:
+        set_timeout(group, timeout.total_seconds())
