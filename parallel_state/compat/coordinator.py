@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_state import state
 from parallel_state.compat.tables import renamed
 from parallel_state.groups.coordinator import GroupCoordinator
 
@@ -28,6 +29,15 @@ class GroupView(GroupCoordinator):
             found = made.__dict__[kept] = object.__new__(cls)
             found._show(made, *facts)
         return found
+
+    @staticmethod
+    def _make(lists: list[list[int]], local_rank: int, backend: Any, name: str | None, **options: bool) -> Any:
+        """Makes one of our groups among lists that divide the world, which the first one makes where there is none."""
+        if state.try_get_world_group() is None:
+            state.init_distributed_environment(allow_pickle=True)
+        return state.init_model_parallel_group(
+            lists, local_rank, str(backend), group_name=name or "anonymous", allow_pickle=True, **options
+        )
 
     def _show(self, made: GroupCoordinator) -> None:
         self.__dict__ = made.__dict__

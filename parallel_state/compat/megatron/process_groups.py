@@ -63,14 +63,8 @@ def create_group(
 
     With `use_local_synchronization` its members only. Without `backend` it has `backend_of_groups()`.
     """
-    group = dist.new_group(
-        ranks=None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend or backend_of_groups(),
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+    given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
+    group = dist.new_group(**given)
     if ranks is None or dist.get_rank() in ranks:
         CREATED.append(group)
     return group

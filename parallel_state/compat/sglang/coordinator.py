@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
-from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat import tables
 from parallel_state.compat.coordinator import GroupView
@@ -91,17 +90,9 @@ class GroupCoordinator(GroupView):
         max_world_size: int | None = None,
     ) -> None:
         refuse_elastic(recovered_rank, rank_offset, max_world_size)
-        if state.try_get_world_group() is None:
-            state.init_distributed_environment(allow_pickle=True)
+        custom = use_custom_allreduce
         self._show(
-            state.init_model_parallel_group(
-                group_ranks,
-                local_rank,
-                str(torch_distributed_backend),
-                group_name=group_name or "anonymous",
-                use_custom_allreduce=use_custom_allreduce,
-                allow_pickle=True,
-            )
+            self._make(group_ranks, local_rank, torch_distributed_backend, group_name, use_custom_allreduce=custom)
         )
         self.use_custom_allreduce = use_custom_allreduce
 

@@ -66,16 +66,15 @@ class GroupCoordinator(GroupView):
 
         Over a default group of torch's alone the first one makes the world.
         """
-        if state.try_get_world_group() is None and dist.is_initialized():
-            state.init_distributed_environment(allow_pickle=True)
-        made = state.init_model_parallel_group(
+        if not dist.is_initialized():
+            state.get_world_group()  # raises where there is none
+        made = self._make(
             group_ranks,
             local_rank,
-            str(torch_distributed_backend),
-            group_name=group_name or "anonymous",
+            torch_distributed_backend,
+            group_name,
             use_device_communicator=use_device_communicator,
             use_message_queue_broadcaster=use_message_queue_broadcaster,
-            allow_pickle=True,
         )
         self._show(made, group_ranks, use_device_communicator, use_all2all)
 
