@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import GroupNotInitializedError
+from device_communicators.routing.communicator import new_gathered, new_scattered
 from device_communicators.routing.registry import unique_name
 from parallel_state import state
 from parallel_state.collectives import capture_stream
@@ -119,28 +120,21 @@ def all_reduce_fake(tensor: Tensor, group_name: str) -> Tensor:
 
 def reduce_scatter_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
     """Returns a tensor of the result's shape."""
-    shape = list(tensor.shape)
-    shape[dim] //= world_size
-    return tensor.new_empty(shape)
+    return new_scattered(tensor, dim, world_size)
 
 
 def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
     """Returns a tensor of the result's shape."""
-    shape = list(tensor.shape)
-    shape[dim] *= world_size
-    return tensor.new_empty(shape)
+    return new_gathered(tensor, dim, world_size)
 
 
 def _each_communicator(method: str) -> None:
     """Calls the method of each communicator that has it, of all groups that there are, in one order on all ranks."""
-    found = {group.unique_name: group.route for group in groups.values()}
-    world = state.try_get_world_group()
-    made = [] if world is None else [world]
+    made = [*groups.values(), state.try_get_world_group()]
     if model_parallel_is_initialized():  # which layers may have used without a getter of this module
         made += state.get_parallel_groups().groups.values()
-    found |= {group.unique_name: group.route for group in made}
-    for name in sorted(found):
-        for communicator in () if found[name].closed else found[name].communicators:
+    for _, route in sorted({each.unique_name: each.route for each in made if each is not None}.items()):
+        for communicator in () if route.closed else route.communicators:
             getattr(communicator, method, lambda: None)()
 
 
