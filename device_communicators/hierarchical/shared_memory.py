@@ -56,11 +56,6 @@ class SharedMemoryCommunicator(Communicator):
         return f"CPU tensors over a shared segment: {self.context.host_memory}"
 
     @property
-    def has_native_ops(self) -> bool:
-        memory = self.context.host_memory
-        return self._group.library.has_ops and (memory is None or not memory.debug)  # debug mode compares in Python
-
-    @property
     def op_server(self) -> NativeGroup:
         return self._group
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -222,11 +223,6 @@ class Communicator(ABC):
         return nullcontext()
 
     @property
-    def has_native_ops(self) -> bool:
-        """Returns True if the registered ops reach it without Python."""
-        return False
-
-    @property
     def op_server(self) -> NativeGroup | None:
         """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
         return None
@@ -246,28 +242,6 @@ class Communicator(ABC):
         """Reduces `x`, of any strides, in place."""
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
-
-    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
-        total = self.all_reduce(x, "sum")
-        with default_state(x):
-            return add_rms_norm(total, residual, weight, eps)
-
-    def all_reduce_add_rms_norm_static_fp8_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `(quantised, y)`, see the coordinator's."""
-        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
-        with default_state(x):
-            return static_fp8_quant(normed, scale), y
-
-    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(quantised, scales, y)`, see the coordinator's."""
-        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
-        with default_state(x):
-            return (*dynamic_per_token_fp8_quant(normed), y)
 
     # With `out`, contiguous and sharing no memory with `x`, the result goes there. It isn't copied if all dims before
     # `dim` have length 1: each rank's block is then contiguous.
@@ -369,22 +343,6 @@ class Communicator(ABC):
 
     # Flat operations: every tensor is contiguous, the group's dim is 0.
 
-    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
-        """Starts flat_all_reduce_; the caller keeps the tensors of a started operation alive until it is done.
-
-        This and the next two are for communicators that can go on by themselves; the others return when it is done.
-        """
-        self.flat_all_reduce_(x, reduce_op)
-        return DONE
-
-    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
-        self.flat_all_gather(out, x)
-        return DONE
-
-    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
-        self.flat_reduce_scatter(out, x, reduce_op)
-        return DONE
-
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         """Reduces in place."""
@@ -460,6 +418,62 @@ def call_each_once(communicator: Communicator) -> None:
     communicator.flat_reduce_scatter(out[:1], x, "sum")
     communicator.flat_broadcast_(x, 0)
     communicator.flat_all_to_all(out, x, parts, parts)
+
+
+# Compositions of operations that few communicators implement: a method of the same name takes precedence.
+# A composed operation with an `i` is done when it returns. Where a communicator implements it, it returns earlier, and
+# the caller keeps the tensors alive until it is done.
+
+
+def _add_rms_norm(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
+    total = communicator.all_reduce(x, "sum")
+    with default_state(x):
+        return add_rms_norm(total, residual, weight, eps)
+
+
+def _add_rms_norm_static(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns `(quantised, y)`, see the coordinator's."""
+    normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
+    with default_state(x):
+        return static_fp8_quant(normed, scale), y
+
+
+def _add_rms_norm_dynamic(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(quantised, scales, y)`, see the coordinator's."""
+    normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
+    with default_state(x):
+        return (*dynamic_per_token_fp8_quant(normed), y)
+
+
+def _at_once(method: str) -> Callable[..., Work]:
+    def start(communicator: Communicator, *args: Any) -> Work:
+        getattr(communicator, method)(*args)
+        return DONE
+
+    return start
+
+
+COMPOSED: Mapping[str, Callable[..., Any]] = {
+    "all_reduce_add_rms_norm": _add_rms_norm,
+    "all_reduce_add_rms_norm_static_fp8_quant": _add_rms_norm_static,
+    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _add_rms_norm_dynamic,
+    "iall_reduce_": _at_once("flat_all_reduce_"),
+    "iall_gather": _at_once("flat_all_gather"),
+    "ireduce_scatter": _at_once("flat_reduce_scatter"),
+}
+
+
+def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
+    """Returns the communicator's method of this name, else the composition."""
+    own = getattr(communicator, operation, None)
+    return partial(COMPOSED[operation], communicator) if own is None else own
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:

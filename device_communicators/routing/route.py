@@ -53,7 +53,7 @@ from device_communicators.calls.user_call import (
 )
 from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
-from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.communicator import Communicator, GroupContext, Request, method_of
 from device_communicators.routing.comparison import check_alike
 from device_communicators.routing.failures import (
     ADVICE,
@@ -248,7 +248,7 @@ class Route:
                 if call is None:
                     record.peer = args[-1]
                 with waiting_for(self.context, record):
-                    carry = partial(communicator.run_list, operation) if as_list else getattr(communicator, operation)
+                    carry = partial(communicator.run_list, operation) if as_list else method_of(communicator, operation)
                     if observers.IN_PROFILER:
                         carry = observers.profiled(carry, self.context, operation, tensor)
                     with nullcontext() if call is None else communicator.turn(call.method):
@@ -329,7 +329,7 @@ class Route:
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-2]
-                work = getattr(communicator, operation)(tensor, *args)
+                work = method_of(communicator, operation)(tensor, *args)
             except Exception as error:
                 self._raise_failure(error, operation if call is None else call.method, started)
         return Handle(self, record, work, tensor)
