@@ -302,9 +302,12 @@ def _lists(kind: str) -> list[list[int]]:
 
 def _apart(kind: str, timeout: timedelta | None) -> tuple[Any, list[int]]:
     """Returns one more group of the ranks of a kind, in which calls don't wait for those in the first."""
-    return process_groups.create_groups(
-        _lists(kind), timeout=timeout, group_desc=f"{kind}_ag", use_local_synchronization=kind in LISTED
-    )
+    found: tuple[Any, list[int]] = (None, [])
+    for ranks in _lists(kind):
+        group = create_group(ranks, timeout, use_local_synchronization=kind in LISTED, group_desc=f"{kind}_ag")
+        if dist.get_rank() in ranks:
+            found = group, ranks
+    return found
 
 
 def create_all_gather_groups(

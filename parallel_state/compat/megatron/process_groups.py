@@ -70,16 +70,6 @@ def create_group(
     return group
 
 
-def create_groups(lists: Sequence[Sequence[int]], **options: Any) -> tuple[Any, list[int]]:
-    """Returns the group and the list that this rank is in, made by all ranks; None and no ranks where in none."""
-    found: tuple[Any, list[int]] = (None, [])
-    for ranks in lists:
-        group = create_group(ranks, **options)
-        if dist.get_rank() in ranks:
-            found = group, list(ranks)
-    return found
-
-
 def create_hierarchical_groups(
     rank: int,
     ranks: Sequence[int],
