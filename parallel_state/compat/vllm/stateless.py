@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -66,17 +65,14 @@ class StatelessProcessGroup(StoreGroup):
             store.set(keys[self.rank], b"1")
             if phase == "left" and self.rank != 0:
                 return
-            deadline = time.monotonic() + timeout
-            store = self._bounded.until(deadline + ANSWER_S)
-            while not store.check(keys):
-                if time.monotonic() > deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                    raise CollectiveTimeoutError(
-                        f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
-                        f"{phase}. Look for the first that failed",
-                        operation="barrier", rank=self.rank, suspect_ranks=missing, timeout_s=timeout,
-                    )  # fmt: skip
-                time.sleep(0.001)
+            store = self._bounded.within(timeout + ANSWER_S)
+            if not store.wait_for(keys, timeout):
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise CollectiveTimeoutError(
+                    f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
+                    f"{phase}. Look for the first that failed",
+                    operation="barrier", rank=self.rank, suspect_ranks=missing, timeout_s=timeout,
+                )  # fmt: skip
 
     def same_node(self, source_rank: int) -> list[bool]:
         """Returns, by rank, True if it shares the memory of `source_rank`'s host; every rank calls it."""
