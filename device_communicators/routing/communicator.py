@@ -395,21 +395,21 @@ class Communicator(ABC):
 
 
 def new_gathered(x: Tensor, dim: int, size: int) -> Tensor:
-    """Returns a tensor for what `size` ranks gather of `x` along `dim`."""
+    """Allocates the result of gathering `x` from `size` ranks along `dim`."""
     shape = list(x.shape) or [1]
     shape[dim] *= size
     return x.new_empty(shape)
 
 
 def new_scattered(x: Tensor, dim: int, size: int) -> Tensor:
-    """Returns a tensor for one rank's part of `x` along `dim`."""
+    """Allocates one rank's slice of `x` along `dim`."""
     shape = list(x.shape)
     shape[dim] //= size
     return x.new_empty(shape)
 
 
 def call_each_once(communicator: Communicator) -> None:
-    """Makes each kind of call on the device: a library connects ranks at the first, which no capture may hold."""
+    """Runs each kind of call once on the device: libraries connect ranks at the first, which can't be captured."""
     size = communicator.context.size
     x = torch.zeros(size, device=communicator.context.device)
     out, parts = torch.empty_like(x), [1] * size

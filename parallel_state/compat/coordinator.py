@@ -32,7 +32,7 @@ class GroupView(GroupCoordinator):
 
     @staticmethod
     def _make(lists: list[list[int]], local_rank: int, backend: Any, name: str | None, **options: bool) -> Any:
-        """Makes one of our groups among lists that divide the world, which the first one makes where there is none."""
+        """Makes one of our groups from lists that divide the world, and first the world if there is none."""
         if state.try_get_world_group() is None:
             state.init_distributed_environment(allow_pickle=True)
         return state.init_model_parallel_group(

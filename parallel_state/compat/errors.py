@@ -15,7 +15,10 @@ class NotInitializedError(GroupNotInitializedError, AssertionError):
 
 @contextmanager
 def raised_as(*kinds: type[Exception]) -> Iterator[None]:
-    """Raises the body's error as the one of `kinds` whose first base it is an instance of; any other as it is."""
+    """Converts an error of the body to the first of `kinds` whose first base it is an instance of.
+
+    Other errors pass unchanged.
+    """
     try:
         yield
     except kinds:

@@ -11,9 +11,9 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns what modules have under the names that a table lists after each.
+    """Returns the objects that a table names for each module, by name.
 
-    `*` stands for the public functions and classes that the module defines.
+    Names are separated by blanks. `*` stands for the public functions and classes that the module defines.
     """
     found: dict[str, Any] = {}
     for module, names in table.items():
@@ -31,9 +31,9 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 
 
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
-    """Returns names with their reasons, of a table with the names that have each reason.
+    """Inverts a table from reasons to names: returns each name's reason.
 
-    `MessageQueue.(recv buffer)` stands for members of a class.
+    Names are separated by blanks. `MessageQueue.(recv buffer)` stands for members of a class.
     """
     found = {}
     for reason, names in table.items():
@@ -71,8 +71,8 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
     """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't.
 
-    `dst!` is a parameter that the engine has no default for, `group?` one that has no meaning here; these are the last.
-    `then` makes the engine's result of ours.
+    `dst!` names a parameter without a default. `group?` adds one that is ignored; these are the last. `then` converts
+    the result.
     """
     signature = inspect.signature(method)
     itself, *parameters = signature.parameters.values()

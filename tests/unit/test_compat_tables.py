@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel_state.compat import tables
+from parallel_state.compat import errors, tables
 
 
 class Group:
@@ -34,6 +34,16 @@ def test_a_renamed_method_may_need_more_ignore_some_and_give_another_type() -> N
     assert gather(Group(), 3, 1, None) == gather(Group(), 3, dst=1, group="any") == gather(Group(), 3, 1) == [3, 1, -1]
     with pytest.raises(TypeError, match="dst"):
         gather(Group(), 3)
+
+
+def test_an_error_becomes_the_engines_kind() -> None:
+    class Theirs(LookupError, AssertionError):
+        pass
+
+    for error, found in ((KeyError("k"), Theirs), (Theirs("t"), Theirs), (OSError("o"), OSError)):
+        with pytest.raises(found) as raised, errors.raised_as(Theirs):
+            raise error
+        assert raised.type is found and str(error) in str(raised.value)
 
 
 def test_names_have_the_reason_of_their_row() -> None:

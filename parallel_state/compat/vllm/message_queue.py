@@ -316,7 +316,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _remote(self, operation: str, end: str) -> Iterator[None]:
-        """Names the end on another host that has gone; after `shutdown` raises RuntimeError instead."""
+        """Raises PeerDiedError if the connection of `end` closes, RuntimeError after `shutdown`."""
         try:
             yield
         except (EOFError, OSError) as error:
