@@ -224,7 +224,7 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
             reasons[i] = made.admit()
             if reasons[i] is None:
                 communicators.append(made)
-                ways = _KERNEL if row.paths is OP and made.has_native_ops else row.paths
+                ways = _KERNEL if row.paths is OP and _has_native_ops(made) else row.paths
                 paths.append((row.name, ways.eager, ways.compiled, ways.captured or "not recordable: the host does it"))
         if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
             logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
@@ -233,6 +233,13 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     _warn_of_no_shared_memory(context)
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     return Route(context, communicators, refusals, _aligned(paths))
+
+
+def _has_native_ops(made: Communicator) -> bool:
+    """Returns True if the registered ops reach it without Python."""
+    server, memory = made.op_server, made.context.host_memory
+    is_debug = memory is not None and memory.debug  # which compares in Python
+    return server is not None and server.library.has_ops and not is_debug
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

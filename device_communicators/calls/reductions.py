@@ -109,6 +109,17 @@ def divide_(total: Tensor, size: int) -> None:
             piece.div_(size)
 
 
+def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) -> None:
+    """Divides the sum of an average over `size` ranks, and writes back what was widened: see `reducible`."""
+    if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
+        narrow.copy_(wide)  # wraps in the tensor's dtype before it is divided
+        wide, narrow = narrow, None
+    if op == "avg":
+        divide_(wide, size)
+    if narrow is not None:
+        narrow.copy_(wide)
+
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_SCALE = 1.0 / (FP8_MAX * 512.0)

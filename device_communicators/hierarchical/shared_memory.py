@@ -17,7 +17,13 @@ from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
-from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.communicator import (
+    Communicator,
+    GroupContext,
+    Request,
+    new_gathered,
+    new_scattered,
+)
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 
@@ -50,21 +56,20 @@ class SharedMemoryCommunicator(Communicator):
         return f"CPU tensors over a shared segment: {self.context.host_memory}"
 
     @property
-    def has_native_ops(self) -> bool:
-        memory = self.context.host_memory
-        return self._group.library.has_ops and (memory is None or not memory.debug)  # debug mode compares in Python
-
-    @property
     def op_server(self) -> NativeGroup:
         return self._group
 
-    def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
+    def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+        out = new_gathered(x, dim, self.context.size) if out is None else out
         x = x.contiguous()
         outer = x.shape[:dim].numel() if x.numel() else 1
         self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
+        return out
 
-    def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
+    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
+        out = new_scattered(x, dim, self.context.size) if out is None else out
         self._reduce_scatter(out, x.contiguous(), x.shape[:dim].numel() if x.numel() else 1, reduce_op)
+        return out
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, outer: int, reduce_op: str) -> None:
         wide_out, op, narrow = reducible_in_memory(out, reduce_op)

@@ -34,6 +34,7 @@ from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.reductions import (
     REDUCING,
     UNSIGNED,
+    finish_reduction,
     is_native,
     reducible,
     reduction_refusal,
@@ -54,7 +55,7 @@ from device_communicators.nccl.deadlines import GOODBYE_S, Watch
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
 from device_communicators.nccl.windows import Windows
-from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.communicator import Communicator, GroupContext, Request, call_each_once
 from device_communicators.routing.waiting import Watched
 
 logger = logging.getLogger("parallel_state")
@@ -202,7 +203,7 @@ class NcclCommunicator(Communicator):
     def capture(self) -> Iterator[None]:
         if not self.streams.is_capturing():  # else it is too late, which the first call will say
             if not self._is_warm:
-                self.call_each_once()
+                call_each_once(self)
                 size = self.context.size
                 self.reduce_scatterv(torch.zeros(size, device=self.context.device), 0, [1] * size, "sum")
                 self._is_warm = True
@@ -373,9 +374,9 @@ class NcclCommunicator(Communicator):
 
     # Reductions.
 
-    def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
+    def _finish(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
         by_nccl = op == "avg" and _op_of(op, wide, narrow) == "avg"
-        super().finish_reduction(wide, "sum" if by_nccl else op, narrow)
+        finish_reduction(wide, "sum" if by_nccl else op, narrow, self.context.size)
 
     def _all_reduce(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
@@ -394,14 +395,14 @@ class NcclCommunicator(Communicator):
         if x.numel():
             wide, op, narrow = reducible(x, reduce_op)
             self._all_reduce(wide, wide, _op_of(op, wide, narrow))
-            self.finish_reduction(wide, op, narrow)
+            self._finish(wide, op, narrow)
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
             return DONE
         wide, op, narrow = reducible(x, reduce_op)
         work = self._run_beside(lambda stream: self._all_reduce(wide, wide, _op_of(op, wide, narrow), stream), wide)
-        return ContinuedWork(work, lambda: self.finish_reduction(wide, op, narrow))
+        return ContinuedWork(work, lambda: self._finish(wide, op, narrow))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
@@ -413,7 +414,7 @@ class NcclCommunicator(Communicator):
         if x.numel():
             wide_out, op, narrow = reducible(out, reduce_op)
             self._reduce_scatter(wide_out, reducible(x, reduce_op)[0], _op_of(op, wide_out, narrow))
-            self.finish_reduction(wide_out, op, narrow)
+            self._finish(wide_out, op, narrow)
 
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
@@ -423,7 +424,7 @@ class NcclCommunicator(Communicator):
         work = self._run_beside(
             lambda stream: self._reduce_scatter(wide_out, wide, _op_of(op, wide, narrow), stream), wide_out, wide
         )
-        return ContinuedWork(work, lambda: self.finish_reduction(wide_out, op, narrow))
+        return ContinuedWork(work, lambda: self._finish(wide_out, op, narrow))
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         """Reduces to each rank in turn, all in one launch."""
@@ -439,7 +440,7 @@ class NcclCommunicator(Communicator):
                     if block.numel():
                         what = (block.data_ptr(), wide_out.data_ptr(), block.numel(), *numbers, dst)
                         add(self.library.ncclReduce, *what)
-            self.finish_reduction(wide_out, op, narrow)
+            self._finish(wide_out, op, narrow)
         return out.movedim(0, dim).contiguous()
 
     # What only moves.
@@ -517,19 +518,16 @@ class NcclCommunicator(Communicator):
         if out.numel():
             self._transfer("recv", out, src)
 
-    def send_list(self, x: Sequence[Tensor], dst: int) -> None:
-        self._transfer_list("send", [each.contiguous() for each in x if each.numel()], dst)
-
-    def recv_list(self, out: Sequence[Tensor], src: int) -> None:
-        self._transfer_list("recv", [each for each in out if each.numel()], src)
-
-    def broadcast_list_(self, x: Sequence[Tensor], src: int) -> None:
-        tensors = [each for each in x if each.numel()]
+    def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
+        tensors = [each.contiguous() if operation == "send" else each for each in tensors if each.numel()]
+        if operation != "broadcast_":
+            self._transfer_list(operation, tensors, peer)
+            return
         self._check(*tensors)
         if tensors:
             with self._launch("broadcast") as add:
                 for each in tensors:
-                    add(self.library.ncclBroadcast, each.data_ptr(), each.data_ptr(), each.nbytes, BYTE, src)
+                    add(self.library.ncclBroadcast, each.data_ptr(), each.data_ptr(), each.nbytes, BYTE, peer)
 
     def _transfer(self, operation: str, x: Tensor, peer: int) -> None:
         self._check(x)

@@ -18,7 +18,7 @@ from device_communicators.peer.device import PeerDevice, start
 from device_communicators.peer.group import DTYPES, PeerGroup
 from device_communicators.peer.memory import NotSharedError
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
-from device_communicators.routing.communicator import GroupContext, PartialCommunicator, Request
+from device_communicators.routing.communicator import COMPOSED, GroupContext, PartialCommunicator, Request
 
 ALIGNMENT = 16
 """Bytes at whose multiples the kernels' tensors begin."""
@@ -118,14 +118,14 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not self._fuses(x, residual, weight):
-            return super().all_reduce_add_rms_norm(x, residual, weight, eps)
+            return COMPOSED["all_reduce_add_rms_norm"](self, x, residual, weight, eps)
         return self.group.norm(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def all_reduce_add_rms_norm_static_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if not self._fuses(x, residual, weight) or scale.numel() != 1 or scale.dtype != torch.float32:
-            return super().all_reduce_add_rms_norm_static_fp8_quant(x, residual, weight, scale, eps)
+            return COMPOSED["all_reduce_add_rms_norm_static_fp8_quant"](self, x, residual, weight, scale, eps)
         placed = self._placed(x), self._placed(residual), self._placed(weight), self._placed(scale)
         return self.group.norm_static_fp8(*placed, eps)
 
@@ -133,7 +133,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self._fuses(x, residual, weight):
-            return super().all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(x, residual, weight, eps)
+            return COMPOSED["all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"](self, x, residual, weight, eps)
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:

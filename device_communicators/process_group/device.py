@@ -13,7 +13,7 @@ from torch import Tensor
 
 from device_communicators.calls.work import DONE, Work
 from device_communicators.process_group.plain import PlainProcessGroup
-from device_communicators.routing.communicator import GroupContext, Request
+from device_communicators.routing.communicator import GroupContext, Request, call_each_once
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):
@@ -42,7 +42,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
     @contextmanager
     def capture(self) -> Iterator[None]:
         if self.context.device.type == "cuda" and not self._is_warm and not torch.cuda.is_current_stream_capturing():
-            self.call_each_once()
+            call_each_once(self)
             self._is_warm = True
         yield
 
@@ -58,8 +58,8 @@ class FakeGroupCommunicator(PlainProcessGroup):
     def _watched(self, work: object, *_: object) -> Work:
         return DONE
 
-    def finish_reduction(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
-        super().finish_reduction(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # nothing was added up
+    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
+        super()._finish(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # nothing was added up
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         return x.split(list(sizes), dim)[self.context.rank].contiguous().clone()

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import (
 
 from device_communicators.base.torch_internals import all_gather_base, reduce_scatter_base
 from device_communicators.calls.memory import as_bytes
-from device_communicators.calls.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.calls.reductions import REDUCING, finish_reduction, reducible, reduction_refusal
 from device_communicators.calls.user_call import begin_sending
 from device_communicators.calls.work import DONE, ContinuedWork, Work
 from device_communicators.routing.communicator import Communicator, Request
@@ -61,6 +61,9 @@ class PlainProcessGroup(Communicator):
         if x.device.type == "cpu":
             self.context.check_cpu_group(operation)
 
+    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
+        finish_reduction(wide, wide_op, narrow, self.context.size)
+
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         self.iall_reduce_(x, reduce_op, is_async=False).wait()
 
@@ -71,7 +74,7 @@ class PlainProcessGroup(Communicator):
         wide, wide_op, narrow = reducible(x, reduce_op)
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
-        return ContinuedWork(work, lambda: self.finish_reduction(wide, wide_op, narrow))
+        return ContinuedWork(work, lambda: self._finish(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         self.ireduce_scatter(out, x, reduce_op, is_async=False).wait()
@@ -85,7 +88,7 @@ class PlainProcessGroup(Communicator):
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = reduce_scatter_base(self._group(x), wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
-        return ContinuedWork(watched, lambda: self.finish_reduction(wide_out, wide_op, narrow))
+        return ContinuedWork(watched, lambda: self._finish(wide_out, wide_op, narrow))
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         self.iall_gather(out, x, is_async=False).wait()

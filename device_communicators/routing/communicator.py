@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -222,11 +223,6 @@ class Communicator(ABC):
         return nullcontext()
 
     @property
-    def has_native_ops(self) -> bool:
-        """Returns True if the registered ops reach it without Python."""
-        return False
-
-    @property
     def op_server(self) -> NativeGroup | None:
         """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
         return None
@@ -247,66 +243,23 @@ class Communicator(ABC):
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
-    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
-        total = self.all_reduce(x, "sum")
-        with default_state(x):
-            return add_rms_norm(total, residual, weight, eps)
+    # With `out`, contiguous and sharing no memory with `x`, the result goes there. It isn't copied if all dims before
+    # `dim` have length 1: each rank's block is then contiguous.
 
-    def all_reduce_add_rms_norm_static_fp8_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `(quantised, y)`, see the coordinator's."""
-        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
-        with default_state(x):
-            return static_fp8_quant(normed, scale), y
-
-    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(quantised, scales, y)`, see the coordinator's."""
-        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
-        with default_state(x):
-            return (*dynamic_per_token_fp8_quant(normed), y)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
         """Returns `[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
-        shape = list(x.shape) or [1]
-        shape[dim] *= self.context.size
-        out = x.new_empty(shape)
-        self.all_gather_into(x, dim, out)
-        return out
-
-    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
-        """Returns the bytes of `src`, of which the others don't know how many there are, but for `most_bytes`."""
-        raise UnsupportedError(f"{self.name} has no broadcast_sized")
-
-    # With `_into` the result goes to contiguous `out`, which shares no memory with `x`. It isn't copied if all dims
-    # before `dim` have length 1: each rank's block is then contiguous.
-
-    def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
-        """Gathers `[…, d, …]` into `out`, `[…, size · d, …]`."""
+        out = new_gathered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
         else:
             blocks = x.new_empty((self.context.size, *x.shape))
             self.flat_all_gather(blocks, x.contiguous())
             out.unflatten(dim, (self.context.size, x.shape[dim])).copy_(blocks.movedim(0, dim))
+        return out
 
-    def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
-        """Reduces `[…, size · d, …]` into this rank's `out`, `[…, d, …]`."""
-        if x.shape[:dim].numel() == 1:
-            self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
-        else:
-            rows = out.new_empty((out.shape[dim], *out.shape[:dim], *out.shape[dim + 1 :]))
-            self.flat_reduce_scatter(rows, x.movedim(dim, 0).contiguous(), reduce_op)
-            out.copy_(rows.movedim(0, dim))
-
-    def all_to_all_into(
-        self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor
-    ) -> None:
-        """Sends and receives rows as all_to_all; `out` has `sum(output_splits)` of them."""
-        self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
+    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
+        """Returns the bytes of `src`, of which the others don't know how many there are, but for `most_bytes`."""
+        raise UnsupportedError(f"{self.name} has no broadcast_sized")
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`."""
@@ -315,12 +268,15 @@ class Communicator(ABC):
         self.flat_all_gatherv(list(out.split(list(sizes))), rows)
         return out.movedim(0, dim).contiguous()
 
-    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
-        """Returns `[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`."""
-        shape = list(x.shape)
-        shape[dim] //= self.context.size
-        out = x.new_empty(shape)
-        self.reduce_scatter_into(x, dim, reduce_op, out)
+    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
+        """Returns `[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`; `out` as in all_gather."""
+        out = new_scattered(x, dim, self.context.size) if out is None else out
+        if x.shape[:dim].numel() == 1:
+            self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
+        else:
+            rows = out.new_empty((out.shape[dim], *out.shape[:dim], *out.shape[dim + 1 :]))
+            self.flat_reduce_scatter(rows, x.movedim(dim, 0).contiguous(), reduce_op)
+            out.copy_(rows.movedim(0, dim))
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
@@ -347,10 +303,15 @@ class Communicator(ABC):
             blocks = x.unflatten(dim, slices).movedim(dim, 0).contiguous()
         self.flat_scatter(out, blocks, src)
 
-    def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
-        """Sends rows of dim 0: `input_splits[r]` to rank r; receives `output_splits[r]` from rank r, in rank order."""
-        out = x.new_empty((sum(output_splits), *x.shape[1:]))
-        self.all_to_all_into(x, output_splits, input_splits, out)
+    def all_to_all(
+        self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
+        """Sends rows of dim 0: `input_splits[r]` to rank r; receives `output_splits[r]` from rank r, in rank order.
+
+        They go into contiguous `out`, of `sum(output_splits)` rows, if it is given.
+        """
+        out = x.new_empty((sum(output_splits), *x.shape[1:])) if out is None else out
+        self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
@@ -364,19 +325,13 @@ class Communicator(ABC):
         with _contiguous(x) as flat:
             self.flat_broadcast_(flat, src)
 
-    # Lists of contiguous tensors that `refusal` lets through one by one: one after the other, or in one launch.
+    def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
+        """Runs `operation` (send, recv or broadcast_) of contiguous tensors that `refusal` lets through one by one.
 
-    def send_list(self, x: Sequence[Tensor], dst: int) -> None:
-        for each in x:
-            self.send(each, dst)
-
-    def recv_list(self, out: Sequence[Tensor], src: int) -> None:
-        for each in out:
-            self.recv(each, src)
-
-    def broadcast_list_(self, x: Sequence[Tensor], src: int) -> None:
-        for each in x:
-            self.broadcast_(each, src)
+        One after the other, or in one launch.
+        """
+        for each in tensors:
+            getattr(self, operation)(each, peer)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Sends `x` to `dst`, and returns once it may be changed."""
@@ -386,43 +341,7 @@ class Communicator(ABC):
         """Fills contiguous `out` with what `src` sends."""
         self.irecv_(out, src, self.context.tag(0)).wait()
 
-    def call_each_once(self) -> None:
-        """Makes each kind of call on the device: a library connects ranks at the first, which no capture may hold."""
-        x = torch.zeros(self.context.size, device=self.context.device)
-        out, parts = torch.empty_like(x), [1] * self.context.size
-        self.flat_all_reduce_(x, "sum")
-        self.flat_all_gather(out, x[:1])
-        self.flat_reduce_scatter(out[:1], x, "sum")
-        self.flat_broadcast_(x, 0)
-        self.flat_all_to_all(out, x, parts, parts)
-
     # Flat operations: every tensor is contiguous, the group's dim is 0.
-
-    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
-        """Starts flat_all_reduce_; the caller keeps the tensors of a started operation alive until it is done.
-
-        This and the next two are for communicators that can go on by themselves; the others return when it is done.
-        """
-        self.flat_all_reduce_(x, reduce_op)
-        return DONE
-
-    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
-        self.flat_all_gather(out, x)
-        return DONE
-
-    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
-        self.flat_reduce_scatter(out, x, reduce_op)
-        return DONE
-
-    def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
-        """Divides the sum of an average, and writes back what was widened: see `reductions.reducible`."""
-        if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
-            narrow.copy_(wide)  # wraps in the tensor's dtype before it is divided
-            wide, narrow = narrow, None
-        if op == "avg":
-            divide_(wide, self.context.size)
-        if narrow is not None:
-            narrow.copy_(wide)
 
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
@@ -473,6 +392,88 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Returns once every rank has called it."""
+
+
+def new_gathered(x: Tensor, dim: int, size: int) -> Tensor:
+    """Allocates the result of gathering `x` from `size` ranks along `dim`."""
+    shape = list(x.shape) or [1]
+    shape[dim] *= size
+    return x.new_empty(shape)
+
+
+def new_scattered(x: Tensor, dim: int, size: int) -> Tensor:
+    """Allocates one rank's slice of `x` along `dim`."""
+    shape = list(x.shape)
+    shape[dim] //= size
+    return x.new_empty(shape)
+
+
+def call_each_once(communicator: Communicator) -> None:
+    """Runs each kind of call once on the device: libraries connect ranks at the first, which can't be captured."""
+    size = communicator.context.size
+    x = torch.zeros(size, device=communicator.context.device)
+    out, parts = torch.empty_like(x), [1] * size
+    communicator.flat_all_reduce_(x, "sum")
+    communicator.flat_all_gather(out, x[:1])
+    communicator.flat_reduce_scatter(out[:1], x, "sum")
+    communicator.flat_broadcast_(x, 0)
+    communicator.flat_all_to_all(out, x, parts, parts)
+
+
+# Compositions of operations that few communicators implement: a method of the same name takes precedence.
+# A composed operation with an `i` is done when it returns. Where a communicator implements it, it returns earlier, and
+# the caller keeps the tensors alive until it is done.
+
+
+def _add_rms_norm(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
+    total = communicator.all_reduce(x, "sum")
+    with default_state(x):
+        return add_rms_norm(total, residual, weight, eps)
+
+
+def _add_rms_norm_static(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns `(quantised, y)`, see the coordinator's."""
+    normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
+    with default_state(x):
+        return static_fp8_quant(normed, scale), y
+
+
+def _add_rms_norm_dynamic(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `(quantised, scales, y)`, see the coordinator's."""
+    normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
+    with default_state(x):
+        return (*dynamic_per_token_fp8_quant(normed), y)
+
+
+def _at_once(method: str) -> Callable[..., Work]:
+    def start(communicator: Communicator, *args: Any) -> Work:
+        getattr(communicator, method)(*args)
+        return DONE
+
+    return start
+
+
+COMPOSED: Mapping[str, Callable[..., Any]] = {
+    "all_reduce_add_rms_norm": _add_rms_norm,
+    "all_reduce_add_rms_norm_static_fp8_quant": _add_rms_norm_static,
+    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _add_rms_norm_dynamic,
+    "iall_reduce_": _at_once("flat_all_reduce_"),
+    "iall_gather": _at_once("flat_all_gather"),
+    "ireduce_scatter": _at_once("flat_reduce_scatter"),
+}
+
+
+def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
+    """Returns the communicator's method of this name, else the composition."""
+    own = getattr(communicator, operation, None)
+    return partial(COMPOSED[operation], communicator) if own is None else own
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -52,7 +53,7 @@ from device_communicators.calls.user_call import (
 )
 from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
-from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.communicator import Communicator, GroupContext, Request, method_of
 from device_communicators.routing.comparison import check_alike
 from device_communicators.routing.failures import (
     ADVICE,
@@ -228,12 +229,12 @@ class Route:
         reduce_op: str | None = None,
         part_of: str | None = None,
         method: str = "",
-        form: str = "",
+        as_list: bool = False,
     ) -> Any:
         """Calls `operation` of the first communicator that carries it; `args` are that method's.
 
-        `method`: what the caller called, where that isn't `operation`. `form`: the communicator's method for it where
-        it isn't that of its name (`all_gather_into`); its arguments begin with the same ones.
+        `method`: what the caller called, where that isn't `operation`. `as_list`: the first argument is a list of
+        tensors, for the communicator's `run_list`.
         Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError while another collective of the group
         is under way, or the CommunicationError that happened.
         """
@@ -247,7 +248,7 @@ class Route:
                 if call is None:
                     record.peer = args[-1]
                 with waiting_for(self.context, record):
-                    carry = getattr(communicator, form or operation)
+                    carry = partial(communicator.run_list, operation) if as_list else method_of(communicator, operation)
                     if observers.IN_PROFILER:
                         carry = observers.profiled(carry, self.context, operation, tensor)
                     with nullcontext() if call is None else communicator.turn(call.method):
@@ -299,8 +300,7 @@ class Route:
         Every rank that is in it has tensors of the same dtypes and sizes, and so the same communicators.
         """
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
-            form = "broadcast_list_" if operation == "broadcast_" else f"{operation}_list"
-            self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, form=form)
+            self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
             self.count(part_of, 0, sum(x.nbytes for x in tensors[1:]))
             return
         for x in tensors:
@@ -329,7 +329,7 @@ class Route:
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-2]
-                work = getattr(communicator, operation)(tensor, *args)
+                work = method_of(communicator, operation)(tensor, *args)
             except Exception as error:
                 self._raise_failure(error, operation if call is None else call.method, started)
         return Handle(self, record, work, tensor)

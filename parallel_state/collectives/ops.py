@@ -429,14 +429,14 @@ def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Sp
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()",
           autograd=_into_kernel("all_gather_into"))  # fmt: skip
 def all_gather_into(x: Tensor, token: Tensor, out: Tensor, dim: int, group: str) -> None:
-    find_route(group).run("all_gather", x, _apart(x, out), dim, out, form="all_gather_into")
+    find_route(group).run("all_gather", x, _apart(x, out), dim, out)
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str reduce_op, str group", "()",
           autograd=_into_kernel("reduce_scatter_into"))  # fmt: skip
 def reduce_scatter_into(x: Tensor, token: Tensor, out: Tensor, dim: int, reduce_op: str, group: str) -> None:
     args = (_apart(x, out), dim, reduce_op, out)
-    find_route(group).run("reduce_scatter", x, *args, reduce_op=reduce_op, form="reduce_scatter_into")
+    find_route(group).run("reduce_scatter", x, *args, reduce_op=reduce_op)
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, SymInt[]? output_splits, SymInt[]? input_splits, str group",
@@ -445,7 +445,7 @@ def all_to_all_into(
     x: Tensor, token: Tensor, out: Tensor, output_splits: Splits, input_splits: Splits, group: str
 ) -> None:
     args = (_apart(x, out), *_splits(x, output_splits, input_splits, group), out)
-    find_route(group).run("all_to_all", x, *args, form="all_to_all_into")
+    find_route(group).run("all_to_all", x, *args)
 
 
 @register("Tensor x, Tensor(a!) token, int src, str group", fake=fake_same, formula=_grad_broadcast)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_state import state
 from parallel_state.compat.tables import renamed
 from parallel_state.groups.coordinator import GroupCoordinator
 
@@ -29,6 +30,15 @@ class GroupView(GroupCoordinator):
             found._show(made, *facts)
         return found
 
+    @staticmethod
+    def _make(lists: list[list[int]], local_rank: int, backend: Any, name: str | None, **options: bool) -> Any:
+        """Makes one of our groups from lists that divide the world, and first the world if there is none."""
+        if state.try_get_world_group() is None:
+            state.init_distributed_environment(allow_pickle=True)
+        return state.init_model_parallel_group(
+            lists, local_rank, str(backend), group_name=name or "anonymous", allow_pickle=True, **options
+        )
+
     def _show(self, made: GroupCoordinator) -> None:
         self.__dict__ = made.__dict__
         self._made = made
@@ -39,19 +49,17 @@ class GroupView(GroupCoordinator):
     prev_rank = GroupCoordinator.prev_global_rank
 
     gather = renamed(GroupCoordinator.gather, "input_ dst dim", "Concatenates on rank `dst`; None on the others.")
+    broadcast = renamed(GroupCoordinator.broadcast_, "input_ src", "Fills every rank's tensor with that of `src`.")
     send = renamed(GroupCoordinator.send, "tensor dst", "Sends a tensor to rank `dst`, by default the next.")
-
-    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
-        """Fills every rank's tensor with that of `src`; returns it."""
-        return self.broadcast_(input_, src)
+    broadcast_object_list = renamed(
+        GroupCoordinator.broadcast_object_list,
+        "obj_list src group?",
+        "Fills every rank's list with the objects of `src`; returns it. `group` has no meaning, as in the engine.",
+    )
 
     def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
         """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""
         return super().recv((size,) if isinstance(size, int) else size, dtype, src)
-
-    def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Any = None) -> list[Any]:
-        """Fills every rank's list with the objects of `src`; returns it. `group` has no meaning, as in the engine."""
-        return super().broadcast_object_list(obj_list, src)
 
     def broadcast_tensor_dict(
         self,

@@ -1,7 +1,8 @@
-"""The error of getters that vLLM's and Megatron's callers catch: theirs assert that a group is there."""
+"""Errors of ours that are also of a type that an engine's callers catch, such as the AssertionError of its getters."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,11 +14,20 @@ class NotInitializedError(GroupNotInitializedError, AssertionError):
 
 
 @contextmanager
-def as_assertion() -> Iterator[None]:
-    """Raises the body's GroupNotInitializedError as one that is an AssertionError as well."""
+def raised_as(*kinds: type[Exception]) -> Iterator[None]:
+    """Converts an error of the body to the first of `kinds` whose first base it is an instance of.
+
+    Other errors pass unchanged.
+    """
     try:
         yield
-    except NotInitializedError:
+    except kinds:
         raise
-    except GroupNotInitializedError as error:
-        raise NotInitializedError(str(error)) from error
+    except Exception as error:
+        for kind in kinds:
+            if isinstance(error, kind.__bases__[0]):
+                raise kind(str(error)) from error
+        raise
+
+
+as_assertion = functools.partial(raised_as, NotInitializedError)

@@ -1,10 +1,18 @@
-"""Reads an engine's environment variable that divides a model's layers among pipeline stages."""
+"""Divisions of a model that several engines name alike: by ranks without remainder, and its layers by a variable."""
 
 from __future__ import annotations
 
 import os
 
 from device_communicators.base.errors import InvalidArgumentError
+from parallel_state.functions import utilities
+
+divide = utilities.divide
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raises InvalidArgumentError unless the quotient is whole."""
+    divide(numerator, denominator)
 
 
 def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] | None:

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns what modules have under the names that a table lists after each, with blanks between them."""
-    return {name: getattr(module, name) for module, names in table.items() for name in names.split()}
+    """Returns the objects that a table names for each module, by name.
+
+    Names are separated by blanks. `*` stands for the public functions and classes that the module defines.
+    """
+    found: dict[str, Any] = {}
+    for module, names in table.items():
+        for name in names.split():
+            found |= _defined(module) if name == "*" else {name: getattr(module, name)}
+    return found
+
+
+def _defined(module: ModuleType) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def reasons(table: Mapping[str, str]) -> dict[str, str]:
+    """Inverts a table from reasons to names: returns each name's reason.
+
+    Names are separated by blanks. `MessageQueue.(recv buffer)` stands for members of a class.
+    """
+    found = {}
+    for reason, names in table.items():
+        for owner, members, name in re.findall(r"(\w+\.)\(([^)]*)\)|(\S+)", names):
+            found.update({owner + each: reason for each in (members or name).split()})
+    return found
 
 
 def absent(module: str, name: str, missing: Mapping[str, str]) -> AttributeError:
@@ -40,16 +68,38 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
     return named(module, call, name, f"Calls `{method.__name__}` of {of}. {method.__doc__}")
 
 
-def renamed(method: Callable[..., Any], names: str, text: str) -> Any:
-    """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't."""
-    itself, *parameters = inspect.signature(method).parameters.values()
-    ours = {name: each.name for name, each in zip(names.split(), parameters, strict=False)}
+def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
+    """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't.
+
+    `dst!` names a parameter without a default. `group?` adds one that is ignored; these are the last. `then` converts
+    the result.
+    """
+    signature = inspect.signature(method)
+    itself, *parameters = signature.parameters.values()
+    kept, required = [itself], 0
+    ours: dict[str, str] = {}
+    for name, mark in re.findall(r"(\w+)([!?]?)", names):
+        if mark == "?":
+            kept.append(inspect.Parameter(name, itself.kind, default=None, annotation="Any"))
+            continue
+        each = parameters[len(ours)]
+        ours[name] = each.name
+        kept.append(each.replace(name=name, default=each.empty if mark else each.default))
+        required = len(ours) if mark else required
+    signature = signature.replace(
+        parameters=kept, return_annotation=signature.return_annotation if then is None else Any
+    )
+    ignored = {each.name for each in kept[1:]} - ours.keys()
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **{ours.get(name, name): value for name, value in kwargs.items()})
+        if ignored:
+            args, kwargs = args[: len(ours)], {name: kwargs[name] for name in kwargs.keys() - ignored}
+        if len(args) < required:
+            signature.bind(self, *args, **kwargs)  # raises where ours has a default that the engine hasn't
+        found = method(self, *args, **{ours.get(name, name): value for name, value in kwargs.items()})
+        return found if then is None else then(found)
 
-    kept = [each.replace(name=name) for name, each in zip(ours, parameters, strict=False)]
-    call.__signature__ = inspect.Signature([itself, *kept])  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__doc__ = text
     return call

@@ -36,6 +36,7 @@ from device_communicators.base.torch_internals import keep_cuda_busy
 from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
+from device_communicators.routing.communicator import method_of
 from parallel_state.collectives.capture_stream import side_stream
 from parallel_state.startup import environment
 from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, answer, beside, given
@@ -88,7 +89,8 @@ def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
     """Returns the sum, which is checked: norms differ in their last bits, and were proven when the group was made."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
-    return communicator.all_reduce_add_rms_norm(rows, residual, torch.ones_like(rows[0]), 1e-6)[1].view(x.shape)
+    norm = method_of(communicator, "all_reduce_add_rms_norm")
+    return norm(rows, residual, torch.ones_like(rows[0]), 1e-6)[1].view(x.shape)
 
 
 CALLS: dict[str, Callable[[Communicator, Tensor], Tensor]] = {

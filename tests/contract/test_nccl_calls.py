@@ -139,12 +139,12 @@ def _calls_body(library: str) -> dict[str, list[str]]:
         [ones(4, 2).t(), ones(0), ones(3, dtype=torch.int16)],
         [torch.zeros(2, 4), ones(0), torch.zeros(3).short()],
     )
-    transfer = (lambda: nccl.send_list(sent, 1)) if rank == 0 else (lambda: nccl.recv_list(out, 0))
+    transfer = (lambda: nccl.run_list("send", sent, 1)) if rank == 0 else (lambda: nccl.run_list("recv", out, 0))
     told["pair of lists"] = _told(nccl, transfer)
     told["broadcast of a list"] = _told(
-        nccl, lambda: nccl.broadcast_list_(out if rank else [x.contiguous() for x in sent], 0)
+        nccl, lambda: nccl.run_list("broadcast_", out if rank else [x.contiguous() for x in sent], 0)
     )
-    told["empty list"] = _told(nccl, lambda: nccl.broadcast_list_([ones(0)], 0))
+    told["empty list"] = _told(nccl, lambda: nccl.run_list("broadcast_", [ones(0)], 0))
     assert rank == 0 or (out[0].eq(1).all() and out[2].eq(1).all())
     nccl.close()
     return told

@@ -21,32 +21,14 @@ from parallel_state.compat.megatron import (
     getters,
     installation,
     lookup,
-    notes,
     process_group_collections,
     process_groups,
     ranks,
 )
-from parallel_state.compat.tables import absent, collect
+from parallel_state.compat.tables import absent, collect, reasons
 
 _NAMES = {
-    division: "create_all_gather_groups destroy_model_parallel initialize_model_parallel update_pg_timeout",
-    getters: (
-        "get_all_ranks get_amax_reduction_group get_data_modulo_expert_parallel_group get_data_parallel_group "
-        "get_data_parallel_group_gloo get_data_parallel_rank get_data_parallel_src_rank get_data_parallel_world_size "
-        "get_expert_data_parallel_group get_expert_data_parallel_group_gloo get_expert_data_parallel_rank "
-        "get_expert_data_parallel_world_size get_expert_tensor_model_pipeline_parallel_group "
-        "get_hierarchical_context_parallel_groups get_hybrid_data_context_parallel_groups "
-        "get_pipeline_model_parallel_first_rank get_pipeline_model_parallel_last_rank "
-        "get_pipeline_model_parallel_next_rank get_pipeline_model_parallel_prev_rank "
-        "get_tensor_and_data_parallel_group get_virtual_pipeline_model_parallel_rank "
-        "get_virtual_pipeline_model_parallel_world_size has_separate_all_gather_group is_initialized "
-        "is_pipeline_first_stage is_pipeline_last_stage is_rank_in_embedding_group is_rank_in_position_embedding_group "
-        "is_unitialized model_parallel_is_initialized set_virtual_pipeline_model_parallel_rank"
-    ),
-    buffers: (
-        "GlobalMemoryBuffer destroy_global_memory_buffer destroy_global_symmetric_memory_buffer "
-        "get_global_memory_buffer get_global_symmetric_memory_buffer"
-    ),
+    **dict.fromkeys((division, getters, buffers), "*"),
     process_groups: (
         "create_group create_hierarchical_groups create_hybrid_dp_cp_groups get_nccl_options overwrite_nccl_comm_cfgs"
     ),
@@ -55,9 +37,8 @@ _NAMES = {
     ),
     process_group_collections: "coordinators_of process_group_collection",
     installation: "install",
-    notes: "MISSING NOTES",
 }
-globals().update(collect(_NAMES) | getters.MADE)
+globals().update(collect(_NAMES))
 _set_global_memory_buffer = buffers.set_global_memory_buffer
 _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 
@@ -66,4 +47,25 @@ def __getattr__(name: str) -> Any:
     """Returns Megatron's module variables of groups, which its tests and tools read; None without a group."""
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
-    raise absent(__name__, name, notes.MISSING)
+    raise absent(__name__, name, MISSING)
+
+
+NOTES = reasons({
+    "as 0.16; main's four other arguments, by keyword only: gtp_remat_size, expert_gtp_remat_size, rank_offset, "
+    "local_world_size": "initialize_model_parallel",
+    "with main's `gtp_remat`; wrong sizes raise an error that is RuntimeError and AssertionError": "RankGenerator",
+    "main's `with_gtp_remat` is by keyword only; what comes by position is as in 0.16": (
+        "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group "
+        "get_expert_data_parallel_world_size get_expert_data_parallel_rank"
+    ),
+    "with main's `with_egtp_remat`": "get_expert_tensor_model_pipeline_parallel_group",
+    "a buffer of the same interface, which is on the CPU where the groups are": "get_global_memory_buffer",
+    "as 0.16; main has the rank in `gtp` in second place, which is here where gtp_remat_size isn't 1": "get_all_ranks",
+    "on the CPU, without a backend, a group of the backend parallel_state": "create_group",
+    "needs no einops": "create_hierarchical_groups",
+    "of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set": (
+        "get_data_parallel_group_gloo get_expert_data_parallel_group_gloo"
+    ),
+    "destroys the process groups as well, and forgets what set_data_parallel_rank was given": "destroy_model_parallel",
+})  # fmt: skip
+MISSING = {"HAVE_EINOPS": "nothing here needs einops"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -31,26 +32,25 @@ class GlobalMemoryBuffer:
         if found is None or found.numel() < shape.numel():
             world = state.try_get_world_group()
             device = torch.device("cpu") if world is None else world.device
-            if mem_alloc_context is None:
-                found = torch.empty(shape.numel(), dtype=dtype, device=device)
-            else:
-                with mem_alloc_context():
-                    found = torch.empty(shape.numel(), dtype=dtype, device=device)
-            self.buffer[name, dtype] = found
+            with (mem_alloc_context or contextlib.nullcontext)():
+                found = self.buffer[name, dtype] = torch.empty(shape.numel(), dtype=dtype, device=device)
         return found[: shape.numel()].view(shape)
 
 
+def _set(name: str, make: Callable[[], Any]) -> None:
+    if name in BUFFERS:
+        raise InitializedError(f"there is a global {name} buffer already; destroy_global_{name}_buffer() ends it")
+    BUFFERS[name] = make()
+
+
 def set_global_memory_buffer() -> None:
-    if "memory" in BUFFERS:
-        raise InitializedError("there is a global memory buffer already; call destroy_global_memory_buffer() first")
-    BUFFERS["memory"] = GlobalMemoryBuffer()
+    _set("memory", GlobalMemoryBuffer)
 
 
 def set_global_symmetric_memory_buffer() -> None:
-    if "symmetric" in BUFFERS:
-        raise InitializedError("there is a symmetric memory buffer already")
     kind = importlib.import_module("megatron.core.utils").GlobalSymmetricMemoryBuffer
-    BUFFERS["symmetric"] = kind(size_in_mb=256, process_group=or_raise(group_of("tp"), "tensor model parallel"))
+    group = or_raise(group_of("tp"), "tensor model parallel")
+    _set("symmetric_memory", lambda: kind(size_in_mb=256, process_group=group))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
@@ -61,7 +61,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 def get_global_symmetric_memory_buffer() -> Any:
     """Returns Megatron's own GlobalSymmetricMemoryBuffer, if it was set; NotInitializedError without."""
-    return or_raise(BUFFERS.get("symmetric"), "global symmetric memory buffer's")
+    return or_raise(BUFFERS.get("symmetric_memory"), "global symmetric memory buffer's")
 
 
 def destroy_global_memory_buffer() -> None:
@@ -71,4 +71,4 @@ def destroy_global_memory_buffer() -> None:
 
 def destroy_global_symmetric_memory_buffer() -> None:
     """Forgets the global symmetric memory buffer."""
-    BUFFERS.pop("symmetric", None)
+    BUFFERS.pop("symmetric_memory", None)

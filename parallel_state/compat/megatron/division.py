@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from device_communicators.base.torch_internals import set_timeout
 from parallel_state import state
 from parallel_state.compat.megatron import process_groups
 from parallel_state.compat.megatron.buffers import set_global_memory_buffer
@@ -127,23 +128,24 @@ def initialize_model_parallel(
         pipeline_model_parallel_comm_backend=not on_gpu and pipeline_model_parallel_comm_backend,
     )
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    sizes: dict[str, Any] = {
-        "tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "cp": context_parallel_size,
-        "ep": expert_model_parallel_size, "etp": expert_tensor_parallel_size,
-    }  # fmt: skip
     try:
         with as_megatrons():
             if gtp_remat_size * expert_gtp_remat_size > 1 or rank_offset or local_world_size is not None:
-                world_size = local_world_size or dist.get_world_size()
-                instances = num_distributed_optimizer_instances
-                _check_listed(instances, virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
+                if num_distributed_optimizer_instances > 1:
+                    raise RefusedError(
+                        "gtp_remat_size, rank_offset and local_world_size go with one optimizer instance"
+                    )
+                if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
+                    raise RefusedError("virtual stages need a pipeline-parallel size above 1")
                 ends = {
                     "embedding": get_embedding_ranks or default_embedding_ranks,
                     "position_embedding": get_position_embedding_ranks or default_position_embedding_ranks,
                 }
-                _make_listed(
-                    sizes, order, world_size, rank_offset, gtp_remat_size, expert_gtp_remat_size, ends, timeout
-                )
+                tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+                dense = tp, 1, cp, gtp_remat_size, "tp"
+                experts = expert_tensor_parallel_size or tp, expert_model_parallel_size, 1, expert_gtp_remat_size, "ep"
+                ranks = range(rank_offset, rank_offset + (local_world_size or dist.get_world_size()))
+                _make_listed(dense, experts, pp, order, ranks, ends, timeout)
                 create_gloo_process_groups = create_gloo_process_groups and gtp_remat_size == expert_gtp_remat_size == 1
             else:
                 state.initialize_model_parallel(
@@ -251,57 +253,46 @@ def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str
     return {kinds[name]: process_groups.options_of(chosen) for name, chosen in found.items() if name in kinds}
 
 
-def _check_listed(instances: int, virtual: int | None, pp: int) -> None:
-    if instances > 1:
-        raise RefusedError("gtp_remat_size, rank_offset and local_world_size go with one optimizer instance only")
-    if virtual is not None and pp == 1:
-        raise RefusedError("virtual stages need a pipeline-parallel size above 1")
+_Sizes = tuple[int, int, int, int, str]
+"""tp, ep, cp, the axis of gathered weights, and the axis that this one is behind."""
 
 
 def _make_listed(
-    sizes: Mapping[str, Any],
+    dense: _Sizes,
+    experts: _Sizes,
+    pp: int,
     order: str,
-    world_size: int,
-    rank_offset: int,
-    gtp: int,
-    egtp: int,
+    ranks: range,
     ends: Mapping[str, Callable[[list[int]], list[int]]],
     timeout: timedelta,
 ) -> None:
     """Fills `LISTED` from two RankGenerators, as Megatron's main does; members alone make each list's group."""
-    tp, pp, cp, ep, etp = sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"], sizes["etp"] or sizes["tp"]
-    for size in (tp * pp * cp * gtp, etp * ep * pp * egtp):
-        if world_size % size:
-            raise RefusedError(f"the world size must be divisible by {size}, but is {world_size}")
-    dense = RankGenerator(
-        tp, 1, world_size // (tp * pp * cp * gtp), pp, cp, with_gtp_remat(order, "tp"), rank_offset, gtp
-    )
-    experts = RankGenerator(
-        etp, ep, world_size // (etp * ep * pp * egtp), pp, 1, with_gtp_remat(order, "ep"), rank_offset, egtp
-    )
-    if dense.get_ranks("pp") != experts.get_ranks("pp"):
+
+    def generator(tp: int, ep: int, cp: int, gtp: int, after: str) -> RankGenerator:
+        size = tp * ep * cp * pp * gtp
+        if len(ranks) % size:
+            raise RefusedError(f"the world size must be divisible by {size}, but is {len(ranks)}")
+        return RankGenerator(tp, ep, len(ranks) // size, pp, cp, with_gtp_remat(order, after), ranks.start, gtp)
+
+    of_dense, of_experts = generator(*dense), generator(*experts)
+    pipelines = of_dense.get_ranks("pp")
+    if pipelines != of_experts.get_ranks("pp"):
         raise RefusedError(f"the pipeline groups of dense and expert layers must be the same, but in {order!r} aren't")
-    if not order.endswith("pp") and pp > 1 and dense.dp != experts.dp:
+    if not order.endswith("pp") and pp > 1 and of_dense.dp != of_experts.dp:
         raise RefusedError(f"in {order!r} dense and expert layers must have the same data-parallel size; put pp last")
+    lists = {kind: of_dense.get_ranks(token) for kind, token in _TOKENS.items()}
+    lists |= {kind: of_experts.get_ranks(token) for kind, token in _EXPERT_TOKENS.items()}
+    lists |= {kind: [pick(list(each)) for each in pipelines] for kind, pick in ends.items()}
     me, made = dist.get_rank(), {}
-
-    def take(kind: str, lists: list[list[int]]) -> None:
-        for ranks in lists:
-            if me in ranks and kind not in LISTED:
-                key = tuple(ranks)
-                if key not in made:
-                    made[key] = create_group(ranks, timeout, use_local_synchronization=True, group_desc=kind)
-                LISTED[kind] = made[key], list(ranks)
-
-    for generator, tokens in ((dense, _TOKENS), (experts, _EXPERT_TOKENS)):
-        for kind, token in tokens.items():
-            take(kind, generator.get_ranks(token))
-    for kind, pick in ends.items():
-        take(kind, [pick(list(ranks)) for ranks in dense.get_ranks("pp")])
-    take("intra_dist_opt", [list(range(rank_offset, rank_offset + world_size))])
-    for kind, whole in {"intra_dp_cp": "dp_cp", "intra_dp_cp_gtp": "dp_cp_gtp", "intra_edp": "edp",
-                        "intra_edp_gtp": "edp_gtp"}.items():  # fmt: skip
-        LISTED[kind] = LISTED[whole]
+    for kind, members in {**lists, "intra_dist_opt": [list(ranks)]}.items():
+        mine = next((each for each in members if me in each), None)
+        if mine is not None:
+            key = tuple(mine)
+            if key not in made:
+                made[key] = create_group(mine, timeout, use_local_synchronization=True, group_desc=kind)
+            LISTED[kind] = made[key], list(mine)
+    for whole in ("dp_cp", "dp_cp_gtp", "edp", "edp_gtp"):
+        LISTED[f"intra_{whole}"] = LISTED[whole]
 
 
 def _lists(kind: str) -> list[list[int]]:
@@ -311,9 +302,12 @@ def _lists(kind: str) -> list[list[int]]:
 
 def _apart(kind: str, timeout: timedelta | None) -> tuple[Any, list[int]]:
     """Returns one more group of the ranks of a kind, in which calls don't wait for those in the first."""
-    return process_groups.create_groups(
-        _lists(kind), timeout=timeout, group_desc=f"{kind}_ag", use_local_synchronization=kind in LISTED
-    )
+    found: tuple[Any, list[int]] = (None, [])
+    for ranks in _lists(kind):
+        group = create_group(ranks, timeout, use_local_synchronization=kind in LISTED, group_desc=f"{kind}_ag")
+        if dist.get_rank() in ranks:
+            found = group, ranks
+    return found
 
 
 def create_all_gather_groups(
@@ -338,5 +332,9 @@ def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
     groups = [pg]
     if pg is None:
         kinds = [group_of(kind) for kind in (*VARIABLES.values(), *WITHOUT_GTP)]
-        groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.created_groups()]))
-    process_groups.set_timeouts(groups, timeout, lambda: dist.barrier(pg))
+        groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.CREATED]))
+    dist.barrier(pg)  # so that no deadline gets shorter in the middle of a call
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in groups:
+        set_timeout(group, timeout.total_seconds())

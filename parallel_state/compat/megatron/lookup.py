@@ -24,34 +24,28 @@ BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
 """Of the last initialisation: whether there are gloo groups."""
 VARIABLES = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "_MODEL_PARALLEL_GROUP": "model",
-    "_EMBEDDING_GROUP": "embedding",
-    "_POSITION_EMBEDDING_GROUP": "position_embedding",
-    "_DATA_PARALLEL_GROUP": "dp",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
-    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp_gtp",
-    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
-    "_CONTEXT_PARALLEL_GROUP": "cp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "etp",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp_gtp",
-    "_EXPERT_DATA_PARALLEL_GROUP": "edp",
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "edp_gtp",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_edp",
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
-    "_GTP_WEIGHT_REMAT_GROUP": "gtp",
-    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "egtp",
-}
+    f"_{name}_GROUP{suffix}": kind
+    for suffix, kinds in {
+        "": {
+            "TENSOR_MODEL_PARALLEL": "tp", "PIPELINE_MODEL_PARALLEL": "pp", "MODEL_PARALLEL": "model",
+            "EMBEDDING": "embedding", "POSITION_EMBEDDING": "position_embedding", "DATA_PARALLEL": "dp",
+            "CONTEXT_PARALLEL": "cp", "TENSOR_AND_DATA_PARALLEL": "tp_dp", "TENSOR_AND_CONTEXT_PARALLEL": "tp_cp",
+            "EXPERT_MODEL_PARALLEL": "ep", "EXPERT_TENSOR_PARALLEL": "etp",
+            "EXPERT_TENSOR_AND_MODEL_PARALLEL": "tp_ep", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp",
+            "EXPERT_DATA_PARALLEL": "edp", "INTRA_PARTIAL_EXPERT_DATA_PARALLEL": "intra_edp",
+            "INTER_PARTIAL_EXPERT_DATA_PARALLEL": "inter_dist_opt",
+            "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE": "intra_dist_opt", "GTP_WEIGHT_REMAT": "gtp",
+            "EXPERT_GTP_WEIGHT_REMAT": "egtp",
+        },
+        "_WITH_CP": {"DATA_PARALLEL": "dp_cp", "INTRA_PARTIAL_DATA_PARALLEL": "intra_dp_cp",
+                     "TENSOR_AND_DATA_PARALLEL": "tp_dp_cp"},
+        "_WITH_CP_AG": {"DATA_PARALLEL": "dp_cp_ag"},
+        "_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp_gtp", "EXPERT_DATA_PARALLEL": "edp_gtp"},
+        "_WITH_CP_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp_cp_gtp"},
+        "_WITH_EGTP": {"EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp_gtp"},
+    }.items()
+    for name, kind in kinds.items()
+}  # fmt: skip
 """Megatron's module variables, which its tools read, and set to groups of their own, which then count."""
 _VARIABLE_OF = {kind: name for name, kind in VARIABLES.items()}
 
@@ -139,12 +133,10 @@ def rank_of(kind: str) -> int:
     put = _put(kind)
     if put is not None:
         return int(put.rank())
-    return ranks_of(kind).index(dist.get_rank()) if kind in LISTED else _position(WITHOUT_GTP.get(kind, kind))
-
-
-def _position(kind: str) -> int:
+    if kind in LISTED:
+        return LISTED[kind][1].index(dist.get_rank())
     with as_megatrons():
-        return state.get_group_rank(kind)
+        return state.get_group_rank(WITHOUT_GTP.get(kind, kind))
 
 
 def is_before_start() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
-from device_communicators.base.torch_internals import is_registered, set_timeout
+from device_communicators.base.torch_internals import is_registered
 from device_communicators.c10d import creation
 from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks
 from parallel_state.process_groups.options import GroupOptions
@@ -21,8 +21,8 @@ from parallel_state.process_groups.options import GroupOptions
 logger = logging.getLogger("parallel_state")
 
 _OWN_BACKEND = "parallel_state"
-_CREATED: list[Any] = []
-"""What `create_group` has made, in its order."""
+CREATED: list[Any] = []
+"""The groups that `create_group` has made on this rank and is in, in its order."""
 
 
 def backend_of_groups() -> str | None:
@@ -43,15 +43,10 @@ def backend_of_groups() -> str | None:
     return _OWN_BACKEND
 
 
-def created_groups() -> list[Any]:
-    """Returns the groups that `create_group` has made on this rank and is in, a new list."""
-    return list(_CREATED)
-
-
 def forget_groups() -> None:
     """Destroys them on this rank, unless torch.distributed has ended them already."""
-    while _CREATED:
-        group = _CREATED.pop()
+    while CREATED:
+        group = CREATED.pop()
         if dist.is_initialized() and is_registered(group):
             dist.destroy_process_group(group)
 
@@ -68,27 +63,11 @@ def create_group(
 
     With `use_local_synchronization` its members only. Without `backend` it has `backend_of_groups()`.
     """
-    group = dist.new_group(
-        ranks=None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend or backend_of_groups(),
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+    given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
+    group = dist.new_group(**given)
     if ranks is None or dist.get_rank() in ranks:
-        _CREATED.append(group)
+        CREATED.append(group)
     return group
-
-
-def create_groups(lists: Sequence[Sequence[int]], **options: Any) -> tuple[Any, list[int]]:
-    """Returns the group and the list that this rank is in, made by all ranks; None and no ranks where in none."""
-    found: tuple[Any, list[int]] = (None, [])
-    for ranks in lists:
-        group = create_group(ranks, **options)
-        if dist.get_rank() in ranks:
-            found = group, list(ranks)
-    return found
 
 
 def create_hierarchical_groups(
@@ -139,20 +118,19 @@ KINDS = {
     "intra_ep_dp": "intra_edp", "inter_ep_dp": "inter_dist_opt", "intra_dist_opt_instance": "intra_dist_opt",
 }  # fmt: skip
 """Megatron's names of groups in files of options, and ours."""
-_FIELDS = {"is_high_priority_stream": "high_priority_stream"}
-_NETS = ("ib", "socket")
-
-
-def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Returns options of Megatron's file as ours. Raises RuntimeError for a net that isn't one, as Megatron does."""
-    if str(chosen.get("net_name", "ib")).lower() not in _NETS:
-        raise UnsupportedNetError(f"net_name must be one of {', '.join(_NETS)}, but is {chosen['net_name']!r}")
-    known = ("is_high_priority_stream", "cga_cluster_size", "min_ctas", "max_ctas")
-    return GroupOptions(**{_FIELDS.get(name, name): chosen[name] for name in known if name in chosen})
+_NCCLS = ("cga_cluster_size", "min_ctas", "max_ctas")
+_FIELDS = {"is_high_priority_stream": "high_priority_stream", **{name: name for name in _NCCLS}}
 
 
 class UnsupportedNetError(InvalidArgumentError, RuntimeError):
     """A network was named that NCCL hasn't."""
+
+
+def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
+    """Returns options of Megatron's file as ours. Raises RuntimeError for a net that isn't one, as Megatron does."""
+    if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
+        raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
+    return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -161,7 +139,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
         return None
     chosen = options_of(nccl_comm_cfgs[pg_name])
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=chosen.high_priority_stream)
-    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
+    for name in (*_NCCLS, "net_name"):
         value = nccl_comm_cfgs[pg_name].get(name)
         if value is not None:
             setattr(options.config, name, value)
@@ -173,12 +151,3 @@ def overwrite_nccl_comm_cfgs(
 ) -> None:
     """Puts one option of one group into `nccl_comm_cfgs`, in place."""
     nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
-
-
-def set_timeouts(groups: Sequence[Any], timeout: timedelta, meet: Callable[[], object]) -> None:
-    """Sets the deadline of each group, once all ranks have met, so that none is shorter in the middle of a call."""
-    meet()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    for group in groups:
-        set_timeout(group, timeout.total_seconds())

@@ -20,19 +20,12 @@ from device_communicators.base.errors import AlreadyInitializedError
 from parallel_state.compat.sglang import communication_op, coordinator, dp_attention, parallel_state, utils
 from parallel_state.compat.sglang.context import ParallelContext as ParallelContext
 from parallel_state.compat.sglang.context import get_parallel as get_parallel
-from parallel_state.compat.sglang.utils import all_gather_single as all_gather_single
-from parallel_state.compat.sglang.utils import reduce_scatter_single as reduce_scatter_single
-from parallel_state.compat.tables import absent
+from parallel_state.compat.tables import absent, collect, reasons
 
-_PARTS = (parallel_state, coordinator, communication_op, utils, dp_attention)
-globals().update(
-    {
-        name: value
-        for part in reversed(_PARTS)
-        for name, value in vars(part).items()
-        if not name.startswith("_") and getattr(value, "__module__", part.__name__) == part.__name__
-    }
-)
+globals().update(collect({
+    **dict.fromkeys((communication_op, parallel_state, dp_attention), "*"),
+    utils: "* all_gather_single divide ensure_divisibility reduce_scatter_single", coordinator: "* REDUCE_OP_SUM",
+}))  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -59,34 +52,31 @@ def install() -> None:
     utils.logger.info("%s are those of %s from now on", ", ".join(places), __name__)
 
 
-NOTES: dict[str, str] = {
-    "init_distributed_environment": "timeouts, pickle for objects and errors are ours; elastic ranks are refused",
-    "init_world_group": "elastic ranks are refused",
-    "init_model_parallel_group": "the lists divide the world; flags of SGLang's kernels have no effect",
-    "initialize_model_parallel": "sizes are 1 until they are set; elastic ranks are refused",
-    "GroupCoordinator": "the lists divide the world, which is made on demand; flags of SGLang's kernels have no effect",
-    "GroupCoordinator.fused_allreduce_rmsnorm": "is there on every device; SGLang's gives None off ROCm",
-    "GroupCoordinator.all_gatherv": "works on the CPU, too",
-    "GroupCoordinator.reduce_scatterv": "works on the CPU, too",
-    "GroupCoordinator.broadcast_object_list": "travels over the CPU",
-    "P2PWork": "its work is our handle: wait() and is_completed()",
-    "StatelessProcessGroup": "objects travel in our codec, by pickle only what that doesn't know",
-    "abort_distributed_environment": "also ends waits for ranks that are gone in groups over gloo",
-    "create_custom_parallel_group": "needs our world",
-    "divide": "raises InvalidArgumentError, a ValueError, not AssertionError",
-    "ensure_divisibility": "raises InvalidArgumentError, a ValueError, not AssertionError",
-    "get_default_distributed_backend": "knows CUDA and the CPU",
-    "get_mooncake_transfer_engine": "the one that SGLang has started in this process",
-    "get_torch_distributed_pg_options": "None, as off NPUs",
-    "initialize_dp_attention_flags": "has no effect: get_parallel() says it",
-    "outplace_all_reduce": "a function over a registered op; the route chooses the kernel",
-    "set_mscclpp": "has no effect: the kernels are SGLang's",
-    "set_torch_symm_mem_all_reduce": "has no effect: the kernels are SGLang's",
-    "set_flashinfer_allreduce_only": "has no effect: the kernels are SGLang's",
-    "world_dp_gather_enabled": "False: no rank joins",
-}
-
-_REASONS = {
+NOTES = reasons({
+    "timeouts, pickle for objects and errors are ours; elastic ranks are refused": "init_distributed_environment",
+    "elastic ranks are refused": "init_world_group",
+    "the lists divide the world; flags of SGLang's kernels have no effect": "init_model_parallel_group",
+    "sizes are 1 until they are set; elastic ranks are refused": "initialize_model_parallel",
+    "the lists divide the world, which is made on demand; flags of SGLang's kernels have no effect": "GroupCoordinator",
+    "is there on every device; SGLang's gives None off ROCm": "GroupCoordinator.fused_allreduce_rmsnorm",
+    "works on the CPU, too": "GroupCoordinator.(all_gatherv reduce_scatterv)",
+    "travels over the CPU": "GroupCoordinator.broadcast_object_list",
+    "its work is our handle: wait() and is_completed()": "P2PWork",
+    "objects travel in our codec, by pickle only what that doesn't know": "StatelessProcessGroup",
+    "also ends waits for ranks that are gone in groups over gloo": "abort_distributed_environment",
+    "needs our world": "create_custom_parallel_group",
+    "raises InvalidArgumentError, a ValueError, not AssertionError": "divide ensure_divisibility",
+    "knows CUDA and the CPU": "get_default_distributed_backend",
+    "the one that SGLang has started in this process": "get_mooncake_transfer_engine",
+    "None, as off NPUs": "get_torch_distributed_pg_options",
+    "has no effect: get_parallel() says it": "initialize_dp_attention_flags",
+    "a function over a registered op; the route chooses the kernel": "outplace_all_reduce",
+    "has no effect: the kernels are SGLang's": (
+        "set_mscclpp set_torch_symm_mem_all_reduce set_flashinfer_allreduce_only"
+    ),
+    "False: no rank joins": "world_dp_gather_enabled",
+})  # fmt: skip
+MISSING = reasons({
     "the tokens of a batch, their buffers and how they are padded are SGLang's schedule; its own module runs over "
     "these groups": (
         "DpPaddingMode set_dp_buffer_len get_global_dp_buffer get_local_dp_buffer get_global_dp_buffer_len "
@@ -105,5 +95,4 @@ _REASONS = {
     "where SGLang keeps vLLM's own getters while they are patched": (
         "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group"
     ),
-}
-MISSING: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+})  # fmt: skip

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
-from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat import tables
 from parallel_state.compat.coordinator import GroupView
 from parallel_state.compat.sglang.context import get_parallel
 from parallel_state.compat.stateless import from_bytes, to_bytes
 from parallel_state.compat.tables import forward, renamed
-from parallel_state.groups import coordinator as ours
+from parallel_state.groups.coordinator import GroupCoordinator as Ours
 from parallel_state.messages.wire import bytes_of
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
@@ -90,21 +90,13 @@ class GroupCoordinator(GroupView):
         max_world_size: int | None = None,
     ) -> None:
         refuse_elastic(recovered_rank, rank_offset, max_world_size)
-        if state.try_get_world_group() is None:
-            state.init_distributed_environment(allow_pickle=True)
+        custom = use_custom_allreduce
         self._show(
-            state.init_model_parallel_group(
-                group_ranks,
-                local_rank,
-                str(torch_distributed_backend),
-                group_name=group_name or "anonymous",
-                use_custom_allreduce=use_custom_allreduce,
-                allow_pickle=True,
-            )
+            self._make(group_ranks, local_rank, torch_distributed_backend, group_name, use_custom_allreduce=custom)
         )
         self.use_custom_allreduce = use_custom_allreduce
 
-    def _show(self, made: ours.GroupCoordinator) -> None:
+    def _show(self, made: Ours) -> None:
         super()._show(made)
         self.active_ranks_cpu = torch.ones(made.world_size, dtype=torch.int32, device="cpu")
         self.active_ranks = self.active_ranks_cpu.to(made.device)
@@ -112,23 +104,14 @@ class GroupCoordinator(GroupView):
         _groups[self.unique_name] = weakref.ref(self)
 
     @property
-    def group(self) -> ours.GroupCoordinator:
+    def group(self) -> Ours:
         """Returns our GroupCoordinator."""
         return self._made
 
     # SGLang has these as functions that a communicator's file gave it; where no memory is NCCL's, they do nothing.
 
-    @staticmethod
-    def is_symmetric_memory_enabled() -> bool:
-        return False
-
-    @staticmethod
-    def is_allocation_symmetric() -> bool:
-        return False
-
-    @staticmethod
-    def debug_check_symmetric_mempool(*_: Any, **__: Any) -> None:
-        return None
+    is_symmetric_memory_enabled = is_allocation_symmetric = staticmethod(lambda: False)
+    debug_check_symmetric_mempool = staticmethod(lambda *_, **__: None)
 
     @staticmethod
     @contextmanager
@@ -148,19 +131,13 @@ class GroupCoordinator(GroupView):
 
     # Tensors.
 
-    def all_reduce(self, input_: Tensor) -> Tensor:
-        """Adds up `input_` over the ranks in place; returns it."""
-        return self.all_reduce_(input_)
-
-    def quant_all_reduce(self, input_: Tensor) -> Tensor:
-        """Calls `all_reduce`, as SGLang does where there is no NPU."""
-        return self.all_reduce(input_)
-
-    def fused_allreduce_rmsnorm(
-        self, input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor] | None:
-        """Returns `(rms_norm(y) * weight_, y)` of `y = sum(input_) + residual_inp_`, of our all_reduce_add_rms_norm."""
-        return self.group.all_reduce_add_rms_norm(input_, residual_inp_, weight_, eps)
+    all_reduce = renamed(Ours.all_reduce_, "input_", "Adds up `input_` over the ranks in place; returns it.")
+    quant_all_reduce = renamed(Ours.all_reduce_, "input_", "Calls `all_reduce`, as SGLang does where there is no NPU.")
+    fused_allreduce_rmsnorm = renamed(
+        Ours.all_reduce_add_rms_norm,
+        "input_ residual_inp_ weight_ eps!",
+        "Returns `(rms_norm(y) * weight_, y)` of `y = sum(input_) + residual_inp_`, of our all_reduce_add_rms_norm.",
+    )
 
     def fused_allreduce_rmsnorm_quant_per_group(
         self,
@@ -210,7 +187,7 @@ class GroupCoordinator(GroupView):
         return output
 
     reduce_scatter_along_dim = renamed(
-        ours.GroupCoordinator.reduce_scatter, "input_ dim", "Returns this rank's slice of the sum along `dim`."
+        Ours.reduce_scatter, "input_ dim", "Returns this rank's slice of the sum along `dim`."
     )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
@@ -271,9 +248,11 @@ class GroupCoordinator(GroupView):
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]
 
-    def recv_tensor_dict(self, src: int | None = None, all_gather_group: Any | None = None) -> dict[str, Any] | None:
-        """Returns the dict that rank `src` (default: the previous) sends; None in a group of one."""
-        return self.group.recv_tensor_dict(src, all_gather_group)
+    recv_tensor_dict = renamed(
+        Ours.recv_tensor_dict,
+        "src all_gather_group",
+        "Returns the dict that rank `src` (default: the previous) sends; None in a group of one.",
+    )
 
     def send_recv_tensor_dict(
         self,
@@ -315,23 +294,21 @@ def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
     return named(group_name).group.all_reduce(tensor)
 
 
-def reg_all_gather_into_tensor(output: Tensor, input: Tensor, group_name: str) -> None:
-    """Calls the named group's `all_gather_into_tensor`."""
-    named(group_name).all_gather_into_tensor(output, input)
+def _registered(method: str) -> Callable[[Tensor, Tensor, str], None]:
+    def call(output: Tensor, input: Tensor, group_name: str) -> None:
+        getattr(named(group_name), method)(output, input)
+
+    return tables.named(__name__, call, f"reg_{method}", f"Calls the named group's `{method}`.")
 
 
-def reg_reduce_scatter_tensor(output: Tensor, input: Tensor, group_name: str) -> None:
-    """Calls the named group's `reduce_scatter_tensor`."""
-    named(group_name).reduce_scatter_tensor(output, input)
-
-
-def reg_all_to_all_single(output: Tensor, input: Tensor, group_name: str) -> None:
-    """Calls the named group's `all_to_all_single`."""
-    named(group_name).all_to_all_single(output, input)
+reg_all_gather_into_tensor = _registered("all_gather_into_tensor")
+reg_reduce_scatter_tensor = _registered("reduce_scatter_tensor")
+reg_all_to_all_single = _registered("all_to_all_single")
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
     """Returns functions by name. The table has the group and method that each calls, such as `tp.all_reduce`."""
+
     found = {}
     for name, call in table.items():
         group, _, method = call.partition(".")

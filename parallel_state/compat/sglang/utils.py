@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_state.compat.stages import divide as divide
+from parallel_state.compat.stages import ensure_divisibility as ensure_divisibility
 from parallel_state.compat.stages import layers_in
 from parallel_state.compat.stateless import StoreGroup
 from parallel_state.functions import utilities
@@ -47,16 +49,6 @@ def get_global_tcp_store() -> dist.Store | None:
 def get_group_rank_size(group: Any) -> tuple[int, int]:
     """Returns this rank's position in the group and the group's size; those of one rank for None."""
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
-
-
-def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises InvalidArgumentError where a division has a remainder."""
-    utilities.divide(numerator, denominator)
-
-
-def divide(numerator: int, denominator: int) -> int:
-    """Returns the exact quotient; InvalidArgumentError where there is a remainder."""
-    return utilities.divide(numerator, denominator)
 
 
 def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False) -> Any:

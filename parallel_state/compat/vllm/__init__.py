@@ -26,70 +26,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import GroupNotInitializedError
+from device_communicators.routing.communicator import new_gathered, new_scattered
 from device_communicators.routing.registry import unique_name
 from parallel_state import state
 from parallel_state.collectives import capture_stream
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
-from parallel_state.compat.tables import absent, collect, forward, named
+from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator, groups
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.functions import aliases
 from parallel_state.functions.capture import graph_capture as _graph_capture
-from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
-_QUEUE = "of vLLM's queue within: the ring of this library's is `message_queue`'s"
-NOTES: dict[str, str] = {
-    "GraphCaptureContext": "has the stream, and what our own capture needs beside it",
-    "get_etp_group": "is the tensor-parallel group: an engram table is cut over it",
-    "get_eplb_group": "is the expert-parallel group: its calls don't run beside that group's",
-    "get_inner_dp_world_group": "is the group of a model's ranks, whether they are on one host or several",
-    "set_custom_all_reduce": "acts on groups that are made later",
-    "split_tensor_along_last_dim": "raises InvalidArgumentError where vLLM's asserts",
-    "divide": "raises InvalidArgumentError where vLLM's asserts",
-    "ensure_divisibility": "raises InvalidArgumentError where vLLM's asserts",
-    "stateless_init_torch_distributed_process_group": "is of gloo, whatever the backend",
-    "sched_yield": "is os.sched_yield, which this library calls nowhere",
-}
-MISSING: dict[str, str] = {
-    "patched_fused_scaled_matmul_reduce_scatter": "a patch of torch's op for float8 on CUDA, which torch has since",
-    "patched_fused_scaled_matmul_reduce_scatter_fake": "the same",
-    "_replace_active_groups": "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew",
-    "_init_stateless_group": "elastic expert parallelism, as above",
-    "SPINLOOP_EXT_ENABLED": _QUEUE, "SPINLOOP_TIMEOUT_SECONDS": _QUEUE, "VLLM_RINGBUFFER_WARNING_INTERVAL": _QUEUE,
-    "SHM_READER_RECHECK_INTERVAL_MS": _QUEUE, "SHM_NOTIFY_POLL_INTERVAL_S": _QUEUE,
-    "LONG_WAIT_TIME_LOG_MSG": _QUEUE, "to_bytes_big": _QUEUE,
-    "SpinCondition": _QUEUE, "ShmRingBuffer": _QUEUE,
-    **{
-        f"Handle.{name}": "a field of the queue's handle, `message_queue.Handle`"
-        for name in (
-            "local_reader_ranks", "buffer_handle", "local_subscribe_addr", "local_notify_addr",
-            "remote_subscribe_addr", "remote_addr_ipv6", "tensor_arena_handle",
-        )
-    },
-    **{
-        f"MessageQueue.{name}": _QUEUE
-        for name in (
-            "acquire_write", "acquire_read", "recv", "buffer", "current_idx", "deadline", "local_reader_rank",
-            "local_socket", "n_warning", "remote_socket", "started", "tensor_arena", "timeout", "warning_wait_time_ms",
-        )
-    },
-}  # fmt: skip
-
+NOTES = reasons({
+    "has the stream, and what our own capture needs beside it": "GraphCaptureContext",
+    "is the tensor-parallel group: an engram table is cut over it": "get_etp_group",
+    "is the expert-parallel group: its calls don't run beside that group's": "get_eplb_group",
+    "is the group of a model's ranks, whether they are on one host or several": "get_inner_dp_world_group",
+    "acts on groups that are made later": "set_custom_all_reduce",
+    "raises InvalidArgumentError where vLLM's asserts": "split_tensor_along_last_dim divide ensure_divisibility",
+    "is of gloo, whatever the backend": "stateless_init_torch_distributed_process_group",
+    "is os.sched_yield, which this library calls nowhere": "sched_yield",
+})  # fmt: skip
+MISSING = reasons({
+    "a patch of torch's op for float8 on CUDA, which torch has since": "patched_fused_scaled_matmul_reduce_scatter",
+    "the same": "patched_fused_scaled_matmul_reduce_scatter_fake",
+    "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew": "_replace_active_groups",
+    "elastic expert parallelism, as above": "_init_stateless_group",
+    "of vLLM's queue within: the ring of this library's is `message_queue`'s": (
+        "SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG "
+        "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S to_bytes_big SpinCondition ShmRingBuffer "
+        "MessageQueue.(acquire_write acquire_read recv buffer current_idx deadline local_reader_rank local_socket "
+        "n_warning remote_socket started tensor_arena timeout warning_wait_time_ms)"
+    ),
+    "a field of the queue's handle, `message_queue.Handle`": (
+        "Handle.(local_reader_ranks buffer_handle local_subscribe_addr local_notify_addr remote_subscribe_addr "
+        "remote_addr_ipv6 tensor_arena_handle)"
+    ),
+})  # fmt: skip
 
 _NAMES = {
     utils: (
-        "SHM_PATH USE_SCHED_YIELD check_shm_free_space cpu_all_reduce_ create_tcp_store divide ensure_divisibility "
-        "from_bytes_big get_cached_tcp_store_client get_cpu_distributed_timeout_or_none "
-        "get_distributed_timeout_or_none get_pp_indices get_worker_rank_suffix init_gloo_process_group "
-        "is_weak_contiguous memory_fence sched_yield split_tensor_along_last_dim "
-        "stateless_destroy_torch_distributed_process_group stateless_init_torch_distributed_process_group "
-        "verify_group_size_divides_partition"
+        "* SHM_PATH USE_SCHED_YIELD divide ensure_divisibility from_bytes_big get_cached_tcp_store_client sched_yield "
+        "split_tensor_along_last_dim"
     ),
     state: (
         "destroy_model_parallel get_node_count is_global_first_rank is_local_first_rank model_parallel_is_initialized "
@@ -97,7 +81,7 @@ _NAMES = {
     ),
     group: "GroupCoordinator Handle",
     message_queue: "MessageQueue",
-    stateless: "StatelessProcessGroup",
+    stateless: "*",
     capture_stream: "GraphCaptureContext",
 }
 """vLLM's names that lie elsewhere."""
@@ -136,28 +120,21 @@ def all_reduce_fake(tensor: Tensor, group_name: str) -> Tensor:
 
 def reduce_scatter_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
     """Returns a tensor of the result's shape."""
-    shape = list(tensor.shape)
-    shape[dim] //= world_size
-    return tensor.new_empty(shape)
+    return new_scattered(tensor, dim, world_size)
 
 
 def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
     """Returns a tensor of the result's shape."""
-    shape = list(tensor.shape)
-    shape[dim] *= world_size
-    return tensor.new_empty(shape)
+    return new_gathered(tensor, dim, world_size)
 
 
 def _each_communicator(method: str) -> None:
     """Calls the method of each communicator that has it, of all groups that there are, in one order on all ranks."""
-    found = {group.unique_name: group.route for group in groups.values()}
-    world = state.try_get_world_group()
-    made = [] if world is None else [world]
+    made = [*groups.values(), state.try_get_world_group()]
     if model_parallel_is_initialized():  # which layers may have used without a getter of this module
         made += state.get_parallel_groups().groups.values()
-    found |= {group.unique_name: group.route for group in made}
-    for name in sorted(found):
-        for communicator in () if found[name].closed else found[name].communicators:
+    for _, route in sorted({each.unique_name: each.route for each in made if each is not None}.items()):
+        for communicator in () if route.closed else route.communicators:
             getattr(communicator, method, lambda: None)()
 
 
@@ -283,20 +260,13 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     destroy_distributed_environment()
 
 
-def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, by rank of a process group, True if it shares the memory of `source_rank`'s host."""
-    if isinstance(pg, StatelessProcessGroup):
-        return pg.same_node(source_rank)
-    return same_node.in_the_same_node_as(pg, source_rank)
-
-
 def _node_count(pg: Any) -> int:
     """Returns the number of hosts of a group's ranks; all of them call it."""
     size = pg.world_size if isinstance(pg, (GroupCoordinator, StatelessProcessGroup)) else pg.size()
     waiting, count = set(range(size)), 0
     while waiting:
         count += 1
-        same = [True] if size == 1 else in_the_same_node_as(pg, min(waiting))
+        same = [True] if size == 1 else stateless.in_the_same_node_as(pg, min(waiting))
         waiting -= {rank for rank in waiting if same[rank]}
     return count
 
@@ -384,22 +354,15 @@ def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
     return len(state.get_group_ranks("dcp")), state.get_group_rank("dcp")
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Returns the number of tensor-parallel ranks."""
-    with as_assertion():
-        return len(state.get_group_ranks("tp"))
+def _number(find: Callable[[], int], fact: str) -> Callable[[], int]:
+    return named(__name__, as_assertion()(find), f"get_{fact}", f"Returns this rank's {fact.replace('_', '-')}.")
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """Returns this rank's position in its tensor-parallel group."""
-    with as_assertion():
-        return state.get_group_rank("tp")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Returns this rank's stage."""
-    with as_assertion():
-        return state.get_group_rank("pp")
+get_tensor_model_parallel_world_size = _number(
+    lambda: len(state.get_group_ranks("tp")), "tensor_model_parallel_world_size"
+)
+get_tensor_model_parallel_rank = _number(lambda: state.get_group_rank("tp"), "tensor_model_parallel_rank")
+get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "pipeline_model_parallel_rank")
 
 
 @contextlib.contextmanager

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.utils import get_cpu_distributed_timeout_or_none
 
+from parallel_state.compat.vllm.group import GroupCoordinator as GroupView
 from parallel_state.groups.coordinator import GroupCoordinator
 
 
@@ -37,50 +38,20 @@ class Communicator(CpuCommunicator):
             self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
         )
         timeout = get_cpu_distributed_timeout_or_none() or timedelta(minutes=30)
-        self.group = GroupCoordinator.from_process_group(
-            device_group or cpu_group,
-            cpu_group=cpu_group,
-            device="cpu",
-            name=unique_name.partition(":")[0],
-            timeout=timeout,
-            within=_join(self, timeout),
+        self.group = GroupView.of(
+            GroupCoordinator.from_process_group(
+                device_group or cpu_group,
+                cpu_group=cpu_group,
+                device="cpu",
+                name=unique_name.partition(":")[0],
+                timeout=timeout,
+                within=_join(self, timeout),
+            )
         )
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
             self.all2all_manager = AgRsAll2AllManager(cpu_group)
-
-    def all_reduce(self, input_: Tensor) -> Tensor:
-        return self.group.all_reduce(input_)
-
-    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        return self.group.all_gather(input_, dim)
-
-    def all_gatherv(self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
-        if isinstance(input_, Tensor):
-            return self.group.all_gatherv(input_, dim, sizes)
-        return [self.group.all_gatherv(each, dim, sizes) for each in input_]
-
-    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
-        return self.group.reduce_scatter(input_, dim)
-
-    def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
-        return self.group.reduce_scatterv(input_, dim, sizes)
-
-    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        return self.group.gather(input_, dst, dim)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        return self.group.broadcast_(tensor, src)
-
-    def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        self.group.send(tensor, dst)
-
-    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        return self.group.recv(size, dtype, src)
-
-    def send_tensor_dict(self, tensor_dict: dict[str, Any], dst: int) -> None:
-        self.group.send_tensor_dict(tensor_dict, dst)
 
     def recv_tensor_dict(self, src: int) -> dict[str, Any]:
         return self.group.recv_tensor_dict(src) or {}
@@ -91,6 +62,15 @@ class Communicator(CpuCommunicator):
         finally:
             _leave(self)
 
+
+def _of_group(name: str) -> Any:
+    call = getattr(GroupView, name)
+    return functools.wraps(call)(lambda self, *args, **given: call(self.group, *args, **given))
+
+
+for _name in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather", "broadcast",
+              "send", "recv", "send_tensor_dict"):  # fmt: skip
+    setattr(Communicator, _name, _of_group(_name))
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
 """By torch's default group: the coordinator over it, by which all ranks hear of an end, and who is within."""

@@ -19,7 +19,6 @@ from parallel_state.compat.tables import renamed
 from parallel_state.compat.vllm.message_queue import Handle as QueueHandle
 from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.groups.coordinator import GroupCoordinator as Ours
-from parallel_state.messages.all_gather_group import AllGatherGroup
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
 groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
@@ -67,16 +66,15 @@ class GroupCoordinator(GroupView):
 
         Over a default group of torch's alone the first one makes the world.
         """
-        if state.try_get_world_group() is None and dist.is_initialized():
-            state.init_distributed_environment(allow_pickle=True)
-        made = state.init_model_parallel_group(
+        if not dist.is_initialized():
+            state.get_world_group()  # raises where there is none
+        made = self._make(
             group_ranks,
             local_rank,
-            str(torch_distributed_backend),
-            group_name=group_name or "anonymous",
+            torch_distributed_backend,
+            group_name,
             use_device_communicator=use_device_communicator,
             use_message_queue_broadcaster=use_message_queue_broadcaster,
-            allow_pickle=True,
         )
         self._show(made, group_ranks, use_device_communicator, use_all2all)
 
@@ -145,24 +143,13 @@ class GroupCoordinator(GroupView):
         """Sums and scatters as reduce_scatterv, into `output`, which it returns."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
-    def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sums a CPU tensor over all ranks in place; returns it."""
-        return self.all_reduce_(tensor)
+    cpu_all_reduce_ = renamed(Ours.all_reduce_, "tensor", "Sums a CPU tensor over all ranks in place; returns it.")
 
     # Objects and dicts.
 
-    def send_object(self, obj: Any, dst: int) -> None:
-        """Sends an object to rank `dst`."""
-        super().send_object(obj, dst)
-
-    def recv_object(self, src: int) -> Any:
-        """Returns the object that rank `src` sends."""
-        return super().recv_object(src)
-
-    def isend_object(self, obj: Any, dst: int) -> Handle:
-        """Starts send_object."""
-        return super().isend_object(obj, dst)
-
+    send_object = renamed(Ours.send_object, "obj dst!", "Sends an object to rank `dst`.")
+    recv_object = renamed(Ours.recv_object, "src!", "Returns the object that rank `src` sends.")
+    isend_object = renamed(Ours.isend_object, "obj dst!", "Starts send_object.")
     send_tensor_dict = renamed(
         Ours.send_tensor_dict,
         "tensor_dict dst all_gather_group all_gather_tensors",
@@ -173,26 +160,18 @@ class GroupCoordinator(GroupView):
         "src all_gather_group all_gather_tensors",
         "Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank.",
     )
-
-    def isend_tensor_dict(
-        self,
-        tensor_dict: dict[str, Any],
-        dst: int | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: dict[str, bool] | None = None,
-    ) -> list[Handle]:
-        """Starts send_tensor_dict; returns its handles, none in a group of one rank."""
-        return list(super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors))
-
-    def irecv_tensor_dict(
-        self,
-        src: int | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: dict[str, bool] | None = None,
-    ) -> tuple[dict[str, Any] | None, list[Handle], list[Any]]:
-        """Starts to receive: a dict that the handles' `wait()` fills, these, and what is called after them."""
-        tensors, handles, postprocess = super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
-        return tensors, list(handles), list(postprocess)
+    isend_tensor_dict = renamed(
+        Ours.isend_tensor_dict,
+        "tensor_dict dst all_gather_group all_gather_tensors",
+        "Starts send_tensor_dict; returns its handles, none in a group of one rank.",
+        then=list,
+    )
+    irecv_tensor_dict = renamed(
+        Ours.irecv_tensor_dict,
+        "src all_gather_group all_gather_tensors",
+        "Starts to receive: a dict that the handles' `wait()` fills, these, and what is called after them.",
+        then=lambda handle: tuple(list(each) if at else each for at, each in enumerate(handle)),
+    )
 
     # Experts, in the plain form: all of a group's tokens go to all of its ranks.
 

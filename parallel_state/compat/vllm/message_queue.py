@@ -47,7 +47,7 @@ from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
-from parallel_state.groups.same_node import in_the_same_node_as
+from parallel_state.compat.vllm.stateless import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
 
@@ -81,6 +81,10 @@ class Handle:
     remote_addr_ipv6: bool = False
     tensor_arena_handle: tuple[int, int, int, str] | None = None
     secret: bytes = b""
+
+    @property
+    def family(self) -> str:
+        return "AF_INET6" if self.remote_addr_ipv6 else "AF_INET"
 
 
 class _Ring:
@@ -147,7 +151,12 @@ class MessageQueue:
     """A queue from one process to others; see the module's text, and vLLM's class of this name for the interface."""
 
     HANDLE = Handle
+    handle: Handle
+    n_local_reader: int
+    n_remote_reader: int
+    shutting_down = False
     _ring: _Ring | None = None
+    _listener: Any = None
 
     def __init__(
         self,
@@ -167,60 +176,42 @@ class MessageQueue:
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
         if len(ranks) != n_local_reader:
             raise UsageError(f"local_reader_ranks must name {n_local_reader} ranks, but is {ranks}")
-        self.n_local_reader = n_local_reader
-        self.n_remote_reader = n_reader - n_local_reader
-        self._begin(is_writer=True)
-        self.handle = Handle(ranks)
-        self._connections: list[Any] = []
-        self._listener: Any = None
+        self.n_local_reader, self.n_remote_reader = n_local_reader, n_reader - n_local_reader
+        self._begin(handle := Handle(ranks), is_writer=True)
         if n_local_reader:
             shape = Shape(min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
-            try:
+            with _needing_shared_memory("a message queue"):
                 segment = Segment.make()
                 # Its name goes when all have opened it, and with this object or process at the latest.
                 self._unlink = weakref.finalize(self, _unlink, segment, os.getpid())
                 self._ring = _Ring(segment, shape, n_local_reader, 0)
-            except (SegmentError, native.NativeUnavailableError) as error:
-                raise UnsupportedError(f"a message queue needs shared memory: {error}") from None
-            self.handle.buffer_handle = (n_local_reader, *shape, segment.name)
+            handle.buffer_handle = (n_local_reader, *shape, segment.name)
         if self.n_remote_reader:
             ip = connect_ip or "127.0.0.1"
-            self.handle.remote_addr_ipv6 = ":" in ip
-            self.handle.secret = secrets.token_bytes(32)
-            family = "AF_INET6" if self.handle.remote_addr_ipv6 else "AF_INET"
+            handle.remote_addr_ipv6, handle.secret = ":" in ip, secrets.token_bytes(32)
             self._listener = connection.Listener(
-                (ip, 0), family, backlog=self.n_remote_reader, authkey=self.handle.secret
+                (ip, 0), handle.family, backlog=self.n_remote_reader, authkey=handle.secret
             )
-            self.handle.remote_subscribe_addr = f"{ip}:{self._listener.address[1]}"
-
-    def _begin(self, *, is_writer: bool) -> None:
-        self._is_writer = is_writer
-        self._is_local_reader = self._is_remote_reader = False
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self.shutting_down = False
+            handle.remote_subscribe_addr = f"{ip}:{self._listener.address[1]}"
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
         """Returns the reading end of `rank`: in shared memory if the handle names it among its local readers."""
         self: MessageQueue = object.__new__(MessageQueue)
-        self._begin(is_writer=False)
-        self.handle = handle
-        self._connections = []
-        self._listener = None
-        self._is_local_reader = rank in handle.local_reader_ranks
-        self._is_remote_reader = not self._is_local_reader
-        if self._is_local_reader and handle.buffer_handle is not None:
+        self._begin(handle, is_writer=False)
+        if rank in handle.local_reader_ranks and handle.buffer_handle is not None:
             readers, chunk_bytes, chunks, name = handle.buffer_handle
-            try:
+            with _needing_shared_memory(f"the message queue of {name}"):
                 segment = Segment.open(name)
                 if segment is None:
                     raise SegmentError("this host has no such segment")
                 me = 1 + handle.local_reader_ranks.index(rank)
                 self._ring = _Ring(segment, Shape(chunk_bytes, chunks), readers, me)
-            except (SegmentError, native.NativeUnavailableError) as error:
-                raise UnsupportedError(f"the message queue of {name} can't be opened: {error}") from None
         return self
+
+    def _begin(self, handle: Handle, *, is_writer: bool) -> None:
+        self.handle, self._is_writer, self._pid = handle, is_writer, os.getpid()
+        self._lock, self._connections = threading.Lock(), list[Any]()
 
     def export_handle(self) -> Handle:
         """Returns what `create_from_handle` takes."""
@@ -240,10 +231,10 @@ class MessageQueue:
                 self._listener.close()
             self.enqueue(_READY)
             return
-        if self._is_remote_reader:
+        if self._ring is None:
             address, _, port = (self.handle.remote_subscribe_addr or "").rpartition(":")
-            family = "AF_INET6" if self.handle.remote_addr_ipv6 else "AF_INET"
-            self._connections = [connection.Client((address, int(port)), family, authkey=self.handle.secret)]
+            source = connection.Client((address, int(port)), self.handle.family, authkey=self.handle.secret)
+            self._connections.append(source)
         found = self.dequeue(indefinite=True)
         if found != _READY:
             raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
@@ -281,16 +272,10 @@ class MessageQueue:
                     self._wait_for_room(self._ring.end, timeout)
                     tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in bodies]
                     self._ring.end.send(Message(head, tensors), "enqueue")
-            try:
+            with self._remote("enqueue", "a reader on another host"):
                 for each in self._connections:
                     for piece in (head, *bodies):
                         each.send_bytes(piece)
-            except OSError as error:
-                self._check()
-                raise PeerDiedError(
-                    f"enqueue of {self}: a reader on another host has closed it, or has ended: {error}",
-                    operation="enqueue",
-                ) from error
 
     def _wait_for_room(self, sender: Sender, timeout: float | None) -> None:
         deadline = time.monotonic() + (timeout or 0.0)
@@ -311,7 +296,11 @@ class MessageQueue:
         with self._lock:
             self._check()
             if self._ring is None:
-                return self._receive(timeout)
+                (source,) = self._connections
+                with self._remote("dequeue", "the writer, on another host,"):
+                    if source.poll(timeout):
+                        return _decode(source.recv_bytes(), lambda size: bytearray(source.recv_bytes()))
+                raise TimeoutError(f"{self} had no message in {timeout:g} s")
             with self._naming_ends(self._ring, "dequeue"):
                 receiver: Receiver = self._ring.end
                 while not receiver.poll(_LOG_S if timeout is None else timeout, "dequeue"):
@@ -325,17 +314,15 @@ class MessageQueue:
                 data = head.data or receiver.read_on(head.head_bytes, "dequeue")
                 return _decode(data, functools.partial(_read, receiver))
 
-    def _receive(self, timeout: float | None) -> Any:
-        (source,) = self._connections
+    @contextlib.contextmanager
+    def _remote(self, operation: str, end: str) -> Iterator[None]:
+        """Raises PeerDiedError if the connection of `end` closes, RuntimeError after `shutdown`."""
         try:
-            if source.poll(timeout):
-                return _decode(source.recv_bytes(), lambda size: bytearray(source.recv_bytes()))
+            yield
         except (EOFError, OSError) as error:
             self._check()
-            raise PeerDiedError(
-                f"dequeue of {self}: the writer, on another host, has closed it, or has ended", operation="dequeue"
-            ) from error
-        raise TimeoutError(f"{self} had no message in {timeout:g} s")
+            text = f"{operation} of {self}: {end} has closed it, or has ended: {error}"
+            raise PeerDiedError(text, operation=operation) from error
 
     @contextlib.contextmanager
     def _naming_ends(self, ring: _Ring, operation: str) -> Iterator[None]:
@@ -369,8 +356,8 @@ class MessageQueue:
     ) -> tuple[MessageQueue, list[Handle]]:
         """Returns a queue that each rank writes and the global `reader_rank` reads, and there all ranks' handles."""
         same = in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank))
-        queue = MessageQueue(1, int(same[dist.get_rank(pg)]), max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
-        handles = [each for each in _exchange(pg, queue.export_handle()) if each is not None]
+        queue = MessageQueue(1, int(same[dist.get_rank(pg)]), None, max_chunk_bytes, max_chunks)
+        handles = _exchange(pg, queue.handle)
         if blocking:
             queue.wait_until_ready()
         return queue, handles if dist.get_rank() == reader_rank else []
@@ -388,26 +375,19 @@ class MessageQueue:
 
         With the handle of a queue that some other process writes, `writer_rank` passes it on and reads as well.
         """
-        is_stateless = not isinstance(pg, dist.ProcessGroup)
-        rank, size = (pg.rank, pg.world_size) if is_stateless else (dist.get_rank(pg), dist.get_world_size(pg))
-        same = pg.same_node(writer_rank) if is_stateless else in_the_same_node_as(pg, writer_rank)
         queue, handle = None, external_writer_handle
+        same = in_the_same_node_as(pg, writer_rank)
+        rank = dist.get_rank(pg) if isinstance(pg, dist.ProcessGroup) else pg.rank
         if rank == writer_rank and handle is None:
-            local = [each for each in range(size) if same[each] and each != writer_rank]
-            queue = MessageQueue(
-                size - 1,
-                len(local),
-                local,
-                max_chunk_bytes=max_chunk_bytes,
-                max_chunks=max_chunks,
-                connect_ip=address_towards(("192.0.2.1", 9)),  # of a net for documentation: nothing is sent
-            )
-            handle = queue.export_handle()
-        if is_stateless:
-            handle = pg.broadcast_obj(handle, writer_rank)
-        else:
+            local = [each for each in range(len(same)) if same[each] and each != writer_rank]
+            ip = address_towards(("192.0.2.1", 9))  # of a net for documentation: nothing is sent
+            queue = MessageQueue(len(same) - 1, len(local), local, max_chunk_bytes, max_chunks, ip)
+            handle = queue.handle
+        if isinstance(pg, dist.ProcessGroup):
             handle = _exchange(pg, handle)[writer_rank]
-        queue = queue or MessageQueue.create_from_handle(handle, rank)  # type: ignore[arg-type]
+        else:
+            handle = pg.broadcast_obj(handle, writer_rank)
+        queue = queue or MessageQueue.create_from_handle(handle, rank)
         if blocking:
             queue.wait_until_ready()
         return queue
@@ -426,7 +406,15 @@ class MessageQueue:
                     each.close()
 
 
-def _exchange(pg: Any, handle: Handle | None) -> list[Handle | None]:
+@contextlib.contextmanager
+def _needing_shared_memory(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (SegmentError, native.NativeUnavailableError) as error:
+        raise UnsupportedError(f"{what} needs shared memory: {error}") from None
+
+
+def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
     """Returns the handles of a process group's ranks, all of which call it."""
     mine = pickle.dumps(handle).ljust(_HANDLE_BYTES, b"\0")
     every = gather_bytes(pg, dist.get_world_size(pg), mine, lambda work: work.wait())

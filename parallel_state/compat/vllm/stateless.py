@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from device_communicators.base.errors import CollectiveTimeoutError
 from device_communicators.cpu.segment import Segment, SegmentError
 from parallel_state.compat.stateless import ANSWER_S, StoreGroup
+from parallel_state.groups import same_node
 
 _REDUCE: dict[Any, Any] = {
     dist.ReduceOp.SUM: torch.add,
@@ -64,35 +65,26 @@ class StatelessProcessGroup(StoreGroup):
             store.set(keys[self.rank], b"1")
             if phase == "left" and self.rank != 0:
                 return
-            deadline = time.monotonic() + timeout
-            store = self._bounded.until(deadline + ANSWER_S)
-            while not store.check(keys):
-                if time.monotonic() > deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                    raise CollectiveTimeoutError(
-                        f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
-                        f"{phase}. Look for the first that failed",
-                        operation="barrier", rank=self.rank, suspect_ranks=missing, timeout_s=timeout,
-                    )  # fmt: skip
-                time.sleep(0.001)
+            store = self._bounded.within(timeout + ANSWER_S)
+            if not store.wait_for(keys, timeout):
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise CollectiveTimeoutError(
+                    f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
+                    f"{phase}. Look for the first that failed",
+                    operation="barrier", rank=self.rank, suspect_ranks=missing, timeout_s=timeout,
+                )  # fmt: skip
 
     def same_node(self, source_rank: int) -> list[bool]:
         """Returns, by rank, True if it shares the memory of `source_rank`'s host; every rank calls it."""
-        segment = None
-        if self.rank == source_rank:
-            segment = Segment.make()
+        segment = Segment.make() if self.rank == source_rank else None
         try:
             name = self.broadcast_obj(None if segment is None else segment.name, source_rank)
-            sees = segment is not None
-            if segment is None:
-                try:
-                    opened = Segment.open(name)
-                except SegmentError:
-                    opened = None
-                sees = opened is not None
-                if opened is not None:
-                    opened.close()
-            return self.all_gather_obj(sees)
+            opened = None
+            with contextlib.suppress(SegmentError):
+                opened = None if segment is not None else Segment.open(name)
+            if opened is not None:
+                opened.close()
+            return self.all_gather_obj(segment is not None or opened is not None)
         finally:
             if segment is not None:
                 segment.unlink()
@@ -117,3 +109,10 @@ class StatelessProcessGroup(StoreGroup):
             host, port, world_size, rank == 0, timedelta(seconds=store_timeout), use_libuv=False, **given
         )
         return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)
+
+
+def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
+    """Returns, by rank of a process group, True if it shares the memory of `source_rank`'s host."""
+    if isinstance(pg, StatelessProcessGroup):
+        return pg.same_node(source_rank)
+    return same_node.in_the_same_node_as(pg, source_rank)

@@ -20,13 +20,15 @@ from device_communicators.base.helper_threads import Call
 from device_communicators.base.torch_internals import group_over_gloo, register_named, unregister_named
 from device_communicators.cpu.segment import DIRECTORY
 from parallel_state import state
+from parallel_state.compat.stages import divide as divide
+from parallel_state.compat.stages import ensure_divisibility as ensure_divisibility
 from parallel_state.compat.stages import layers_in
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup as StatelessProcessGroup
 from parallel_state.functions import utilities
 
 SHM_PATH = DIRECTORY
 from_bytes_big = functools.partial(int.from_bytes, byteorder="big")
-divide, split_tensor_along_last_dim = utilities.divide, utilities.split_tensor_along_last_dim
+split_tensor_along_last_dim = utilities.split_tensor_along_last_dim
 sched_yield = getattr(os, "sched_yield", None)  # Linux has it
 USE_SCHED_YIELD = True
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -59,11 +61,6 @@ def get_worker_rank_suffix(global_rank: int | None = None) -> str:
     if state.model_parallel_is_initialized():
         parts = [f"{axis}{state.get_group_rank(axis)}" for axis in ("dp", "pp", "tp", "dcp", "ep")]
     return "_".join(parts + ([] if global_rank is None else [f"rank{global_rank}"]))
-
-
-def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises InvalidArgumentError unless the quotient is whole."""
-    utilities.divide(numerator, denominator)
 
 
 def verify_group_size_divides_partition(

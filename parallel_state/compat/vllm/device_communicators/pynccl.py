@@ -5,6 +5,8 @@ NCCL's calls (`group_start`, windows, the wrapper of its library) aren't here: v
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,13 @@ from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import init_gloo_process_group
 
 _TIMEOUT = timedelta(minutes=30)
+
+
+def _options(kind: Any, **fields: Any) -> Any:
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options
 
 
 class PyNcclCommunicator:
@@ -56,14 +65,14 @@ class PyNcclCommunicator:
         torch.cuda.set_device(self.device)
         return dist.ProcessGroupNCCL(store, self.rank, self.world_size, dist.ProcessGroupNCCL.Options())
 
-    def _run(self, tensor: Tensor, stream: Any, start: Any) -> None:
+    def _run(self, tensor: Tensor, stream: Any, start: Callable[[Any], Any]) -> None:
+        """Waits for the call that `start` begins on the group, if there is one."""
+        if self._group is None:
+            return
         if tensor.device != self.device:
             raise InvalidArgumentError(f"the tensor must be on {self.device}, but is on {tensor.device}")
-        if stream is None or self.device.type == "cpu":
-            start().wait()
-            return
-        with torch.cuda.stream(stream):
-            start().wait()
+        with contextlib.nullcontext() if stream is None or self.device.type == "cpu" else torch.cuda.stream(stream):
+            start(self._group).wait()
 
     def all_reduce(
         self, in_tensor: Tensor, out_tensor: Tensor | None = None, op: Any = dist.ReduceOp.SUM, stream: Any = None
@@ -72,43 +81,33 @@ class PyNcclCommunicator:
         if self._group is None:
             return None
         out = in_tensor.clone() if out_tensor is None else out_tensor.copy_(in_tensor)
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        self._run(in_tensor, stream, lambda: self._group.allreduce([out], options))
+        options = _options(dist.AllreduceOptions, reduceOp=op)
+        self._run(in_tensor, stream, lambda group: group.allreduce([out], options))
         return out
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, stream: Any = None) -> None:
         """Writes the ranks' `input_tensor`, along dim 0, into contiguous `output_tensor`."""
-        if self._group is not None:
-            self._run(input_tensor, stream, lambda: all_gather_base(self._group, output_tensor, input_tensor))
+        self._run(input_tensor, stream, lambda group: all_gather_base(group, output_tensor, input_tensor))
 
     def reduce_scatter(
         self, output_tensor: Tensor, input_tensor: Tensor, op: Any = dist.ReduceOp.SUM, stream: Any = None
     ) -> None:
         """Writes this rank's part, along dim 0, of the reduction of `input_tensor` into `output_tensor`."""
-        if self._group is not None:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = op
-            self._run(
-                input_tensor, stream, lambda: reduce_scatter_base(self._group, output_tensor, input_tensor, options)
-            )
+        given = output_tensor, input_tensor, _options(dist.ReduceScatterOptions, reduceOp=op)
+        self._run(input_tensor, stream, lambda group: reduce_scatter_base(group, *given))
 
     def send(self, tensor: Tensor, dst: int, stream: Any = None) -> None:
         """Sends a contiguous tensor to rank `dst`."""
-        if self._group is not None:
-            self._run(tensor, stream, lambda: self._group.send([tensor], dst, 0))
+        self._run(tensor, stream, lambda group: group.send([tensor], dst, 0))
 
     def recv(self, tensor: Tensor, src: int, stream: Any = None) -> None:
         """Receives into a contiguous tensor from rank `src`."""
-        if self._group is not None:
-            self._run(tensor, stream, lambda: self._group.recv([tensor], src, 0))
+        self._run(tensor, stream, lambda group: group.recv([tensor], src, 0))
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
         """Broadcasts the contiguous tensor of rank `src` into the others', in place."""
-        if self._group is not None:
-            options = dist.BroadcastOptions()
-            options.rootRank = src
-            self._run(tensor, stream, lambda: self._group.broadcast([tensor], options))
+        options = _options(dist.BroadcastOptions, rootRank=src)
+        self._run(tensor, stream, lambda group: group.broadcast([tensor], options))
 
     def destroy(self) -> None:
         """Ends the communicator, on this rank. Twice is fine."""
