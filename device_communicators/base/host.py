@@ -40,13 +40,9 @@ def namespace_id(kind: str) -> str:
 
 
 def process_domain() -> str:
-    """Returns an id that is equal for processes that watch each other by PID; empty where that can't be told.
-
-    Those with another view of time aren't among them, as `start_time` is by the clock of who asks, nor those with a
-    network of their own: what happens to it must be noticed, as between hosts.
-    """
+    """Returns an id that is equal for processes that can watch each other by PID; empty where that can't be told."""
     processes = namespace_id("pid")
-    return f"{processes}/{local_namespace('time')}/{local_namespace('net')}" if processes else ""
+    return f"{processes}/{local_namespace('time')}" if processes else ""  # `start_time` is by the clock of who asks
 
 
 def start_time(pid: int) -> str:

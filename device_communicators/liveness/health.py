@@ -167,6 +167,14 @@ class Place(NamedTuple):
     endpoint: Endpoint | None
     """Of its control plane; None if it has none."""
 
+    @property
+    def domain(self) -> str:
+        """Equal for processes that the control plane watches by PID; empty: by none.
+
+        Those with networks of their own are apart: what happens to a network must be noticed, as between hosts.
+        """
+        return f"{self.processes}/{self.network}" if self.processes else ""
+
 
 def _problem_of(rank: int, place: Place, spans_hosts: bool) -> str:
     """Returns the reason that the control plane can't reach a rank; empty if it can."""
@@ -269,7 +277,7 @@ class Watcher:
             return
         self._rank, self._places = rank, dict(places)
         members = [
-            Member(each, place.processes, place.pid, place.began, place.endpoint)
+            Member(each, place.domain, place.pid, place.began, place.endpoint)
             for each, place in sorted(places.items())
             if place.endpoint is not None
         ]
@@ -294,7 +302,7 @@ class Watcher:
             self.report(rank, change.text, certain=False)
 
     def _is_near(self, rank: int) -> bool:
-        return self._places[rank].processes == self._places[self._rank].processes != ""
+        return self._places[rank].domain == self._places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
         """Reports the host that has given up this one: its ranks wait no longer."""
@@ -305,7 +313,7 @@ class Watcher:
         if change.kind == "stopped":
             why = f"has given up this host, none of whose ranks ran for {settings.HEARTBEAT_LIMIT_S.get():g} s"
         for rank, place in self._places.items():
-            if place.processes == teller.processes:
+            if place.domain == teller.domain:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def look_at_connections(self) -> None:
@@ -317,8 +325,8 @@ class Watcher:
         if world is None or not self._places:
             return
         for connections, ranks in list(self.connections.items()):
-            silent = {self._places[ranks[peer]].processes for peer in connections.silent_peers(limit_s)}
-            gone = [each for each, place in self._places.items() if place.processes in silent and each != self._rank]
+            silent = {self._places[ranks[peer]].domain for peer in connections.silent_peers(limit_s)}
+            gone = [each for each, place in self._places.items() if place.domain in silent and each != self._rank]
             if gone and not self.deaths_of(gone):
                 world.report_unreachable(
                     gone,
@@ -354,6 +362,11 @@ class Watcher:
     def explain(self, ranks: Iterable[int]) -> str:
         """Returns how the ends of these global ranks are noticed, if not at once; else nothing."""
         return "" if self.watches(ranks) else f"ends of ranks are noticed at deadlines only: {self._problem}"
+
+    def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Returns what keeps ranks of this host from going on, such as a signal that stopped them."""
+        found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
+        return {rank: condition for rank, condition in found.items() if condition}
 
     def is_neighbour(self, rank: int) -> bool:
         """Returns True for a rank of this host whose process is watched: it is dead only if its process has exited."""

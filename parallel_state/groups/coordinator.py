@@ -44,7 +44,6 @@ from parallel_state.process_groups.joining import GivenGroup, agree_on_settings,
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.startup import environment
-from parallel_state.startup.roster import exchange_places
 
 logger = logging.getLogger("parallel_state")
 
@@ -534,6 +533,7 @@ def create_group(
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
     """Has the control plane watch ranks that have a process group already; each of them calls `caller`, and this."""
     from device_communicators.c10d.world import address_of  # here, as those of create_group
+    from parallel_state.startup.roster import exchange_places
 
     store = default_store()
     pool.address = address_of(store.raw)

@@ -247,8 +247,8 @@ def make_default_group(
             )
         if watch is not None and over_gloo:
             reachability.prove(met.store, place.rank, met.places, watch)
-            watch.follow(met.places)
         if watch is not None:
+            watch.follow(met.places)
             agreement = Agreement(met.store, "start", place.rank, watch.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
             try:

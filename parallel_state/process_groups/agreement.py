@@ -138,7 +138,9 @@ class Agreement:
             return None
         if verdict.kind == "agreed":
             return [json.loads(each) for each in verdict.values]
-        deaths = self._watcher.await_death_of(watched, 0.0)
+        # Where others gave up because a rank has ended, this one is about to hear of it.
+        is_early = time.monotonic() < started + timeout_s and self._rank not in verdict.ranks
+        deaths = self._watcher.await_death_of(watched, None if is_early else 0.0)
         asks = f"rank {self._rank} asks for {what} ({_words(json.loads(value))})"
         if deaths:
             raise self._error(
@@ -161,6 +163,7 @@ class Agreement:
                 f"ranks {format_ranks(missing)} of the world did not come within {timeout_s:g} s to ask for {what} as "
                 f"rank {self._rank} does; look for a rank that failed or took another branch"
             )
+            text += "".join(f"; global rank {rank} is {why}" for rank, why in self._watcher.conditions(missing).items())
         asked = _words(json.loads(value))
         raise self._error(
             f"{text}. This rank asks for {asked}", CollectiveTimeoutError, missing, started, timeout_s
@@ -236,7 +239,8 @@ class Agreement:
     ) -> CommunicationError:
         """Returns the error for ranks that didn't come."""
         who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but"
-        if deaths := self._watcher.await_death_of(watched, 0.0):
+        is_early = time.monotonic() < started + timeout_s and self._rank not in missing
+        if deaths := self._watcher.await_death_of(watched, None if is_early else 0.0):
             return self._error(
                 f"{who} {describe_deaths(deaths)}. Make groups without it, or start again with those that are left "
                 "(reinitialize)",
@@ -254,9 +258,10 @@ class Agreement:
                 started=started,
                 timeout_s=timeout_s,
             )
+        held = "".join(f"; global rank {rank} is {why}" for rank, why in self._watcher.conditions(missing).items())
         return self._error(
-            f"{who} ranks {format_ranks(missing)} did not come within {timeout_s:g} s; look for a rank that failed or "
-            "makes its groups in another order",
+            f"{who} ranks {format_ranks(missing)} did not come within {timeout_s:g} s{held}; look for a rank that "
+            "failed or makes its groups in another order",
             CollectiveTimeoutError,
             missing,
             started,

@@ -15,8 +15,6 @@ import socket
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
-from device_communicators.control.plane import Endpoint
-
 from device_communicators.base import settings
 from device_communicators.base.errors import format_ranks
 from device_communicators.base.host import (
@@ -29,6 +27,7 @@ from device_communicators.base.host import (
     process_domain,
     start_time,
 )
+from device_communicators.control.plane import Endpoint
 from device_communicators.liveness.health import Place
 from parallel_state.startup.environment import ProcessEnvironment
 

@@ -44,10 +44,10 @@ from device_communicators.base.errors import (
     RendezvousError,
     format_ranks,
 )
-from device_communicators.base.host import is_loopback
+from device_communicators.base.host import address_towards, is_loopback
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher
-from parallel_state.startup import binding, interfaces
+from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.reserved import ReservedPort
@@ -121,8 +121,9 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
+    address = own_place.address or address_towards(environment.store_server(init_method, place) or place.master)
     own_place = own_place._replace(
-        cores=binding.cores_to_share(), next_store=reserved.where, endpoint=listen(watcher, own_place.address)
+        cores=binding.cores_to_share(), next_store=reserved.where, endpoint=listen(watcher, address)
     )
     meeting = _Meeting(
         place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix, rank_0_serves=way.server is not None

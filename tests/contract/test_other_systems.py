@@ -78,9 +78,7 @@ for again in (True, False):
     tp = ps.get_tp_group()
     explained = tp.explain()
     assert "the compiled library needs Linux, and this is darwin" in explained, explained
-    assert ": darwin has no pidfds" in explained, explained
-    while "ends of ranks are noticed by their connections" not in tp.explain():  # on a busy machine they come later
-        time.sleep(0.01)
+    assert "ends of ranks are noticed at deadlines only" in explained, explained
     assert ps.get_nodes() == [[0, 1]]
     x = torch.arange(4.0) + rank
     assert tp.all_reduce(x).tolist() == [1.0, 3.0, 5.0, 7.0]
@@ -114,8 +112,8 @@ if rank == 1:  # its end is a launcher's, whose leash a thread must watch here
 try:
     tp.barrier()
     tp.barrier()
-except ps.PeerDiedError as error:
-    print("died:", *error.suspect_ranks, flush=True)
+except ps.CommunicationError as error:  # gloo's connection broke: nothing else tells of an end here
+    print("failed:", error, flush=True)
 """
 
 
@@ -135,6 +133,6 @@ def test_two_ranks_without_what_only_linux_has(tmp_path: Path) -> None:
     assert "all done" in out, err
     assert "all done" in other_out, other_err
     assert done.stdout.splitlines() == ["0 0", "1 -9"], other_err
-    assert "died: 1" in out, err
+    assert "failed: barrier of group 'tp:0'" in out, err
     for text in (err, other_err):  # nobody can do anything about it, so nobody is told at each start
         assert "goes without shared memory" not in text

@@ -127,7 +127,7 @@ def _fill(size_bytes: int) -> int:
 @LAYOUTS
 def test_a_large_rank_is_killed(pool: Ranks, tmp_path: Path, hosts: list[int]) -> None:
     size_bytes = 2 << 30
-    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) << 10
+    available = int(Path("/proc/meminfo").read_text(encoding="utf-8").split("MemAvailable:")[1].split()[0]) << 10
     if available < 2 * size_bytes:
         pytest.skip(f"2 GiB of memory are needed twice, and {available >> 20} MiB are available")
 

@@ -106,7 +106,6 @@ def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> 
     with subprocess.Popen(["sleep", "60"]) as ended:
         watcher = Watcher()
         watcher._pids = {2: ended.pid}
-        watcher._ends.add(2, ended.pid)  # without a thread
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(3), 0)] == [1]
         ended.kill()

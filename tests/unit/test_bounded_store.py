@@ -45,7 +45,7 @@ MAY_HOLD_RAW = {
     "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
     "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
     "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
-    "parallel_state/groups/coordinator.py:GroupCoordinator.from_process_group": "reads an address",
+    "parallel_state/groups/coordinator.py:follow": "reads an address",
     "parallel_state/compat/sglang/parallel_state.py:init_distributed_environment": "in memory, or SGLang's own",
     "parallel_state/compat/sglang/utils.py:set_global_tcp_store": "keeps a store for the caller",
     "parallel_state/compat/sglang/utils.py:get_global_tcp_store": "gives it to the caller",
