@@ -1,6 +1,7 @@
 // A whole cluster of control cores in one process, under virtual time: what must hold is checked after each step.
 //
-//   control_simulator --seed N --seeds COUNT --ranks R --hosts H [--fault NAME] [--trace]
+//   control_simulator --replay FILE
+//   control_simulator [--record FILE] --seed N --seeds COUNT --ranks R --hosts H [--fault NAME] [--trace]
 //
 // A seed decides the faults, their times, all delays and all orders between connections. Without --hosts it also
 // decides the number of hosts. A seed that fails prints its schedule, and the same arguments replay it.
@@ -9,14 +10,18 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <queue>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "core.h"
+#include "record.h"
 
 using namespace parallel_state::control;
 
@@ -56,6 +61,7 @@ struct Process {
   Nanos woken_at = kNever;
   Nanos local_at = 0;  // events of the own host arrive in order
   std::deque<Event> backlog;
+  std::unique_ptr<Record> record;
   std::uint64_t beats = 0;
   std::map<int, std::uint64_t> seen;
   long frames = 0, dials = 0, connections = 0;
@@ -75,13 +81,14 @@ struct Agreement {
   std::map<int, Nanos> called;    // when
   std::map<int, Nanos> deadline;  // by the process' clock
   std::map<int, std::shared_ptr<const Verdict>> verdicts;
-  Nanos decided = -1;  // the first verdict
+  std::map<int, std::uint64_t> epochs;  // of the verdicts: calls of two epochs are two agreements
+  Nanos decided = -1;                   // the first verdict
 };
 
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
                                "one_way", "short_cut", "drop",      "pause",     "pause_lead", "pause_host",
                                "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
-                               "delay",   "relay",     "revoke",    "pause_two"};
+                               "delay",   "relay",     "revoke",    "pause_two", "epoch",      "status"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 
 class Simulator {
@@ -134,6 +141,16 @@ class Simulator {
   }
   long steps() const { return steps_; }
 
+  void record(int rank) {
+    processes_[rank].record = std::make_unique<Record>(proc_of(rank), roster_->members[rank].endpoint.token, config_);
+  }
+  // Returns the record, and prints the digest that a replay must end with.
+  Bytes take_record(int rank) const {
+    const Process& process = processes_[rank];
+    std::printf("digest %llx\n", static_cast<unsigned long long>(process.core.digest()));
+    return process.record->bytes();
+  }
+
  private:
   struct Item {
     Nanos time;
@@ -170,13 +187,13 @@ class Simulator {
   static Proc proc_of(int rank) { return 100'000 + static_cast<Proc>(rank) * 7; }
   static int rank_of(Proc proc) { return static_cast<int>((proc - 100'000) / 7); }
 
-  void join(int rank) {
+  void join(int rank, std::uint64_t epoch = 1) {
     if (!processes_[rank].alive || processes_[rank].exiting) return;
     processes_[rank].joined = true;
     Event event;
     event.kind = Event::kMeet;
     event.world = kWorld;
-    event.epoch = 1;
+    event.epoch = epoch;
     event.roster = roster_;
     deliver(rank, std::move(event));
   }
@@ -292,6 +309,15 @@ class Simulator {
         joins_at_[static_cast<std::size_t>(random_.below(ranks_))] = random_.below(3 * kSecond);
       }
     }
+    if (name == "epoch") {  // the same members, in a new epoch, which not all meet at once
+      for (int each = 0; each < ranks_; ++each) at(when + random_.below(50 * kMillisecond), [=] { join(each, 2); });
+    }
+    if (name == "status") {
+      for (int i = 0; i < 10; ++i) {
+        const int asker = static_cast<int>(random_.below(ranks_)), asked = static_cast<int>(random_.below(ranks_));
+        at(when + random_.below(kSecond), [=] { ask(asker, asked); });
+      }
+    }
     if (name == "delay") slow_percent_ = 20;
     if (name == "revoke") {
       at(when, [=] {
@@ -350,6 +376,25 @@ class Simulator {
     event.kind = Event::kCall;
     event.call = call;
     deliver(rank, std::move(event));
+  }
+
+  // Each question has one reply, by its deadline.
+  void ask(int asker, int asked) {
+    const Process& process = processes_[asker];
+    if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
+    Event event;
+    event.kind = Event::kAsk;
+    event.proc = proc_of(asked);
+    event.id = ++questions_;
+    event.bytes = "status of " + std::to_string(asked);
+    event.deadline = now_ + clock_[process.host] + kSecond;
+    waiting_.insert(event.id);
+    at(now_ + kSecond + kMillisecond, [this, asker, id = event.id] {
+      const Process& waits = processes_[asker];
+      const bool ran = waits.alive && !waits.exiting && waits.runs && now_ - waits.ran_since > 1500 * kMillisecond;
+      if (ran && faults_.count("clock") == 0 && waiting_.count(id) != 0) fail("a question is not answered");
+    });
+    deliver(asker, std::move(event));
   }
 
   void kill(int rank) {
@@ -609,6 +654,7 @@ class Simulator {
     std::swap(actions, spare_);
     actions.clear();
     process.core.step(now_ + clock_[process.host], event, &actions);
+    if (process.record != nullptr) process.record->add(now_ + clock_[process.host], event);
     if (trace_) print(rank, event, actions);
     for (Action& action : actions) carry_out(rank, action);
     actions.clear();
@@ -695,6 +741,20 @@ class Simulator {
           event.proc = action.proc;
           post(now_ + 20'000, rank, std::move(event));
         }
+        break;
+      case Action::kQuestion: {
+        Event event;
+        event.kind = Event::kReply;
+        event.proc = action.proc;
+        event.id = action.id;
+        event.bytes = action.bytes;
+        post(now_ + random_.below(kMillisecond), rank, std::move(event));
+        break;
+      }
+      case Action::kReply:
+        if (waiting_.erase(action.id) == 0) fail("a question is answered twice");
+        if (action.flags == 0 && action.bytes != "status of " + std::to_string(rank_of(action.proc)))
+          fail("mixed replies");
         break;
       case Action::kDoom: check_doom(rank, action); break;
       case Action::kVerdict: check_verdict(rank, action); break;
@@ -819,6 +879,7 @@ class Simulator {
     Agreement& agreement = *agreements_[std::stoul(action.key.purpose)];
     if (agreement.verdicts.count(rank) != 0) return fail("rank " + std::to_string(rank) + " has two verdicts");
     agreement.verdicts[rank] = action.verdict;
+    agreement.epochs[rank] = action.key.epoch;
     if (agreement.decided < 0) agreement.decided = now_;
     const Verdict& verdict = *action.verdict;
     if (verdict.kind == Verdict::kAgreed && agreement.called.size() < agreement.members.size()) {
@@ -827,7 +888,7 @@ class Simulator {
     const bool calm = std::none_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "pause" || name == "pause_lead" || name == "pause_host" || name == "partition" ||
              name == "one_way" || name == "short_cut" || name == "power_off" || name == "clock" || name == "large" ||
-             name == "pause_two" || name == "slow";
+             name == "pause_two" || name == "slow" || name == "epoch";
     });
     if (verdict.kind == Verdict::kUndecided && calm && !processes_[rank].declared && processes_[rank].leaves_by < 0) {
       fail("rank " + std::to_string(rank) + ": agreement " + action.key.purpose + " is undecided without a reason");
@@ -847,12 +908,13 @@ class Simulator {
 
   void check_end() {
     for (std::size_t number = 0; number < agreements_.size(); ++number) {
-      const Verdict* first = nullptr;
+      std::map<std::uint64_t, const Verdict*> firsts;
       for (const auto& [rank, verdict] : agreements_[number]->verdicts) {
         if (!is_survivor(rank) || verdict->kind == Verdict::kUndecided ||
             cut_hosts_.count(processes_[rank].host) != 0) {
           continue;
         }
+        const Verdict*& first = firsts[agreements_[number]->epochs[rank]];
         if (first == nullptr) first = verdict.get();
         if (first->kind != verdict->kind || first->values != verdict->values || first->culprits != verdict->culprits) {
           fail("agreement " + std::to_string(number) + " has two verdicts among survivors");
@@ -917,7 +979,8 @@ class Simulator {
   Nanos now_ = 0, storm_ = -1;
   long steps_ = 0;
   int slow_percent_ = 0;
-  std::uint64_t order_ = 0, nonces_ = 0;
+  std::uint64_t order_ = 0, nonces_ = 0, questions_ = 0;
+  std::set<std::uint64_t> waiting_;
   std::shared_ptr<const Roster> roster_;
   std::deque<Process> processes_;
   std::vector<std::vector<int>> on_host_;
@@ -937,12 +1000,25 @@ class Simulator {
   std::string failure_;
 };
 
+int replay_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const Bytes bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  std::uint64_t digest = 0;
+  const bool holds = replay(bytes, [&](Nanos now, const Event& event, const auto& actions, const Core& core) {
+    std::printf("%.6f event %d, %zu actions\n", now / 1e9, event.kind, actions.size());
+    digest = core.digest();
+  });
+  std::printf(holds ? "digest %llx\n" : "the record is malformed after digest %llx\n",
+              static_cast<unsigned long long>(digest));
+  return holds ? 0 : 1;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   std::uint64_t seed = 1, seeds = 1;
   int ranks = 16, hosts = 0;
-  std::string fault;
+  std::string fault, record;
   bool trace = false;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
@@ -956,13 +1032,17 @@ int main(int argc, char** argv) {
     else if (name == "--ranks") ranks = std::atoi(value);
     else if (name == "--hosts") hosts = std::atoi(value);
     else if (name == "--fault") fault = value;
+    else if (name == "--record") record = value;
+    else if (name == "--replay") return replay_file(value);
     else return std::fprintf(stderr, "unknown argument %s\n", argv[i]), 2;
     ++i;
   }
   long steps = 0;
   for (std::uint64_t each = seed; each < seed + seeds; ++each) {
     Simulator simulator(each, ranks, hosts, fault, trace);
+    if (!record.empty()) simulator.record(0);
     const std::string failure = simulator.run();
+    if (!record.empty()) std::ofstream(record, std::ios::binary) << simulator.take_record(0);
     steps += simulator.steps();
     if (!failure.empty()) {
       std::printf("seed %llu: %s\n", static_cast<unsigned long long>(each), failure.c_str());

@@ -524,6 +524,7 @@ void Core::meet(const Event& event) {
                                               " ranks on " + std::to_string(kMostDomains) + " hosts";
     return;
   }
+  const bool led = leading_;
   world_ = event.world;
   epoch_ = event.epoch;
   term_ = event.term;
@@ -540,6 +541,12 @@ void Core::meet(const Event& event) {
   const Ends known = std::exchange(ends_, {});
   ends_digest_ = kEmptyDigest;
   join(known, Source::kPeer);
+  for (auto& [proc, peer] : peers_) peer.refused = kNever;
+  if (led && is_lead()) {  // it goes on to look for those that it is not connected to
+    start_leading();
+    leading_ = true;
+    for (Watch& watch : watches_) watch.dial_at = now_;
+  }
   dirty_ = true;
 }
 
