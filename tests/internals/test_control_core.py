@@ -157,13 +157,8 @@ FAULTS = [
         _simulated("pause", 16, 8), "takes rank", id="judges right after its own pause",
     ),
     pytest.param(
-<<<<<<< HEAD
         "core.cpp", "  peer.refused = std::min(peer.refused, now_);\n", "", _simulated("kill_host", 32, 4),
         "know|undecided",
-=======
-        "core.cpp", "  peer.refused = std::min(peer.refused, now_);\n", "",
-        _simulated("kill_host", 32, 4), "know|undecided",
->>>>>>> wt-core
         id="refused dials are ignored",
     ),
     pytest.param(
