@@ -230,7 +230,7 @@ class World:
                 pass
             if not waiting.done.is_set():
                 self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))  # ends it
-            verdict = self._wait(waiting, 0.0, what)
+            verdict = self._wait(waiting, timeout_s, what, left_s=0.0)
         except BaseException:
             self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
             raise
@@ -306,11 +306,15 @@ class World:
         known = {errno.ESHUTDOWN: self._end or "it ended", errno.ESRCH: "it was left"}
         raise ControlError(f"{what} isn't possible in the control plane: {known.get(-code, os.strerror(-code))}")
 
-    def _wait(self, waiting: _Waiting, timeout_s: float, what: str) -> Any:
+    def _wait(self, waiting: _Waiting, timeout_s: float, what: str, left_s: float | None = None) -> Any:
+        """Returns the result. `left_s`: of the timeout; all of it if None."""
         if self._end:  # the thread may have ended between the call and its registration
             waiting.result = ControlError(f"{what} ended: {self._end}")
-        elif not waiting.done.wait(timeout_s + _GRACE_S):
-            waiting.result = ControlError(f"{what} got no answer {_GRACE_S:g} s after its deadline of {timeout_s:g} s")
+        elif not waiting.done.wait((timeout_s if left_s is None else left_s) + _GRACE_S):
+            waiting.result = ControlError(
+                f"{what} has no end {_GRACE_S:g} s after its timeout of {timeout_s:g} s: the thread ps-control of this "
+                "process hangs, or had no time; see the log"
+            )
         if isinstance(waiting.result, Exception):
             raise waiting.result
         return waiting.result

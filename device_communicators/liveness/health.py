@@ -285,7 +285,10 @@ class Watcher:
 
     def _take_in(self, change: Change) -> None:
         """Notes what the control plane reports, in its thread."""
-        rank, host, limit_s = change.rank, self._places[change.rank].host, settings.HEARTBEAT_LIMIT_S.get()
+        rank, place, limit_s = change.rank, self._places.get(change.rank), settings.HEARTBEAT_LIMIT_S.get()
+        if place is None:  # the watch has been closed meanwhile
+            return
+        host = place.host
         if change.kind == "left":
             self._left = self._left | {rank}
         elif change.kind == "died" and not self.has_left(rank):

@@ -27,6 +27,7 @@ from device_communicators.base.errors import (
     UsageError,
     format_ranks,
 )
+from device_communicators.control.plane import Verdict
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 
 T = TypeVar("T")
@@ -160,8 +161,8 @@ class Agreement:
             )
         else:
             text = (
-                f"ranks {format_ranks(missing)} of the world did not come within {timeout_s:g} s to ask for {what} as "
-                f"rank {self._rank} does; look for a rank that failed or took another branch"
+                f"ranks {format_ranks(missing)} of the world {_of_missing(verdict.kind, timeout_s)} to ask for {what} "
+                f"as rank {self._rank} does; look for a rank that failed or took another branch"
             )
             text += "".join(f"; global rank {rank} is {why}" for rank, why in self._watcher.conditions(missing).items())
         asked = _words(json.loads(value))
@@ -199,7 +200,9 @@ class Agreement:
                 break
             is_late = verdict.kind == "missing" and self._rank in verdict.ranks
             if not is_late or time.monotonic() >= started + timeout_s or self._watcher.deaths_of(watched):
-                raise self._nobody(what, name, ranks, verdict.ranks, watched, started, timeout_s)
+                if verdict.kind == "undecided":  # the others may have a verdict
+                    self.fail(name, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
+                raise self._nobody(what, name, ranks, verdict, watched, started, timeout_s)
         found = ((rank, each.decode()) for rank, each in zip(ranks, verdict.values, strict=True) if each)
         for suspect, why in found:
             raise self._error(
@@ -232,13 +235,13 @@ class Agreement:
         what: str,
         name: str,
         ranks: Sequence[int],
-        missing: Sequence[int],
+        verdict: Verdict,
         watched: Sequence[int],
         started: float,
         timeout_s: float,
     ) -> CommunicationError:
         """Returns the error for ranks that didn't come."""
-        who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but"
+        who, missing = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but", verdict.ranks
         is_early = time.monotonic() < started + timeout_s and self._rank not in missing
         if deaths := self._watcher.await_death_of(watched, None if is_early else 0.0):
             return self._error(
@@ -260,7 +263,7 @@ class Agreement:
             )
         held = "".join(f"; global rank {rank} is {why}" for rank, why in self._watcher.conditions(missing).items())
         return self._error(
-            f"{who} ranks {format_ranks(missing)} did not come within {timeout_s:g} s{held}; look for a rank that "
+            f"{who} ranks {format_ranks(missing)} {_of_missing(verdict.kind, timeout_s)}{held}; look for a rank that "
             "failed or makes its groups in another order",
             CollectiveTimeoutError,
             missing,
@@ -316,6 +319,13 @@ def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> st
     name = next(name for name in names if first.get(name) != request.get(name))
     sides = [each.get(name) or _words(each) for each in (first, request)]
     return f"the {name} is {sides[0]} on rank {ranks[0]} and {sides[1]} on rank {ranks[other]}"
+
+
+def _of_missing(kind: str, timeout_s: float) -> str:
+    """Returns what ranks did that a verdict names, if it isn't that they died."""
+    if kind == "ended":
+        return "left the world before they came"
+    return f"did not come{' or answer' if kind == 'undecided' else ''} within {timeout_s:g} s"
 
 
 def _words(request: Request) -> str:
