@@ -30,6 +30,7 @@ from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
+    UnsupportedError,
     UsageError,
     format_ranks,
 )
@@ -47,6 +48,9 @@ LINGER_S = 1.0
 _GRACE_S = 5.0
 """The compiled thread ends each call at its deadline. A call without an end this long after it raises ControlError."""
 _SLICE_S = 0.05
+_LOOK_S = 0.4
+_MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
+"""kMostMembers of csrc/frame.h and kMostDomains of csrc/core.h: leads hold a connection to each other domain."""
 _TOKEN_BYTES = 33
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _REVOKED, _STOPPED = 1, 2, 4, 8, 16, 32
 """EndFlag in csrc/core.h."""
@@ -161,6 +165,8 @@ class World:
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
         self._on_question: Callable[[int, bytes], bytes] = lambda rank, question: b""
+        self._look: Callable[[], None] = lambda: None
+        self._running: set[tuple[str, int, tuple[int, ...]]] = set()
         self._thread: threading.Thread | None = None
         self._is_leaving = False
 
@@ -169,6 +175,7 @@ class World:
         members: Sequence[Member],
         on_change: Callable[[Change], None],
         on_question: Callable[[int, bytes], bytes] | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """Joins the world of these members; all of them call it with the same ones. Waits for nobody.
 
@@ -182,7 +189,13 @@ class World:
         self._ranks = {proc: rank for rank, proc in self._procs.items()}
         if self.endpoint.proc not in self._ranks or len(self._ranks) != len(members):
             raise InvalidArgumentError("the members must be distinct, and one of them must have this World's endpoint")
-        self._on_change, self._on_question = on_change, on_question or self._on_question
+        self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
+        domains = len({member.domain or member for member in members})
+        if len(members) > _MOST_MEMBERS or domains > _MOST_DOMAINS:
+            raise UnsupportedError(
+                f"a world has at most {_MOST_MEMBERS} ranks on {_MOST_DOMAINS} hosts, but this one has {len(members)} "
+                f"on {domains}; start several worlds"
+            )
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
         thread = HelperThread("control-news", self._listen)
@@ -218,11 +231,13 @@ class World:
         procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])
         digest, waiting, what = ctypes.c_uint64(), _Waiting(), f"the agreement '{purpose}' (attempt {attempt})"
         call = (self._handle, purpose.encode(), attempt, procs, len(ordered), value, len(value))
+        running = (purpose, attempt, tuple(ordered))
         with self._lock:  # the verdict may come at once
+            if running in self._running:
+                raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
             self._check(self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest)), what)
             key = (digest.value, purpose, attempt)
-            if key in self._calls:
-                raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
+            self._running.add(running)
             self._calls[key] = waiting
         try:
             until = time.monotonic() + timeout_s
@@ -236,6 +251,7 @@ class World:
             raise
         finally:
             with self._lock:
+                self._running.discard(running)
                 self._calls.pop(key, None)
         if verdict.kind != "agreed":
             return Verdict(verdict.kind, [], verdict.ranks)
@@ -327,12 +343,13 @@ class World:
         buffer = ctypes.create_string_buffer(1 << 16)
         try:
             while not self._end:
-                poll.poll()
+                poll.poll(_LOOK_S * 1000)
+                self._guarded(self._look)
                 while size := self._library.ps_control_next(self._handle, buffer, len(buffer)):
                     if size > len(buffer):
                         buffer = ctypes.create_string_buffer(size)
                     else:
-                        self._take(_Reader(buffer.raw[:size]))
+                        self._guarded(self._take, _Reader(ctypes.string_at(buffer, size)))
         finally:
             self._end = self._end or "its helper thread ended"
             self._end_calls(lambda: ControlError(f"the call ended with the control plane: {self._end}"))
@@ -355,6 +372,9 @@ class World:
             self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_VALUE_BYTES))
         elif kind == _OVER:
             self._end = f"its thread broke down: {_words(text)}" if flags else "this process left the world"
+            if flags:
+                logger.error("the control plane of this process ended: %s", self._end)
+                self._guarded(self._on_change, Change("over", self._ranks[self.endpoint.proc], self._end))
         elif kind == _REFUSED and digest:  # the call alone
             self._finish(self._calls, (digest, purpose, attempt), InvalidArgumentError(_words(text)))
         elif kind == _REFUSED:

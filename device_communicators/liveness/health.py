@@ -45,6 +45,7 @@ _HOST_TOGETHER_S = 0.25
 """The same for ranks of another host, all of which may be ending."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
+_BEATS_IN_LIMIT = 4
 _PF_EXITING = 4
 """Of the flags in /proc/PID/stat."""
 
@@ -197,6 +198,9 @@ class Watcher:
         self._places: dict[int, Place] = {}
         """Of the ranks that the control plane watches, with this one."""
         self._problem = "they have not met yet"
+        self._has_met = False
+        self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
+        """A host without a sign of life for so long is unreachable: it may miss some beats, however long they are."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self.news_s = NEWS_S
         """The time from a transport's own error to the news of a death; more while a world starts."""
@@ -246,7 +250,7 @@ class Watcher:
                     library,
                     address or LOOPBACK,
                     beat_s=settings.HEARTBEAT_S.get(),
-                    limit_s=settings.HEARTBEAT_LIMIT_S.get(),
+                    limit_s=self.limit_s,
                 )
             except ControlError as error:
                 self._problem = str(error)
@@ -259,21 +263,23 @@ class Watcher:
         return None if self._world is None or self._places else self._world.endpoint
 
     @property
-    def is_following(self) -> bool:
-        """True once `follow` has begun to watch."""
-        return bool(self._places)
+    def has_met(self) -> bool:
+        """True once `follow` was called."""
+        return self._has_met
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Watches the ranks of `places`, by global rank, all of which call this with the same places; once.
 
         Does nothing, with one warning, if one of them has no endpoint that all others can reach.
         """
+        self._has_met = True
         world, spans_hosts = self._world, len({place.network for place in places.values()}) > 1
         found = (_problem_of(each, place, spans_hosts) for each, place in sorted(places.items()))
         problem = next(filter(None, found), "")
         if problem or world is None:
             self._problem = self._problem if world is None else problem
             logger.warning("exits of ranks are noticed at deadlines only: %s", self._problem)
+            self._leave()
             return
         self._rank, self._places = rank, dict(places)
         members = [
@@ -281,16 +287,21 @@ class Watcher:
             for each, place in sorted(places.items())
             if place.endpoint is not None
         ]
-        world.meet(members, self._take_in)
+        world.meet(members, self._take_in, look=self._look_at_connections)
 
     def _take_in(self, change: Change) -> None:
         """Notes what the control plane reports, in its thread."""
-        rank, place, limit_s = change.rank, self._places.get(change.rank), settings.HEARTBEAT_LIMIT_S.get()
+        rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
         if place is None:  # the watch has been closed meanwhile
             return
         host = place.host
         if change.kind == "left":
-            self._left = self._left | {rank}
+            with self._news:
+                self._left = self._left | {rank}
+                self._news.notify_all()
+        elif change.kind == "over":
+            self._problem, self._places = change.text, {}
+            self.report(rank, f"lost its control plane ({change.text}), and hears of no death any more", certain=False)
         elif change.kind == "died" and not self.has_left(rank):
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
@@ -314,17 +325,14 @@ class Watcher:
             return
         why = "has not heard of this host: look at the network between the hosts"
         if change.kind == "stopped":
-            why = f"has given up this host, none of whose ranks ran for {settings.HEARTBEAT_LIMIT_S.get():g} s"
+            why = f"has given up this host, none of whose ranks ran for {self.limit_s:g} s"
         for rank, place in self._places.items():
             if place.domain == teller.domain:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
-    def look_at_connections(self) -> None:
-        """Reports hosts that acknowledge nothing on data connections, whose route may differ from the control plane's.
-
-        Called now and then while a call waits.
-        """
-        world, limit_s = self._world, settings.HEARTBEAT_LIMIT_S.get()
+    def _look_at_connections(self) -> None:
+        """Reports hosts that acknowledge nothing on data connections, which may go by another network."""
+        world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
         for connections, ranks in list(self.connections.items()):
@@ -371,10 +379,6 @@ class Watcher:
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
         return {rank: condition for rank, condition in found.items() if condition}
 
-    def is_neighbour(self, rank: int) -> bool:
-        """Returns True for a rank of this host whose process is watched: it is dead only if its process has exited."""
-        return rank in self._pids
-
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
@@ -414,10 +418,7 @@ class Watcher:
         found = self.deaths_of(ranks)
         if found:
             is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
-            # A host that vanished is reported with all its ranks at once.
-            together_s = (
-                0.0 if not any(death.certain for death in found) else _TOGETHER_S if is_local else _HOST_TOGETHER_S
-            )
+            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S  # the others of this host may lag behind, too
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)
@@ -431,9 +432,16 @@ class Watcher:
         if found or world is None:
             return found
         far = [rank for rank in suspects if rank in self._places and rank not in self._left and not self._is_near(rank)]
-        if all(world.ask(rank, b"", NEWS_S) is not None for rank in far[:_MOST_ASKED]):
+        silent = []
+        for rank in far[:_MOST_ASKED]:
+            with contextlib.suppress(ControlError):  # this rank's own stay is over
+                silent += [rank] * (world.ask(rank, b"", NEWS_S) is None)
+        if not silent:
             return found
-        return self.await_death_of(ranks, settings.HEARTBEAT_LIMIT_S.get() + 2 * settings.HEARTBEAT_S.get())
+        ranks, limit_s = list(ranks), self.limit_s + 2 * settings.HEARTBEAT_S.get()
+        with self._news:
+            self._news.wait_for(lambda: self.deaths_of(ranks) or self._left.intersection(silent), limit_s)
+        return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
         """Reports what the kernel is ending already: until a large process has ended, seconds may go by.
@@ -478,9 +486,12 @@ class Watcher:
             for call in closing:
                 stack.callback(call)
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         world, self._world = self._world, None
         if world is not None and self._pid == os.getpid():
             world.leave()
+
+    def _end(self) -> None:
+        self._leave()
         self._pids, self._places = {}, {}
         self.has_left = lambda rank: False

@@ -175,7 +175,6 @@ class Stalls:
         if self._obstacles and found is None:
             self._publish_obstacles()
         if found is not None:
-            self._watcher.look_at_connections()
             self._last_call_s = now
             if now - found[1].started_s >= SLOW_S:
                 self._publish_wait(*found, now)

@@ -370,21 +370,25 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
+    from device_communicators.c10d.world import address_of  # only where there is a group of torch's
+
     store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
     deadline, processes = time.monotonic() + settings.START_TIMEOUT_S.get(), Processes(interfaces.process())
-    ranks = range(place.world_size)
+    ranks, undo = range(place.world_size), contextlib.ExitStack()
+    undo.callback(watcher.close)
+    undo.callback(processes.close)
     try:
-        address = host.address_towards(place.master)
+        address = address_of(default_store().raw)
         places = exchange_places(store, place.rank, ranks, watcher, address, "init_distributed_environment")
         processes.see({rank: each for rank, each in places.items() if rank != place.rank})
         watch = StartWatch(store, place.rank, place.world_size, processes, deadline, watcher=watcher)
+        undo.callback(watch.close)
+        watch.follow(places)
     except BaseException as error:
         if not isinstance(error, RendezvousError):
             publish_failure(store, place.rank, error)
-        processes.close()
-        watcher.close()
+        undo.close()
         raise
-    watch.follow(places)
     return watch
 
 

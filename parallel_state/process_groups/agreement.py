@@ -133,8 +133,8 @@ class Agreement:
         """Returns what each rank says; None if there is nobody to ask. Raises for ranks that are missing or ended."""
         if len(ranks) == 1 or self.alone:
             return None
-        self._attempts[purpose] += 1
-        verdict = self._watcher.agree(purpose, self._attempts[purpose], ranks, value, timeout_s, watched)
+        attempt = self._attempts[purpose] = self._attempts[purpose] + 1
+        verdict = self._watcher.agree(purpose, attempt, ranks, value, timeout_s, watched)
         if verdict is None:
             return None
         if verdict.kind == "agreed":
@@ -153,7 +153,7 @@ class Agreement:
                 timeout_s,
             ) from wrong
         missing = [rank for rank in verdict.ranks if rank != self._rank]
-        if self._rank in verdict.ranks:
+        if verdict.kind == "missing" and self._rank in verdict.ranks:
             also = f" (as for ranks {format_ranks(missing)})" if missing else ""
             text = (
                 f"rank {self._rank} came too late to ask for {what}: the others had waited {timeout_s:g} s for it{also}"
@@ -186,11 +186,11 @@ class Agreement:
         key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
         started, value = time.monotonic(), problem.encode()[:_VALUE_BYTES]
         while True:
-            self._attempts[key] += 1
-            name = f"{key}/{self._attempts[key]}"
+            attempt = self._attempts[key] = self._attempts[key] + 1
+            name = f"{key}/{attempt}"
             left_s = max(0.0, started + timeout_s - time.monotonic())
             try:
-                verdict = self._watcher.agree(key, self._attempts[key], ranks, value, left_s, watched)
+                verdict = self._watcher.agree(key, attempt, ranks, value, left_s, watched)
             except BaseException as error:  # an interrupt: the others needn't wait
                 self.fail(name, f"{type(error).__name__}: {error}")
                 raise
@@ -203,7 +203,9 @@ class Agreement:
                 if verdict.kind == "undecided":  # the others may have a verdict
                     self.fail(name, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
                 raise self._nobody(what, name, ranks, verdict, watched, started, timeout_s)
-        found = ((rank, each.decode()) for rank, each in zip(ranks, verdict.values, strict=True) if each)
+        found = (
+            (rank, each.decode(errors="replace")) for rank, each in zip(ranks, verdict.values, strict=True) if each
+        )
         for suspect, why in found:
             raise self._error(
                 f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but global rank {suspect} "

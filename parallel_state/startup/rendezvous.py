@@ -122,9 +122,12 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
     address = own_place.address or address_towards(environment.store_server(init_method, place) or place.master)
-    own_place = own_place._replace(
-        cores=binding.cores_to_share(), next_store=reserved.where, endpoint=listen(watcher, address)
-    )
+    try:
+        endpoint = listen(watcher, address)
+    except BaseException:
+        reserved.close()
+        raise
+    own_place = own_place._replace(cores=binding.cores_to_share(), next_store=reserved.where, endpoint=endpoint)
     meeting = _Meeting(
         place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix, rank_0_serves=way.server is not None
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +70,8 @@ def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_graphs_kept_as(tag: str, body: Callable[..., Any], *args: Any) -> Any:
-    with torch.compiler.config.patch(cache_key_tag=tag):
+    """Each rank keeps its own: one that finds another's graph doesn't run the pass."""
+    with torch.compiler.config.patch(cache_key_tag=f"{tag}-{os.environ['RANK']}"):
         return body(*args)
 
 
