@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import parallel_state as ps
 from device_communicators.base import errors
@@ -286,3 +288,30 @@ def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
     for found, took_s in results.values():
         assert found == [0.0, float(len(placement))]
         assert took_s > SLOW_LIMIT_S
+
+
+def _in_a_joined_group(folder: str, victim: int) -> tuple[Outcome, float]:
+    """The program makes the default group, and this library joins it. Returns the time from the kill to the error, too."""
+    dist.init_process_group("gloo")
+    ps.init_distributed_environment(timeout=DEADLINE_S)
+    group = ps.get_world_group()
+    group.barrier()
+    if group.rank == victim:
+        Path(folder, "killed").write_text(repr(time.time()), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = attempt(group.barrier)
+    told_s = time.time() - float(Path(folder, "killed").read_text(encoding="utf-8"))
+    ps.destroy_distributed_environment()
+    return told, told_s
+
+
+def test_a_rank_that_joined_over_hosts_is_killed(tmp_path: Path) -> None:
+    def trial(folder: Path) -> float:
+        with _two_hosts() as two, _ranks(two, TWO_EACH) as ranks:
+            results = ranks.survivors(_in_a_joined_group, str(folder), 3, timeout_s=DEADLINE_S)
+        assert sorted(results) == [0, 1, 2]
+        for rank, (told, _) in results.items():
+            assert told.kind == "PeerDiedError" and told.suspect_ranks == (3,), (rank, told)
+        return max(told_s for _, told_s in results.values())
+
+    assert_in_time(trial, tmp_path)
