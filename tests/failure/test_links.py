@@ -291,7 +291,7 @@ def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
 
 
 def _in_a_joined_group(folder: str, victim: int) -> tuple[Outcome, float]:
-    """The program makes the default group, and this library joins it. Returns the time from the kill to the error, too."""
+    """The program makes the default group, which this library joins. Returns the time since the kill, too."""
     dist.init_process_group("gloo")
     ps.init_distributed_environment(timeout=DEADLINE_S)
     group = ps.get_world_group()
