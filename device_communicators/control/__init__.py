@@ -1,4 +1,4 @@
-"""The control plane: who is in a world, who lives, and what members agree on. docs/protocol.md describes it.
+"""The control plane: exits of ranks, agreements among ranks, questions to a rank. docs/protocol.md describes it.
 
-Only its core is there, in `csrc`: a C++ value without I/O. No driver runs it, and no other room uses it yet.
+`csrc` has the core, a C++ state machine without I/O, and the driver that runs it. `plane` is the interface in Python.
 """

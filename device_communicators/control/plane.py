@@ -1,8 +1,8 @@
-"""This process' stay in one world of ranks: which ranks exit, what members agree on, and questions to a rank.
+"""Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank.
 
-A thread of the compiled library does the work and never takes the interpreter lock, so a rank that holds the lock stays
-alive for others, and learns of deaths as soon as it lets go. docs/protocol.md describes what ranks say to each other.
-This module is its face: it holds no socket, and what it hears decides nothing here.
+A thread of the compiled library does the work and never takes the interpreter lock, so peers don't report a rank that
+holds the lock. That rank receives reports after it releases the lock. docs/protocol.md describes the protocol. This
+module has no socket and makes no decision.
 
     world = World(library, address, limit_s=20.0, beat_s=1.0)     # listens; publish str(world.endpoint)
     world.meet(members, on_change)                                # all ranks, with the same members
@@ -41,12 +41,12 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""Of one rank's value in an agreement, of a question and of a reply."""
+"""A larger value raises InvalidArgumentError, a larger question returns None, a larger reply is cut."""
 MOST_TEXT_BYTES = 256
-"""Of a purpose and of a cause; longer causes are cut."""
+"""Longer purposes raise, longer causes are cut."""
 LINGER_S = 1.0
 _GRACE_S = 5.0
-"""The compiled thread ends each call at its deadline. A call without an end this long after it raises ControlError."""
+"""The compiled thread ends calls at their deadlines. A call that hasn't ended this long after raises ControlError."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
@@ -63,20 +63,20 @@ _MEMBER = struct.Struct("<iQQiQiH")
 
 
 class ControlError(CommunicationError):
-    """The control plane of this process can't do what it was asked: it has left its world, or its thread ended."""
+    """The control plane can't be used: the process left the world, or the thread ended."""
 
 
 class Endpoint(NamedTuple):
-    """Where a process listens, and how it is known: what it publishes before the ranks meet."""
+    """Address and identity of a process, published before the ranks meet."""
 
     proc: int
-    """The number of this stay, which no other process or stay has."""
+    """A random number that identifies this stay."""
     host: str
     port: int
     token: str
-    """What a peer must prove to know."""
+    """The secret that a peer proves by HMAC to hold."""
     board: int
-    """The descriptor, in that process, of the memory that its neighbours read."""
+    """File descriptor, in that process, of the board that its neighbours read."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
@@ -93,7 +93,7 @@ class Member(NamedTuple):
 
     rank: int
     domain: str
-    """Equal for processes that can watch each other by PID; empty: by none."""
+    """Equal for processes that can watch each other by PID. Empty: no process can watch it."""
     pid: int
     began: str
     """The start time of the process, as `host.start_time` returns it; empty if unknown."""
@@ -101,10 +101,13 @@ class Member(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What became of a rank."""
+    """A change of one rank's state."""
 
     kind: str
-    """died, left, unreachable (no sign of its host), stopped (its host answers, it doesn't), failed or revoked."""
+    """died, left, failed, revoked, unreachable (no sign of its host) or stopped.
+
+    stopped: its host responds, but its ranks don't run.
+    """
     rank: int
     text: str
     """The cause, if known."""
@@ -113,17 +116,17 @@ class Change(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The end of an agreement."""
+    """The result of an agreement."""
 
     kind: str
-    """agreed; else `ranks` ended, are missing at the deadline, or left it undecided as they didn't answer."""
+    """agreed; ended, missing: because of `ranks`; undecided: `ranks` did not answer."""
     values: list[bytes]
-    """With "agreed": those of all ranks, in the order of the call."""
+    """The values of all ranks, in the order of the call, if agreed."""
     ranks: list[int]
 
 
 class _Waiting:
-    """A call that waits for its end."""
+    """A pending agreement or question."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -134,9 +137,10 @@ class World:
     """This process' stay in a world. All methods may be called by any thread."""
 
     def __init__(self, library: Any, address: str, *, limit_s: float, beat_s: float) -> None:
-        """Listens at `address`, at a port of PARALLEL_STATE_PORTS if that is set. `library`: the compiled one.
+        """Listens at `address`, on a port of PARALLEL_STATE_PORTS if that is set. `library`: the loaded C++ library.
 
-        After `limit_s` without a sign of life a host is unreachable. Raises ControlError, or ResourceLimitError.
+        After `limit_s` without a sign of life a host is unreachable. Raises ResourceLimitError if descriptors, threads
+        or memory ran out, and ControlError for other errors, such as no free port.
         """
         exits.prepare()
         self._library, self._pid = library, os.getpid()
@@ -151,10 +155,11 @@ class World:
             if self._own_handle < 0:
                 raise OSError(-self._own_handle, os.strerror(-self._own_handle))
         except OSError as error:
-            of_range = f" at a port of {settings.PORTS.name}={first}-{last}" if last else ""
-            doing = f"listening at {address}{of_range} for other ranks"
+            of_range = f", ports {first}-{last} ({settings.PORTS.name})," if last else ""
+            advice = ". Give a larger range" if last and error.errno == errno.EADDRINUSE else ""
+            doing = f"listening on {address}{of_range} for other ranks"
             named = name_shortage(error, doing)
-            raise (ControlError(f"{doing} failed: {error}") if named is error else named) from error
+            raise (ControlError(f"{doing} failed: {error}{advice}") if named is error else named) from error
         self.endpoint = Endpoint(proc.value, address, port.value, token.value.decode(), board.value)
         self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
@@ -177,9 +182,9 @@ class World:
         on_question: Callable[[int, bytes], bytes] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Joins the world of these members; all of them call it with the same ones. Waits for nobody.
+        """Joins the world. Every member calls it with the same members. Returns without waiting.
 
-        `on_change` is called of each rank that ends, and of this one if others take it for dead.
+        `on_change` is called for each rank that ends, and for this rank if a peer reports it.
         `on_question(rank, question)` returns the reply. One thread calls both, so they must be quick.
         """
         if self._thread is not None:
@@ -188,7 +193,10 @@ class World:
         self._procs = {member.rank: member.endpoint.proc for member in members}
         self._ranks = {proc: rank for rank, proc in self._procs.items()}
         if self.endpoint.proc not in self._ranks or len(self._ranks) != len(members):
-            raise InvalidArgumentError("the members must be distinct, and one of them must have this World's endpoint")
+            raise InvalidArgumentError(
+                "World.meet needs each rank and process once, and this process among them; got ranks "
+                f"{format_ranks([member.rank for member in members])}. Pass the roster that all ranks published"
+            )
         self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
         domains = len({member.domain or member for member in members})
         if len(members) > _MOST_MEMBERS or domains > _MOST_DOMAINS:
@@ -199,10 +207,12 @@ class World:
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
         thread = HelperThread("control-news", self._listen)
-        with naming_shortages("starting a thread for news of the control plane"):
+        with naming_shortages("starting the control plane's callback thread"):
             thread.start()
         self._thread = thread
-        self._check(self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining")
+        self._check(
+            self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining the world"
+        )
 
     def agree(
         self,
@@ -213,12 +223,12 @@ class World:
         timeout_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Verdict:
-        """Gives a value and returns those of all `ranks`, or the one verdict on which all that live agree.
+        """Sends `value` and returns the verdict: the values of all `ranks`, or why there are none.
 
-        All of `ranks` call it with the same purpose, attempt and ranks; a combination is used once. Once `give_up()`
-        returns True it ends as at its deadline. After "undecided"
-        the others may have agreed without this rank, which must report itself as failed then. Raises ControlError if
-        this process leaves, and ConfigMismatchError if a peer runs another version of the protocol.
+        All of `ranks` call it with the same purpose, attempt and ranks. Each combination is used once. Returns at most
+        0.5 s after `give_up()` first returns True, with the verdict reached by then. After "undecided" the other ranks
+        may have reached a verdict that this rank can't know. Raises ControlError if this process leaves, and
+        ConfigMismatchError if a peer runs another version of the protocol.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -259,7 +269,7 @@ class World:
         return Verdict(verdict.kind, [values[rank] for rank in ranks], [])
 
     def ask(self, rank: int, question: bytes, timeout_s: float) -> bytes | None:
-        """Returns the reply of that rank's `on_question`; None if it ends or doesn't reply in time."""
+        """Returns the reply of that rank's `on_question`; None if the rank ends or the timeout passes."""
         waiting, handle = _Waiting(), self._handle
         with self._lock:
             self._asked += 1
@@ -275,23 +285,23 @@ class World:
                 self._questions.pop(number, None)
 
     def report_failed(self, text: str) -> None:
-        """Tells all ranks that this one failed: none of them waits for it any more."""
+        """Reports to all ranks that this rank failed."""
         self._report(0, _FAILED, text)
 
     def revoke(self, text: str) -> None:
-        """Tells all ranks that this one revoked the world, as MPIX_Comm_revoke does."""
+        """Reports to all ranks that this rank revoked the world, like MPIX_Comm_revoke."""
         self._report(0, _REVOKED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
-        """Tells all ranks that these give no sign of life, as seen by a connection of the data plane."""
+        """Reports ranks as unreachable, because of a silent data connection."""
         for rank in ranks:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Says farewell, and frees everything; twice is fine.
+        """Leaves the world and frees its resources. Further calls do nothing.
 
-        Returns when the farewell has arrived at the other hosts' kernels and can be read by this host's ranks, or after
-        `linger_s` and at most 1 s more.
+        Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most `linger_s` + 1 s
+        later. Waits up to 1 s more for a running `on_change`.
         """
         if self._is_leaving or self._pid != os.getpid():
             return
@@ -307,8 +317,8 @@ class World:
 
     @property
     def _handle(self) -> int:
-        """Raises ForkedError in a forked child, whose parent may have held the lock."""
-        if self._pid != os.getpid():
+        """The handle. Raises ForkedError in a forked child."""
+        if self._pid != os.getpid():  # before any lock: the parent may have held it at the fork
             raise forks.error("the control plane")
         return int(self._own_handle)
 
@@ -319,13 +329,13 @@ class World:
     def _check(self, code: int, what: str) -> None:
         if code == 0:
             return
-        known = {errno.ESHUTDOWN: self._end or "it ended", errno.ESRCH: "it was left"}
-        raise ControlError(f"{what} isn't possible in the control plane: {known.get(-code, os.strerror(-code))}")
+        known = {errno.ESHUTDOWN: self._end or "its thread ended", errno.ESRCH: "this process left the world"}
+        raise ControlError(f"{what} failed in the control plane: {known.get(-code, os.strerror(-code))}")
 
     def _wait(self, waiting: _Waiting, timeout_s: float, what: str, left_s: float | None = None) -> Any:
         """Returns the result. `left_s`: of the timeout; all of it if None."""
         if self._end:  # the thread may have ended between the call and its registration
-            waiting.result = ControlError(f"{what} ended: {self._end}")
+            waiting.result = ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
         elif not waiting.done.wait((timeout_s if left_s is None else left_s) + _GRACE_S):
             waiting.result = ControlError(
                 f"{what} has no end {_GRACE_S:g} s after its timeout of {timeout_s:g} s: the thread ps-control of this "
@@ -352,7 +362,9 @@ class World:
                         self._guarded(self._take, _Reader(ctypes.string_at(buffer, size)))
         finally:
             self._end = self._end or "its helper thread ended"
-            self._end_calls(lambda: ControlError(f"the call ended with the control plane: {self._end}"))
+            self._end_calls(
+                lambda: ControlError(f"the call failed: the control plane of this process ended ({self._end})")
+            )
             self._library.ps_control_close(self._handle)
 
     def _take(self, news: _Reader) -> None:
@@ -371,7 +383,7 @@ class World:
             reply = self._guarded(self._on_question, rank, text) or b""
             self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_VALUE_BYTES))
         elif kind == _OVER:
-            self._end = f"its thread broke down: {_words(text)}" if flags else "this process left the world"
+            self._end = f"its thread failed: {_words(text)}" if flags else "this process left the world"
             if flags:
                 logger.error("the control plane of this process ended: %s", self._end)
                 self._guarded(self._on_change, Change("over", self._ranks[self.endpoint.proc], self._end))
@@ -379,7 +391,7 @@ class World:
             self._finish(self._calls, (digest, purpose, attempt), InvalidArgumentError(_words(text)))
         elif kind == _REFUSED:
             self._refusal = _words(text)
-            logger.error("the control plane can't work: %s", self._refusal)
+            logger.error("the control plane can't join the world: %s", self._refusal)
             self._end_calls(lambda: ConfigMismatchError(self._refusal))
         elif kind == _LOGGED:
             logger.info("control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
@@ -402,7 +414,7 @@ class World:
             call.done.set()
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls what the program gave; its errors don't end the thread."""
+        """Calls a program's callback and logs its exceptions."""
         try:
             return function(*args)
         except Exception:
@@ -425,7 +437,10 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
         try:
             addresses[host] = str(resolve(host, port)[0][4][0])
         except OSError as error:
-            raise ControlError(f"the address {host!r} of rank {member.rank} can't be resolved: {error}") from error
+            raise ControlError(
+                f"the address {host!r} of rank {member.rank} can't be resolved on this host: {error}. Check its DNS or "
+                "/etc/hosts"
+            ) from error
     domain = int.from_bytes(hashlib.blake2b(member.domain.encode(), digest_size=8).digest(), "little")
     head = _MEMBER.pack(
         member.rank, proc, domain if member.domain else proc, member.pid, int(member.began or 0), board, port

@@ -1,7 +1,7 @@
-"""What this process knows of the ends of other ranks: a table that waits look at, filled by the control plane.
+"""Which ranks of the world have ended. The control plane fills the table; waiting calls read it.
 
-Nobody asks here on a fast path: a wait looks at `deaths_of` between two slices. A rank that left on purpose (`leave` in
-its own process) is no death: what it owed the others has been sent.
+Waiting calls read `deaths_of` between time slices, never on the fast path. A rank that left on purpose (`leave` in its
+own process) is no death: it has sent all that its peers wait for.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _HOST_TOGETHER_S = 0.25
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
+_ADVICE = "check the network between the hosts"
 _PF_EXITING = 4
 """Of the flags in /proc/PID/stat."""
 
@@ -82,9 +83,9 @@ class Death:
     certain: bool = True
     """False for one that is only not heard of, or that gave up."""
     unreachable: bool = False
-    """True for a rank whose host is not heard of."""
+    """True if the rank's host gives no sign of life."""
     stopped: bool = False
-    """True for a rank whose host answers though it doesn't run."""
+    """True if the rank's host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
     """On the monotonic clock of this host: since when it is known."""
 
@@ -126,7 +127,7 @@ class FailureDomain:
 
 
 def is_ending(pid: int) -> bool:
-    """Returns True for a process that has ended, or whose threads all have a SIGKILL to come or are in their exit."""
+    """Returns True if the process exited, or each of its threads is exiting or has a pending SIGKILL."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -154,25 +155,26 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """The process of a rank, as all ranks are told of it."""
+    """A rank's process, as published to all ranks."""
 
     host: str
-    """Its name; empty where that isn't known."""
+    """Its name; empty if unknown."""
     network: str
-    """Equal for processes that can reach each other over loopback; empty where that can't be told."""
+    """Equal for processes that can reach each other over loopback; empty if unknown."""
     processes: str
-    """Equal for processes that can watch each other by PID; empty where that can't be told."""
+    """Equal for processes that can watch each other by PID; empty if unknown."""
     pid: int
     began: str
-    """Start time of the process, as the kernel counts: another one may have its PID later."""
+    """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: Endpoint | None
-    """Of its control plane; None if it has none."""
+    """Endpoint of its control plane; None without one."""
 
     @property
     def domain(self) -> str:
-        """Equal for processes that the control plane watches by PID; empty: by none.
+        """Equal for processes that the control plane watches by PID. Empty: no process can watch it.
 
-        Those with networks of their own are apart: what happens to a network must be noticed, as between hosts.
+        Processes in different network namespaces have different domains, so that a network failure between them is
+        detected.
         """
         return f"{self.processes}/{self.network}" if self.processes else ""
 
@@ -187,7 +189,7 @@ def _problem_of(rank: int, place: Place, spans_hosts: bool) -> str:
 
 
 class Watcher:
-    """The ranks of one world, as far as this process knows that they are gone."""
+    """What this process knows about the ends of one world's ranks."""
 
     def __init__(self) -> None:
         exits.prepare()
@@ -196,8 +198,8 @@ class Watcher:
         self._world: World | None = None
         self._rank = -1
         self._places: dict[int, Place] = {}
-        """Of the ranks that the control plane watches, with this one."""
-        self._problem = "they have not met yet"
+        """Places of all watched ranks, this one included; empty before `follow`."""
+        self._problem = "the ranks have not met yet"
         self._has_met = False
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
         """A host without a sign of life for so long is unreachable: it may miss some beats, however long they are."""
@@ -237,10 +239,10 @@ class Watcher:
         return answer_within(limit_s, ask)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """Returns the endpoint at which the other ranks reach this process' control plane: for the roster.
+        """Starts to listen. Returns the endpoint to publish, or None if the control plane is unavailable.
 
-        `library`: the compiled part, or the reason that there is none. `address`: of this host, as others reach it.
-        None if the control plane can't be had: then exits of ranks are noticed at deadlines only.
+        `library`: the loaded C++ library, or the reason that there is none. `address`: by which peers reach this host.
+        Without a control plane exits are noticed at deadlines, or when a gloo connection breaks.
         """
         if self._world is None:
             try:
@@ -259,7 +261,7 @@ class Watcher:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Returns the endpoint for a roster; None without one, or once the ranks have met."""
+        """Returns the endpoint to publish; None if there is none, or after `follow`."""
         return None if self._world is None or self._places else self._world.endpoint
 
     @property
@@ -268,9 +270,9 @@ class Watcher:
         return self._has_met
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Watches the ranks of `places`, by global rank, all of which call this with the same places; once.
+        """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
 
-        Does nothing, with one warning, if one of them has no endpoint that all others can reach.
+        Only logs a warning if a rank has no endpoint that all other ranks can reach.
         """
         self._has_met = True
         world, spans_hosts = self._world, len({place.network for place in places.values()}) > 1
@@ -278,7 +280,9 @@ class Watcher:
         problem = next(filter(None, found), "")
         if problem or world is None:
             self._problem = self._problem if world is None else problem
-            logger.warning("exits of ranks are noticed at deadlines only: %s", self._problem)
+            logger.warning(
+                "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
+            )
             self._leave()
             return
         self._rank, self._places = rank, dict(places)
@@ -290,7 +294,7 @@ class Watcher:
         world.meet(members, self._take_in, look=self._look_at_connections)
 
     def _take_in(self, change: Change) -> None:
-        """Notes what the control plane reports, in its thread."""
+        """Records a report of the control plane. Runs in the control plane's callback thread."""
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
         if place is None:  # the watch has been closed meanwhile
             return
@@ -307,10 +311,10 @@ class Watcher:
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
             self._blame(change)
         elif change.kind == "unreachable":
-            silent = f"has not been heard of for {limit_s:g} s: look at the network between the hosts"
+            silent = f"gave no sign of life for {limit_s:g} s ({_ADVICE})"
             self.report(rank, f"on host {host!r} {change.text or silent}", certain=False, unreachable=True)
         elif change.kind == "stopped":
-            text = f"on host {host!r} is stopped: its host answers, but no rank there has run for {limit_s:g} s"
+            text = f"on host {host!r} is stopped: its host responds, but none of its ranks has run for {limit_s:g} s"
             self.report(rank, text, certain=False, stopped=True)
         elif change.kind in ("failed", "revoked"):
             self.report(rank, change.text, certain=False)
@@ -319,19 +323,19 @@ class Watcher:
         return self._places[rank].domain == self._places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
-        """Reports the host that has given up this one: its ranks wait no longer."""
+        """Reports all ranks of the host that declared this host unreachable or stopped."""
         teller = self._places.get(change.by)
         if teller is None or self._is_near(change.by):
             return
-        why = "has not heard of this host: look at the network between the hosts"
+        why = f"declared this host unreachable ({_ADVICE})"
         if change.kind == "stopped":
-            why = f"has given up this host, none of whose ranks ran for {self.limit_s:g} s"
+            why = f"declared this host stopped: none of its ranks ran for {self.limit_s:g} s (find what stopped them)"
         for rank, place in self._places.items():
             if place.domain == teller.domain:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports hosts that acknowledge nothing on data connections, which may go by another network."""
+        """Reports hosts whose data connections acknowledge nothing. Their route can differ from the control plane's."""
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
@@ -341,16 +345,16 @@ class Watcher:
             if gone and not self.deaths_of(gone):
                 world.report_unreachable(
                     gone,
-                    f"has acknowledged nothing on a data connection for {limit_s:g} s: look at the network between the "
-                    "hosts, at each interface that the connections take",
+                    f"acknowledged nothing on a data connection for {limit_s:g} s ({_ADVICE}, and each interface that "
+                    "the connections use)",
                 )
 
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Returns the verdict of `ranks`, which all call it; None if this world has no control plane.
+        """Runs `World.agree`; returns None without a control plane.
 
-        A death of `watched` ranks ends it as the deadline does. `World.agree` has the rest.
+        The death of a rank in `watched` cancels the agreement.
         """
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
@@ -358,7 +362,7 @@ class Watcher:
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
-        """Notes the processes of this host, by global rank; `has_left` tells who went on purpose."""
+        """Stores the PIDs of this host's ranks (by global rank). `has_left(rank)` returns True for a rank that left."""
         self.has_left = has_left
         self._pids = dict(pids)
 
@@ -371,8 +375,10 @@ class Watcher:
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """Returns how the ends of these global ranks are noticed, if not at once; else nothing."""
-        return "" if self.watches(ranks) else f"ends of ranks are noticed at deadlines only: {self._problem}"
+        """Returns why exits of these ranks aren't detected at once; empty if they are."""
+        if self.watches(ranks):
+            return ""
+        return f"exits of ranks are noticed at deadlines, or when a gloo connection breaks: {self._problem}"
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
         """Returns what keeps ranks of this host from going on, such as a signal that stopped them."""
@@ -424,9 +430,10 @@ class Watcher:
         return self.deaths_of(ranks)
 
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
-        """Returns the deaths of `ranks` that explain why a connection to `suspects` broke, which may take a moment.
+        """Waits for the deaths that explain a broken connection to `suspects`. Returns those of `ranks`.
 
-        Where one on another host doesn't answer, its host may have given up this one: this rank's own watch will say.
+        If a suspect on another host doesn't answer, waits for up to the heartbeat limit + 2 beats: its host may have
+        declared this one unreachable, which the control plane then reports.
         """
         found, world = self.await_death_of(ranks), self._world
         if found or world is None:

@@ -1,9 +1,9 @@
-"""Agreement of ranks on what they ask for, over the control plane, before anything is made that could wait for a peer.
+"""Checks that all ranks request the same thing before any of them starts a step that waits for peers.
 
-All ranks get what each of them asks for, or one verdict with the ranks that are missing or have ended, so that each
-words the same difference. A rank that comes after the others gave up gets their verdict too.
+All ranks get the requests of all, or the same verdict: which ranks are missing or exited. So all ranks raise the same
+error. A rank that asks late gets the same verdict. A rank whose decider doesn't answer gets no verdict (undecided).
 
-Without a control plane (no compiled part) there is no agreement: a difference shows at the deadline of the first call.
+Without a control plane nothing is compared: different requests fail at the first call's deadline.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from device_communicators.liveness.health import Watcher, describe_deaths, kind_
 T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
-"""The key of a request that can't be: its value is the error."""
+"""Key of a request whose construction failed; the value is the error."""
 _VALUE_BYTES = 4000
 _WORDS = 120
-"""The characters of a long part of a request that are sent, with the digest of the whole."""
+"""If a request is too long, parts longer than this are sent as their first characters and a digest."""
 
 
 def digest(value: object) -> str:
-    """Returns 16 hexadecimal digits of anything whose repr says all about it."""
+    """Returns 16 hexadecimal digits that identify `value` by its repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class Agreement:
-    """The questions that the ranks of one world have asked each other: the same ones in the same order on each."""
+    """Runs agreements of one world and counts their attempts."""
 
     def __init__(self, store: Any, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: the other ranks are imagined, and ask for whatever this one does.
+        """`alone`: the other ranks are simulated and agree with this one.
 
-        `store`: has the reasons of ranks that could not make what they met for.
+        `store`: keeps why a rank failed to make a group.
         """
         self.alone = alone
         self.store = BoundedStore.of(store)
@@ -72,11 +72,15 @@ class Agreement:
         timeout_s: float,
         domain: Collection[int] = (),
     ) -> T:
-        """Returns what `resolve` gives beside its request, once all of `ranks`, which call it, asked for the same.
+        """Returns the value of `resolve` once all of `ranks` have requested the same. Each of `ranks` calls it.
 
-        A rank whose `resolve` raises comes too, to tell the others: whatever can go wrong belongs in there. Raises
-        that error where all ranks' are wrong, or where it is no UsageError; ConfigMismatchError with both sides where
-        two differ, CollectiveTimeoutError with the ranks that never came, PeerDiedError with those that have ended.
+        `resolve` returns the value and the request. If it raises, this rank still takes part, so that peers get the
+        error. Do everything that can fail inside `resolve`. Raises:
+
+        - the error of `resolve`, if it fails on all ranks or is no UsageError;
+        - ConfigMismatchError with both requests, if two ranks differ;
+        - CollectiveTimeoutError with the ranks that didn't ask, or didn't answer, by the deadline;
+        - PeerDiedError with the ranks that exited.
         """
         try:
             value, request = resolve()
@@ -96,9 +100,10 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """Returns once all of `ranks` asked for this request. With `wrong`, an error which is raised, there is none.
+        """Returns once all of `ranks` have made this request.
 
-        `domain`: further ranks whose death ends the wait, as those that are waited for may have failed by it.
+        `wrong`: the error that replaces the request; raised after the agreement. `domain`: further ranks whose death
+        ends the wait, because missing ranks may have failed by it.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         started = time.monotonic()
@@ -130,7 +135,10 @@ class Agreement:
         watched: Collection[int],
         wrong: Exception | None = None,
     ) -> list[Any] | None:
-        """Returns what each rank says; None if there is nobody to ask. Raises for ranks that are missing or ended."""
+        """Returns each rank's request. Raises for ranks that are missing or ended.
+
+        None if this is the only rank or there is no control plane.
+        """
         if len(ranks) == 1 or self.alone:
             return None
         attempt = self._attempts[purpose] = self._attempts[purpose] + 1
@@ -173,12 +181,13 @@ class Agreement:
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
     ) -> str:
-        """Returns a name for `what` that no earlier attempt had, once all of `ranks`, who call it alike, are there.
+        """Waits for all `ranks`, which make the same call. Returns a name for `what` that no earlier attempt had.
 
-        Names are numbers of attempts, so that groups of later worlds have those of earlier ones: DTensor's caches live
-        as long as the process, and look groups up by name. A rank that comes to an attempt that the others gave up goes
-        on to the next one. Raises as `agree` where a rank is missing, or where one of `watched`, by default `ranks`,
-        has ended; CommunicationError on all ranks where one comes with a `problem`, for which it can't go on.
+        A name ends with the attempt's number, so groups of later worlds get the names of earlier ones: DTensor's caches
+        live as long as the process, and look groups up by name. (One rank alone, or with simulated ranks: random.)
+
+        A rank that is late for an attempt joins the next one. If a rank passes a `problem`, all ranks raise
+        CommunicationError. Raises like `agree` if a rank is missing, or if a rank of `watched` (default: `ranks`) died.
         """
         watched = watched or ranks
         if len(ranks) == 1 or self.alone:
@@ -217,14 +226,14 @@ class Agreement:
         return name
 
     def fail(self, name: str, reason: str) -> None:
-        """Tells those who are at a meeting, or make what they met for, that this rank can't go on with it."""
+        """Publishes that this rank failed to make the group `name`."""
         if self.alone:
             return
         with contextlib.suppress(dist.DistError):
             self.store.within(LAST_WORD_S).compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
 
     def failure(self, name: str) -> tuple[int, str] | None:
-        """Returns the rank that can't go on with what was met for, and why; None if there is none."""
+        """Returns the rank that failed to make the group `name`, and why; None if none did."""
         with contextlib.suppress(dist.DistError):
             store = self.store.within(LAST_WORD_S)
             if store.check([f"{name}/failed"]):
@@ -242,7 +251,7 @@ class Agreement:
         started: float,
         timeout_s: float,
     ) -> CommunicationError:
-        """Returns the error for ranks that didn't come."""
+        """Returns the error for a meeting without agreement."""
         who, missing = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but", verdict.ranks
         is_early = time.monotonic() < started + timeout_s and self._rank not in missing
         if deaths := self._watcher.await_death_of(watched, None if is_early else 0.0):
@@ -292,9 +301,9 @@ class Agreement:
         )
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes the address that gloo left in the store for this rank's last group of the meeting of `name`.
+        """Deletes this rank's gloo address of the previous attempt from the store.
 
-        Once all ranks have met for the next group, each of them has released that one.
+        All ranks have released it once they meet again.
         """
         meeting, _, number = name.rpartition("/")
         if not self.alone and len(ranks) > 1 and int(number) > 1:
@@ -304,7 +313,7 @@ class Agreement:
 
 
 def _encode(request: Request) -> bytes:
-    """Encodes a request; one that has no room has the digests of its long parts instead."""
+    """Encodes a request. Digests replace long parts if it exceeds 4000 bytes."""
     text = json.dumps(request).encode()
     if len(text) <= _VALUE_BYTES:
         return text

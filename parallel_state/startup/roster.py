@@ -1,4 +1,4 @@
-"""Tells ranks that have a process group already where each of them is, over its store: for their control plane."""
+"""Exchanges control-plane endpoints over the store of an existing process group."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _READERS = "process/readers"
 def exchange_places(
     store: BoundedStore, rank: int, ranks: Sequence[int], watcher: Watcher, address: str, caller: str
 ) -> dict[int, Address]:
-    """Has `watcher` listen at `address`, and returns where each of `ranks` is; all of them call it.
+    """Starts `watcher` at `address` and returns the places of all `ranks`. Each rank calls it.
 
-    `store`: a part of it that nothing else uses. `caller`: the function that each rank must call. Raises
-    RendezvousError with the ranks that don't come.
+    `store`: a prefix that is used for this only. `caller`: the function that each rank must call. Raises
+    RendezvousError with the missing ranks.
     """
     limit_s = settings.START_TIMEOUT_S.get()
     own = interfaces.process()._replace(endpoint=listen(watcher, address))
@@ -41,7 +41,7 @@ def exchange_places(
         suspects = [] if store.served_by is None else [store.served_by]
         raise _not_joined(rank, ranks, plain(error), suspects, limit_s, caller) from error
     if missing:
-        text = f"ranks {format_ranks(missing)} did not"
+        text = f"ranks {format_ranks(missing)} did not call {caller}() within {limit_s:g} s"
         raise _not_joined(rank, ranks, text, missing, limit_s, caller)
     with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can delete
         if bounded.add(_READERS, 1) == len(ranks):
@@ -53,10 +53,10 @@ def exchange_places(
 def _not_joined(
     rank: int, ranks: Sequence[int], what: str, suspects: Sequence[int], limit_s: float, caller: str
 ) -> RendezvousError:
-    """Returns the error for a group that exists and that not all of its ranks join."""
+    """Returns the error for ranks that didn't join."""
     return RendezvousError(
-        f"rank {rank} of {len(ranks)} joins the default group that exists, but {what} within {limit_s:g} s. Each of "
-        f"its ranks must call {caller}()",
+        f"{caller}() on rank {rank} of {len(ranks)} failed: {what}. Every rank of the default group must call "
+        f"{caller}()",
         operation=caller,
         rank=rank,
         suspect_ranks=suspects,

@@ -371,7 +371,9 @@ def test_a_second_meet_and_a_strange_member(alone: World) -> None:
     with pytest.raises(UsageError, match="twice"):
         alone.meet([], lambda change: None)
     other = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
-    with pytest.raises(InvalidArgumentError, match="must have this World's endpoint"):
+    with pytest.raises(
+        InvalidArgumentError, match="each rank and process once, and this process among them; got ranks"
+    ):
         other.meet([Member(0, "", 1, "", alone.endpoint)], lambda change: None)
     other.leave()
 
@@ -382,7 +384,7 @@ def test_an_address_of_nobody(alone: World) -> None:
     with pytest.raises(ControlError, match=r"'no\.invalid' of rank 1"):
         other.meet(members, lambda change: None)
     other.leave()
-    with pytest.raises(ControlError, match=r"listening at 192\.0\.2\.1 for other ranks failed"):
+    with pytest.raises(ControlError, match=r"listening on 192\.0\.2\.1 for other ranks failed"):
         World(native.load(), "192.0.2.1", limit_s=LIMIT_S, beat_s=0.3)
 
 
@@ -662,7 +664,7 @@ def test_ports(pool: Ranks) -> None:
     party = Party(pool, ONE)
     party.join(port_range="23450-23455")
     assert sorted(endpoint.port for endpoint in party.endpoints) == list(range(23450, 23456))
-    with pytest.raises(ControlError, match=r"PARALLEL_STATE_PORTS=23450-23455.*in use"):
+    with pytest.raises(ControlError, match=r"ports 23450-23455 \(PARALLEL_STATE_PORTS\).*in use\. Give a larger range"):
         os.environ["PARALLEL_STATE_PORTS"] = "23450-23455"
         try:
             World(native.load(), "127.0.0.1", limit_s=1.0, beat_s=0.1)

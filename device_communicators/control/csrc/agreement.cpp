@@ -1,11 +1,8 @@
 // Agreement among members of a world, and questions for a status.
 //
-// The lowest living member decides, so an index in the list of members is a ballot. Member 0 decides alone, as nobody
-// lower can have decided: the values of all, or the members that ended, or those that are missing shortly before the
-// earliest deadline. A later member decides once all lower ones ended and each other living member has answered its
-// question: a verdict that exists is adopted, else the members that ended are the verdict. An answer is also a promise:
-// a verdict of a lower ballot, which may still be in flight, isn't taken afterwards. So each verdict that a survivor
-// took is found, and none is taken that was not found.
+// Proof sketch: the lowest living member decides. A new decider asks every living member, and each answer promises to
+// ignore lower ballots. So a verdict that a survivor received is found, and one that wasn't found is never accepted.
+// docs/protocol.md has the rules.
 #include <algorithm>
 #include <utility>
 
@@ -14,8 +11,10 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kMostUncalledBytes = 32U << 20;  // of agreements that this process has not called
-constexpr std::size_t kMostKept = 256;                 // agreements that are over here, but not at all members
+// Above this, values for agreements not called here are refused.
+constexpr std::size_t kMostUncalledBytes = 32U << 20;
+// Older agreements that are over here are erased, even if members are not done.
+constexpr std::size_t kMostKept = 256;
 
 void put(Writer* writer, const std::vector<Proc>& procs) {
   writer->number(static_cast<std::uint32_t>(procs.size()));
@@ -130,9 +129,9 @@ void Core::cancel_call(RoundEntry* entry) {
   Round& round = entry->second;
   if (!round.called || round.delivered) return;
   round.decide_by = now_;
-  round.deadline = std::min(round.deadline, now_ + config_.margin);  // the decider may be silent
+  round.deadline = std::min(round.deadline, now_ + config_.margin);  // bounds the wait for a silent decider
   round.expires = std::min(round.expires, now_);
-  round.sent_on = -1;  // the decider is to know that there is no time left
+  round.sent_on = -1;  // sends the value again, with no remaining time
   advance(entry);
 }
 
@@ -142,7 +141,7 @@ void Core::tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> 
   action.verdict = std::move(verdict);
 }
 
-// This process leaves: nothing that it waits for comes any more. It goes on to answer others.
+// Ends this process's calls as undecided. It still answers peers.
 void Core::end_calls() {
   for (auto& [key, round] : rounds_) {
     if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
@@ -153,7 +152,7 @@ void Core::end_calls() {
 void Core::forget_older_epochs() {
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     const auto& [key, round] = *at;
-    if (key.epoch >= epoch_) break;  // the first part of the key
+    if (key.epoch >= epoch_) break;  // keys are sorted by epoch
     std::vector<Proc> gone;
     for (const Proc proc : round.members) {
       if (index_of(proc) < 0) gone.push_back(proc);
@@ -165,7 +164,7 @@ void Core::forget_older_epochs() {
 
 // Rounds.
 
-// `members` has this process.
+// `members` includes this process.
 Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
   RoundEntry* entry = &*rounds_.emplace(key, Round()).first;
   Round& round = entry->second;
@@ -176,7 +175,7 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   return entry;
 }
 
-// Members that never call, or that forgot already, must not keep a verdict here for ever.
+// Erases the oldest agreements that are over: members that never call would keep them here for ever.
 void Core::forget_oldest() {
   std::vector<std::uint64_t> numbers;
   for (const auto& [key, round] : rounds_) {
@@ -190,13 +189,13 @@ void Core::forget_oldest() {
   }
 }
 
-// Returns true if peers may begin so much more of what this process has not called.
+// Returns true if `bytes` more fit into the bound for agreements not called here.
 bool Core::has_room(std::size_t bytes) {
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     const Round& round = at->second;
     const bool is_open = !round.called && round.verdict == nullptr;
     if (is_open && round.expires < now_ - kSecond) {
-      at = rounds_.erase(at);  // all that called it are past their deadlines
+      at = rounds_.erase(at);  // the deadlines of all its callers have passed
       continue;
     }
     if (is_open) bytes += round.bytes;
@@ -210,11 +209,11 @@ void Core::send_round(int connection, FrameKind kind, const Message& message) {
   act(Action::kSend, connection).bytes = control::encode(frame);
 }
 
-// A frame of an agreement. Returns false if it is malformed.
+// Handles a frame of an agreement. Returns false if it is malformed.
 bool Core::on_round(int connection, const Frame& frame) {
   Message message;
   if (!decode(frame, &message)) return false;
-  if (message.key.epoch < epoch_) return true;  // of members that were
+  if (message.key.epoch < epoch_) return true;  // of an older epoch
   const auto sits = [&](const std::vector<Proc>& members) {
     return message.seat < members.size() && members[message.seat] == frame.from;
   };
@@ -222,11 +221,11 @@ bool Core::on_round(int connection, const Frame& frame) {
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
-    // Success needs all calls, so this process was past it.
+    // A done without members follows *agreed*: this process has called and already forgotten it.
     if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
-  if (frame.kind == FrameKind::kForget) {  // its sender has forgotten even its own seat
+  if (frame.kind == FrameKind::kForget) {  // a forget has no valid seat
     if (is_known && found->second.called && found->second.is_over()) rounds_.erase(found);
     return true;
   }
@@ -234,7 +233,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
   const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
   if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) {
-    Message full{message.key};  // the sender will name this process
+    Message full{message.key};  // the sender's error names this process
     full.seat = static_cast<std::uint32_t>(std::find(members.begin(), members.end(), self_) - members.begin());
     full.verdict = undecided({self_});
     send_round(connection, FrameKind::kVerdict, full);
@@ -249,7 +248,7 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
   Round& round = entry->second;
   const int index = static_cast<int>(message->seat);
   if (kind == FrameKind::kAsk || kind == FrameKind::kVerdict) {
-    if (index < round.promised) return;  // of a decider that others took to have ended
+    if (index < round.promised) return;  // from a decider that a later one replaced
     if (kind == FrameKind::kAsk) {
       round.promised = index;
       Message answer = message_of(*entry);
@@ -290,7 +289,7 @@ int Core::first_living(const Round& round) const {
   return -1;
 }
 
-// Does what can be done now; returns false if the agreement was forgotten.
+// Takes all steps that are possible now; returns false if the agreement was erased.
 bool Core::advance(RoundEntry* entry) {
   Round& round = entry->second;
   const int target = first_living(round);
@@ -316,7 +315,7 @@ bool Core::advance(RoundEntry* entry) {
   return true;
 }
 
-// Decides as member 0, if it is time.
+// Decides as member 0, if it can or must.
 void Core::reach_verdict(Round* round) {
   if (round->checked != ends_digest_) {
     round->checked = ends_digest_;
@@ -367,7 +366,7 @@ void Core::conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits
   round->verdict = std::move(verdict);
 }
 
-// The members without whose answer this decider can't decide.
+// Returns the members that did not answer this decider.
 std::vector<Proc> Core::silent_members(const Round& round) const {
   std::vector<Proc> silent;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
@@ -377,7 +376,8 @@ std::vector<Proc> Core::silent_members(const Round& round) const {
   return silent;
 }
 
-// Tells those that wait, shortly before the first of them gives up, for whom: else they would name this decider.
+// Before the earliest deadline, sends waiting members the names of silent members. Otherwise they would name this
+// decider.
 void Core::tell_hint(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.expires == kNever || round.hinted) return;
@@ -390,7 +390,7 @@ void Core::tell_hint(RoundEntry* entry) {
   }
 }
 
-// Hands the verdict to this process' call: at its deadline without one, the members that didn't answer.
+// Ends this process's call with the verdict; at its deadline as undecided, with the members that didn't answer.
 void Core::deliver(RoundEntry* entry) {
   auto& [key, round] = *entry;
   round.delivered = true;
@@ -401,7 +401,7 @@ void Core::deliver(RoundEntry* entry) {
   tell_verdict(key, undecided(target < 0 ? round.members : std::vector<Proc>{round.members[target]}));
 }
 
-// As a member: sends the value, later that the verdict was taken, once to each decider and connection.
+// As a member: sends the value, then done, once per decider and connection.
 void Core::serve(RoundEntry* entry, int target) {
   Round& round = entry->second;
   const bool done = round.verdict != nullptr && round.delivered;
@@ -411,7 +411,7 @@ void Core::serve(RoundEntry* entry, int target) {
   const int connection = connect(round.members[target]);
   if (connection < 0) return;
   Message message = message_of(*entry);
-  // A member that has taken a failure says which one: the decider may be new and not have called yet.
+  // done after a failure carries the verdict, for a new decider that has not called.
   const bool tells = done && round.verdict->kind != Verdict::kAgreed;
   if (tells) message.verdict = round.verdict;
   if (!done || tells) message.members = round.members;
@@ -423,7 +423,7 @@ void Core::serve(RoundEntry* entry, int target) {
   round.sent_done = done;
 }
 
-// As the decider: sends the verdict to those that wait for it, and forgets it when all living members have taken it.
+// As the decider: sends the verdict to waiting members, and erases the agreement when all living members are done.
 bool Core::decide(RoundEntry* entry) {
   Round& round = entry->second;
   if (round.verdict == nullptr) return true;
@@ -457,7 +457,7 @@ void Core::advance_all() {
   advance_questions();
 }
 
-// Status: one question, one reply, over one hop.
+// Status: one question, one reply, on one connection.
 
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};

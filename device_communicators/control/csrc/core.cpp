@@ -9,7 +9,7 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kEntryBytes = 21;      // of an end without a text
-constexpr std::size_t kMostStrangers = 256;  // connections that no member has proved to be its own, beside one a member
+constexpr std::size_t kMostStrangers = 256;  // unidentified connections accepted at once, plus one per member
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
 
 // Mixes values into a number that is equal on all machines.
@@ -50,7 +50,7 @@ std::uint64_t entry_digest(Proc proc, const End& end) {
   return Digest().add(proc, end.flags, end.reporter, end.text).value();
 }
 
-// A sum over the entries, so that one that changes changes the sum alone.
+// A sum: a changed entry updates it without the others.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
   for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
@@ -116,7 +116,7 @@ void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   out_ = actions;
   skew_ = std::max(skew_, now_ - now);
   now_ = now + skew_;
-  // Whatever this process would hold against others, it was not there to see.
+  // A paused process received nothing, so it restarts its clocks before it judges peers.
   if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse();
   if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
@@ -157,7 +157,8 @@ void Core::handle(const Event& event) {
         if (found != seen_.end()) found->second = now_;
       }
       break;
-    // Each process of the domain sees it: nothing to publish, and nobody in particular reports it.
+    // Every process of the domain detects this exit itself, so it isn't published. The reporter is the process itself,
+    // so all entries are equal.
     case Event::kEnded: join({{event.proc, {kExited, event.proc, ""}}}, Source::kBoard); break;
     case Event::kExiting: report(event.proc, kExited, "exiting"); break;
     case Event::kCall: on_call(*event.call, false); break;
@@ -170,7 +171,7 @@ void Core::handle(const Event& event) {
     case Event::kReply: {
       const int connection = link_to(event.proc);
       const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostValueBytes);
-      // Without a connection: the asker asks again on its next one.
+      // Without a connection the reply is dropped; the asker repeats its question.
       if (connection >= 0) send(connection, FrameKind::kReply, Writer().number(event.id).text(bytes).take());
       break;
     }
@@ -207,7 +208,7 @@ void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
   if (flags != 0) join({{proc, {flags, self_, text.substr(0, kMostTextBytes)}}}, Source::kOwn);
 }
 
-// A peer says it to all leads itself, and the board to the whole domain.
+// A peer sends its state to all leads, and a board is read by the whole domain: neither is passed on.
 void Core::join(const Ends& other, Source source) {
   for (const auto& [proc, end] : other) {
     if (roster_ == nullptr ? ends_.size() >= kMostMembers : index_of(proc) < 0) continue;
@@ -231,7 +232,7 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   const bool left = (end.flags & kLeft) != 0 && (before.flags & kLeft) == 0;
   const int domain = domain_of(proc);
   if ((!died && !left) || domain < 0) return;
-  if (!died && leading_ && link_to(proc) >= 0) {  // its successor dials; if all leave now, nobody does
+  if (!died && leading_ && link_to(proc) >= 0) {  // the successor of a lead that left dials first; wait for that dial
     Watch& watch = watches_[domain];
     watch.sign = watch.heard = now_;
     watch.dial_at = std::max(watch.dial_at, now_ + config_.patience);
@@ -244,21 +245,21 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   action.id = end.reporter;
 }
 
-// Gives this domain what it lacks: a death at once, all else with the next tick.
+// Publishes unpublished ends: deaths at once, others with the next tick.
 void Core::publish() {
   publish_at_once_ = false;
   if (unpublished_ && !seen_.empty()) act(Action::kBoard).bytes = encode(ends_);
   unpublished_ = unpublished_ && seen_.empty();
 }
 
-// Says a death of this domain to all that are watched, at once.
+// Sends a death of this domain on all watched connections.
 void Core::flood() {
   if (!urgent_) return;
   urgent_ = false;
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating && link.peer_digest != ends_digest_) send_state(connection);
   }
-  // Leads that notice the loss of this domain's lead dial; this process dials those that have not.
+  // Leads that detect the loss dial this domain. This process dials the others after one tick.
   for (Watch& watch : watches_) watch.dial_at = std::min(watch.dial_at, now_ + config_.tick);
 }
 
@@ -269,7 +270,7 @@ int Core::domain_of(Proc proc) const {
   return index < 0 ? -1 : roster_->domain_of[index];
 }
 
-// A process that isn't a member may be one of the next epoch.
+// A process that isn't a member may be a member of the next epoch.
 bool Core::is_stranger(const Link& link) const {
   return !link.dialed && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
 }
@@ -302,7 +303,7 @@ int Core::link_to(Proc proc) const {
 int Core::connect(Proc proc) {
   const int connection = link_to(proc);
   if (connection >= 0) links_[connection].for_watch = false;
-  else if (!is_dead(self_)) dial(proc, false);  // others close the connections of a dead process
+  else if (!is_dead(self_)) dial(proc, false);  // peers would close it: they report it as dead
   return connection;
 }
 
@@ -322,7 +323,7 @@ void Core::send_beat(int connection) {
   send(connection, FrameKind::kBeat, Writer().number(ends_digest_).take());
 }
 
-// Begins this side of a connection: the hello, who this is, a random number.
+// Begins this side of a connection: sends the hello, this process's number and a nonce.
 void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
   link.opened = link.watched = link.heard = link.sign = now_;
@@ -331,7 +332,7 @@ void Core::greet(int connection, const Bytes& nonce) {
   send(connection, FrameKind::kNonce, nonce);
 }
 
-// What only holders of the listener's token can say, about this connection and in one direction alone.
+// Returns the HMAC with the listener's token over the direction, both nonces and both processes.
 Bytes Core::proof(const Link& link, bool of_dialer) const {
   const int index = link.dialed ? index_of(link.proc) : -1;
   const Bytes& token = !link.dialed ? token_ : index < 0 ? Bytes() : roster_->members[index].endpoint.token;
@@ -370,7 +371,7 @@ void Core::on_dialed(const Event& event) {
   greet(event.connection, event.nonce);
 }
 
-// A call that is refused judges nobody: the process may have left, and its domain says which of both.
+// A refused dial for a call reports no exit: the process may have left, and its domain's state shows which.
 void Core::on_no_dial(const Event& event) {
   Peer& peer = peers_[event.proc];
   peer.dialing = false;
@@ -408,7 +409,7 @@ void Core::on_bytes(const Event& event) {
 bool Core::on_hello(int connection, const Hello& hello) {
   if (hello.version >= kOldestVersion && kVersion >= hello.oldest) return true;
   const Link& link = links_[connection];
-  // Anybody can connect, and may be of another job: only who was dialed is known to be of this one.
+  // Only a dialed peer is known to belong to this job.
   if (link.dialed) act(Action::kRefuse).bytes = versions(hello, config_.build);
   else log(0, versions(hello, config_.build));
   close(connection);
@@ -431,7 +432,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
   if (!equal_secrets(frame.body, proof(link, !link.dialed))) return false;
   if (!link.dialed) {
     Peer& peer = peers_[frame.from];
-    // The newest connection of a dialer replaces its older one: what is still in flight there is void.
+    // The newest connection of a dialer replaces its older one: bytes in flight there are dropped.
     if (peer.in >= 0) close(peer.in);
     peer.in = connection;
   }
@@ -441,7 +442,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
   routed_ = dirty_ = true;
   if (!ends_.empty()) send_state(connection);
   if (link.beating) send_beat(connection);
-  if (is_dead(frame.from)) close(connection);  // it knows why now
+  if (is_dead(frame.from)) close(connection);  // after it received the state
   return true;
 }
 
@@ -459,7 +460,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
     case FrameKind::kBeat: {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
-      if (!link.beating) watch_link(connection);  // answers at once: the peer wants to know whether this process runs
+      if (!link.beating) watch_link(connection);  // answers at once: the peer checks that this process runs
       link.heard = now_;
       return reader.finished();
     }
@@ -497,8 +498,8 @@ void Core::drop(int connection, bool by_peer) {
     if (question.sent_on == connection) question.sent_on = -1;
   }
   routed_ = true;
-  // If it was watched, or its domain is hunted already, all of its domain are dialed at once. A process that closes the
-  // connection of a call is no suspect.
+  // If the connection was watched, or a hunt runs, dial the whole domain. A process that closes a call's connection
+  // isn't suspected.
   const int domain = domain_of(link.proc);
   if (!by_peer || !leading_ || domain < 0 || is_gone(link.proc)) return;
   if (!link.beating && watches_[domain].hunt < 0) return;
@@ -542,7 +543,7 @@ void Core::meet(const Event& event) {
   ends_digest_ = kEmptyDigest;
   join(known, Source::kPeer);
   for (auto& [proc, peer] : peers_) peer.refused = kNever;
-  if (led && is_lead()) {  // it goes on to look for those that it is not connected to
+  if (led && is_lead()) {  // it dials the domains that it isn't connected to
     start_leading();
     leading_ = true;
     for (Watch& watch : watches_) watch.dial_at = now_;
@@ -550,7 +551,7 @@ void Core::meet(const Event& event) {
   dirty_ = true;
 }
 
-// Leaves when no other process waits to hear of it from this one.
+// Leaves once it owes no farewell.
 void Core::try_leave() {
   if (leaving_ == kNever) return;
   wake_by(leaving_);
@@ -558,7 +559,7 @@ void Core::try_leave() {
   if (!std::exchange(said_left_, true)) {
     report(self_, kLeft, "");
     publish();
-    ask_beats();  // once it is answered, this process knows all that its domain published before
+    ask_beats();  // once answered, this process has read all that its domain published before
   }
   if (beats_asked_ > 0 && now_ < leaving_ && !seen_.empty()) return;
   for (const auto& [connection, link] : links_) {
@@ -572,8 +573,8 @@ void Core::try_leave() {
   left_ = true;
 }
 
-// A lead waits for the rest of its domain, so that one farewell tells of all. The last of a domain connects to the
-// domains that never heard of it: they would find its port closed.
+// A lead waits for the rest of its domain, so that one farewell reports all. The last process of a domain first dials
+// unconnected domains; otherwise they find its port closed and report an exit.
 bool Core::owes_farewell() {
   if (!leading_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
@@ -590,7 +591,7 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Judges nobody by the time in which this process didn't run: what was sent to it meanwhile comes first.
+// Restarts all clocks after a pause, so that bytes which arrived meanwhile are read before any peer is judged.
 void Core::excuse() {
   for (auto& [connection, link] : links_) link.heard = link.sign = link.opened = now_;
   for (auto& [proc, seen] : seen_) seen = now_;
@@ -613,13 +614,13 @@ bool Core::all_gone(const std::vector<int>& indices) const {
   return std::all_of(indices.begin(), indices.end(), [&](int index) { return is_gone(proc_at(index)); });
 }
 
-// After a death of this domain all beat faster, so that one that is stopped is passed over in time to tell of it.
+// After a death of this domain beats are faster, so that a stopped lead is replaced in time to report it.
 bool Core::is_stale(Proc proc) const {
   const Nanos seen = seen_.at(proc);
   return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
-// Returns true for the lowest living process of the domain, and where all lower ones have stale beats.
+// Returns true for the lowest living process of the domain, and if all lower ones have stale beats.
 bool Core::is_lead() const {
   if (is_dead(self_)) return false;
   for (const int index : own_domain()) {
@@ -649,7 +650,7 @@ void Core::start_leading() {
   }
 }
 
-// Uses a connection for liveness from now on; it is silent unless the peer answers soon.
+// Watches a connection from now on. It counts as silent unless the peer answers within `settle`.
 void Core::watch_link(int connection) {
   Link& link = links_[connection];
   link.beating = true;
@@ -671,7 +672,7 @@ void Core::start_hunt(int domain) {
   watches_[domain].hunt = watches_[domain].dial_at = now_;
 }
 
-// Looks at everything that depends on time, on the ends and on watched connections.
+// Updates everything that depends on time, on the ends and on watched connections.
 void Core::tend() {
   alarm_ = kNever;
   const bool ticked = now_ >= next_tick_;
@@ -707,7 +708,7 @@ void Core::tend_domains(bool ticked) {
   }
 }
 
-// Takes in the signs of life of all connections, and chooses the one to watch in each domain.
+// Collects the signs of all connections, and chooses the one to watch in each domain.
 void Core::find_watched_links() {
   for (Watch& watch : watches_) watch.link = -1, watch.linked = false;
   for (const auto& [connection, link] : links_) {
@@ -721,7 +722,8 @@ void Core::find_watched_links() {
     if (link.beating && now_ - link.heard > config_.beat * 5 / 2) continue;
     if (watch.link < 0 || index_of(link.proc) < index_of(links_[watch.link].proc)) watch.link = connection;
   }
-  std::vector<int> surplus;  // of a hunt the lowest that answered is kept, and as long as none answers all
+  // A hunt keeps the connection to the lowest process that answered; all until one has.
+  std::vector<int> surplus;
   for (const auto& [connection, link] : links_) {
     const int domain = link.for_watch ? domain_of(link.proc) : -1;
     const int watched = domain < 0 ? -1 : watches_[domain].link;
@@ -756,7 +758,7 @@ void Core::tend_domain(int domain) {
   wake_by(watch.dial_at);
 }
 
-// A refused dial is an exit, unless somebody who knows better says soon that the process left.
+// A refused dial counts as an exit after `settle` if no process of the domain answers.
 void Core::judge_refused(int domain) {
   if (leaving_ != kNever) return;
   for (const int index : roster_->domains[domain]) {
@@ -783,7 +785,7 @@ void Core::dial_domain(int domain) {
   }
 }
 
-// Beats on watched connections, probes silent ones, and closes those that lead nowhere.
+// Beats on watched connections, probes silent ones, and closes dead and silent ones.
 void Core::tend_links() {
   std::vector<int> dead, useless;
   for (auto& [connection, link] : links_) {
@@ -793,7 +795,8 @@ void Core::tend_links() {
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
       useless.push_back(connection);
     } else if (is_watched && now_ - link.sign > config_.limit / 2) {
-      useless.push_back(connection);  // a new dial finds out more: the window may be full, or the network forgetful
+      // A new dial shows more: a full window or a lost NAT entry also silences a connection.
+      useless.push_back(connection);
     } else if (is_watched) {
       if (now_ - link.heard > config_.beat * 3 / 2) act(Action::kProbe, connection);
       if (!link.identified || now_ - link.beaten < config_.beat) continue;
@@ -802,14 +805,14 @@ void Core::tend_links() {
     }
   }
   for (const int connection : dead) {
-    if (links_[connection].identified) send_state(connection);  // it may live, and is to know what it is taken for
+    if (links_[connection].identified) send_state(connection);  // a live process must receive the report about itself
     close(connection);
   }
   for (const int connection : useless) close(connection);
   dirty_ = dirty_ || !useless.empty();
 }
 
-// Forgets processes that nothing connects to this one any more.
+// Erases peers without a connection or dial.
 void Core::forget_peers() {
   for (auto at = peers_.begin(); at != peers_.end();) {
     const auto& [proc, peer] = *at;

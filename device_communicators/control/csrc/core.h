@@ -1,4 +1,4 @@
-// The control plane of one process as a value without I/O: who is in a world, who lives, what members agree on.
+// The control plane of one process as a value without I/O: members of a world, their ends, their agreements.
 //
 // A driver feeds it everything that happens (`step`), carries out the actions that it returns, and calls it again by
 // `wake_at`. The core has no thread, socket, clock or randomness; copies are independent. docs/protocol.md describes
@@ -9,11 +9,9 @@
 //   - All that the domain published before a kBeat arrives before the kBeats that answers it.
 //   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
 //   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
-//     published until it exits.
-//   - Each acknowledgement counts for kAcked: of bytes, of a probe of a closed window, of a keepalive. Linux has the
-//   time
-//     in TCP_INFO, tcpi_last_ack_recv.
-//   - The process listens until `is_over`.
+//     published until `is_over`.
+//   - kAcked counts every acknowledgement: of bytes, of a probe of a closed window, of a keepalive (Linux:
+//     tcpi_last_ack_recv).
 //   - `step` is called at least once a second: the clock may have gone back, and `wake_at` with it.
 //   - Connection numbers are not negative. A number may be used again once its connection is closed on this side.
 #pragma once
@@ -40,13 +38,14 @@ inline constexpr std::uint64_t kEmptyDigest = 1;  // of a state without ends
 struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
-  std::string token;  // what a peer must present to be accepted there; at most 64 bytes
+  std::string token;  // secret of the listener; a peer proves by HMAC that it holds it. At most 64 bytes.
 };
 
 struct Member {
   int rank = 0;
   Proc proc = 0;
-  std::uint64_t domain = 0;  // equal for processes that can watch each other: boot id and PID namespace
+  // Equal for processes that can watch each other: equal boot id and equal PID, time and network namespaces.
+  std::uint64_t domain = 0;
   Endpoint endpoint;
   // For the driver, which watches the processes of its own domain:
   int pid = 0;
@@ -66,25 +65,26 @@ struct Roster {
 
 struct Config {
   Nanos tick = 200 * kMillisecond;      // board beats are written, and timers checked, this often
-  Nanos stale = 500 * kMillisecond;     // a board beat that stood still this long: the next rank acts as the lead
-  Nanos beat = kSecond;                 // between two frames on a watched connection
+  Nanos stale = 500 * kMillisecond;     // after this time without a board beat the next rank acts as the lead
+  Nanos beat = kSecond;                 // between two beats or states on a watched connection
   Nanos limit = 20 * kSecond;           // a domain without a sign of life for this long is unreachable
-  Nanos patience = 600 * kMillisecond;  // before a lead that left is replaced, and between two dials of a silent domain
+  Nanos patience = 600 * kMillisecond;  // a lead that left is replaced, a silent domain dialed again, after this time
   Nanos settle = 300 * kMillisecond;    // refused dials count as exits if no process of the domain answers in this time
   Nanos redial = 20 * kMillisecond;     // between two dials of one process
-  Nanos margin = 500 * kMillisecond;    // the decider decides this long before the earliest deadline
-  Nanos pause = 500 * kMillisecond;     // a step this late: this process was paused
-  Nanos stranger = 5 * kSecond;         // an accepted connection must identify itself within this time
+  // The decider decides this long before the earliest deadline, at most a quarter of the timeout.
+  Nanos margin = 500 * kMillisecond;
+  Nanos pause = 500 * kMillisecond;  // if a step is this late, this process was paused
+  Nanos stranger = 5 * kSecond;      // an accepted connection must identify itself within this time
   std::uint32_t build = 0;
 };
 
 enum EndFlag : std::uint8_t {
-  kLeft = 1,         // said goodbye
-  kExited = 2,       // the process is gone
+  kLeft = 1,         // left the world
+  kExited = 2,       // the process exited
   kUnreachable = 4,  // no sign of life within the limit
   kFailed = 8,       // reported its own failure
   kRevoked = 16,     // revoked the world
-  kStopped = 32      // its kernel gives signs of life, but no process of its domain did within the limit
+  kStopped = 32      // its kernel responds, but no process of its domain sent bytes within the limit
 };
 
 // What is known of one process' end. Each field is a join, so states merge in any order with the same result.
@@ -125,11 +125,11 @@ struct Verdict {
   std::vector<Proc> culprits;
 };
 
-// All frames of an agreement have one layout. What a kind doesn't need is zero or empty.
+// All frames of an agreement have one layout. Unused fields are zero or empty.
 struct Message {
   AgreementKey key;          // its epoch is in the frame's head
   std::uint32_t seat = 0;    // the sender's index
-  std::uint32_t ballot = 0;  // of the question that is answered
+  std::uint32_t ballot = 0;  // ballot of the ask that this answers
   Nanos remaining = 0;       // until the sender's deadline
   Bytes value = {};
   std::vector<Proc> members = {};  // for a receiver that may not know the agreement yet
@@ -194,7 +194,7 @@ struct Action {
     kVerdict,   // of `key`: `verdict`
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
     kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
-    kRefuse,    // `bytes`: a configuration that can't work, such as another version; of a call with its `key`
+    kRefuse,    // `bytes`: why the configuration, or the call with `key`, is refused
     kLog
   } kind = kLog;
   int connection = -1;
@@ -209,7 +209,7 @@ struct Action {
 
 class Core {
  public:
-  // `self` is this process' stay in one world, and `token` what others must prove to hold to be accepted by it.
+  // `self`: this process' stay in one world. `token`: the secret that peers must prove to hold.
   Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {}
 
   // Takes in one event at `now`, a time that every process of the domain shares, and appends actions. Never blocks.
@@ -220,7 +220,7 @@ class Core {
   std::uint64_t digest() const;
 
   const Ends& ends() const { return ends_; }
-  // Returns true once this process has left: nothing more comes from this core but answers to its own calls.
+  // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
   static std::uint64_t digest_of(const std::vector<Proc>& members);
@@ -229,36 +229,36 @@ class Core {
   enum class Source { kOwn, kPeer, kBoard };  // of a state
 
   struct Link {
-    Proc proc = 0;        // of the peer: claimed by it until it is identified
+    Proc proc = 0;        // the peer; unverified until `identified`
     Bytes nonce, theirs;  // of this side, and of the peer
     bool dialed = false;
     bool for_watch = false;                    // dialed by a lead, and used for nothing else
     bool identified = false;                   // the peer has proved that it holds the token
-    bool beating = false;                      // watched by one of both sides
-    Nanos opened = 0, watched = 0;             // since when it is open, and watched
-    Nanos heard = 0;                           // the last sign of the process: bytes
+    bool beating = false;                      // one side watches it
+    Nanos opened = 0, watched = 0;             // times at which it was opened, and first watched
+    Nanos heard = 0;                           // when the last bytes of the process arrived
     Nanos sign = 0;                            // the last sign of its kernel
     Nanos beaten = 0;                          // the last beat or state that was sent
-    std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer is known to have, or to be about to receive
+    std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer has, or that was sent to it
     Parser parser;
   };
 
-  // Connections with one process: at most one in each direction, so that nobody must choose.
+  // Connections with one process. At most one per direction: no tie-break is needed.
   struct Peer {
     int out = -1, in = -1;
     bool dialing = false;
     bool for_watch = false;
-    Nanos refused = kNever;  // since when its port refuses, in this hunt
+    Nanos refused = kNever;  // when its port first refused in this hunt
     Nanos next_dial = 0;
   };
 
-  // What a lead knows of another domain's liveness.
+  // What a lead knows of another domain's liveness. A hunt dials all living processes of a domain at once.
   struct Watch {
     Nanos sign = 0;   // the last sign of a kernel of the domain
     Nanos heard = 0;  // the last bytes from it
     Nanos dial_at = 0;
-    Nanos hunt = -1;      // since when all of the domain are dialed at once; -1: not
-    int link = -1;        // the watched connection: of those that aren't silent, that to the lowest process
+    Nanos hunt = -1;      // start of the hunt; -1: none
+    int link = -1;        // the connection that isn't silent to the lowest process
     bool linked = false;  // there is a connection, silent or not
   };
 
@@ -268,13 +268,13 @@ class Core {
     int me = -1;
     std::uint64_t number = 0;  // the order in which rounds were opened here
     bool called = false, delivered = false;
-    int promised = 0;        // the highest ballot that this process answered: no lower one's verdict is taken
+    int promised = 0;        // the highest ballot that this process answered; lower ones are ignored
     Nanos deadline = 0;      // of this process' call
     Nanos decide_by = 0;     // the deadline less the margin
     Nanos expires = kNever;  // when the decider stops waiting for values
     Bytes value;
     std::shared_ptr<const Verdict> verdict;
-    std::shared_ptr<const Verdict> hint;  // what the decider waits for; binds nobody
+    std::shared_ptr<const Verdict> hint;  // names members that didn't answer the decider; decides nothing
     int sent_on = -1;                     // the connection on which the value, or done, was sent to `sent_to`
     int sent_to = -1;
     bool sent_done = false;
@@ -289,7 +289,7 @@ class Core {
     std::size_t values = 0, bytes = 0;
     bool hinted = false;
     std::uint64_t checked = 0;  // the digest of the ends when they were last compared with the members
-    // It is kept for members that have not taken the verdict.
+    // Returns true if this process needs it no more. It is kept for members that have not received the verdict.
     bool is_over() const { return verdict != nullptr && (delivered || !called); }
   };
 
@@ -401,7 +401,7 @@ class Core {
   std::string token_;
   Config config_;
   Nanos now_ = 0;   // never goes back:
-  Nanos skew_ = 0;  // what is added to the driver's time
+  Nanos skew_ = 0;  // added to the driver's time
   Nanos alarm_ = kNever;
   Nanos next_tick_ = 0;
   Nanos alert_ = -kAlert;  // when a death in this domain became known: beats are faster for a while
@@ -411,8 +411,8 @@ class Core {
   bool left_ = false;
   bool dirty_ = false;                                  // ends or watched connections changed
   bool routed_ = false;                                 // a connection opened or closed: rounds and questions may send
-  bool urgent_ = false;                                 // this domain has a death to tell
-  bool unpublished_ = false, publish_at_once_ = false;  // the domain lacks something of the ends
+  bool urgent_ = false;                                 // this domain has a death to report
+  bool unpublished_ = false, publish_at_once_ = false;  // an end isn't on the board yet
   Ends ends_;
   std::uint64_t ends_digest_ = kEmptyDigest;
   std::uint64_t world_ = 0, epoch_ = 0, term_ = 0;

@@ -23,15 +23,15 @@ namespace parallel_state::control {
 namespace {
 
 constexpr Nanos kDialTime = 2 * kSecond;
-constexpr Nanos kCloseTime = 2 * kSecond;  // for the peer's kernel to acknowledge what was sent before a close
-constexpr Nanos kPoll = 5 * kMillisecond;  // of things that don't announce themselves, while some are awaited
-constexpr Nanos kShortage = kSecond / 10;  // without accepting, where there is no descriptor
+constexpr Nanos kCloseTime = 2 * kSecond;  // a close is forced after this time
+constexpr Nanos kPoll = 5 * kMillisecond;  // poll interval for acknowledgements and boards, which raise no event
+constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
-constexpr int kReads = 4;  // of one connection before others have their turn
+constexpr int kReads = 4;  // of one connection before other connections are read
 constexpr int kAccepts = 64;
 constexpr std::size_t kMostNews = 4096;
-constexpr std::size_t kStackBytes = 1U << 20;  // the libraries' thread-local variables are in it
+constexpr std::size_t kStackBytes = 1U << 20;  // includes the thread-local storage of loaded libraries
 
 struct Command {
   std::shared_ptr<Stay> stay;
@@ -41,7 +41,7 @@ struct Command {
 
 int open_socket(int family) { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }
 
-// Returns the address of a number, not of a name: a look-up could take seconds. Free it.
+// Parses a numeric address; names could take seconds. The caller frees the result.
 addrinfo* parse_address(const std::string& host, int port) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -55,13 +55,13 @@ void send_at_once(int socket) {
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
-// Bytes that the socket took and the peer's kernel has not acknowledged; the end counts as one.
+// Returns how many sent bytes the peer's kernel has not acknowledged; a FIN counts as one byte.
 int unacknowledged(int socket) {
   int count = 0;
   return ioctl(socket, SIOCOUTQ, &count) == 0 ? count : 0;
 }
 
-// A dial of a closed port of this host may get that very port for its own end, and meet itself.
+// Dialing a closed local port can pick it as source port and connect to itself (TCP simultaneous open).
 bool meets_itself(int socket) {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
@@ -143,20 +143,20 @@ class Driver {
   std::vector<Command> commands_;  // guarded by the fork mutex
   std::map<Stay*, std::shared_ptr<Stay>> stays_;
   std::map<int, std::pair<Stay*, Source>> sources_;
-  std::map<int, Stay*> timed_;                 // connections with an end
-  std::vector<std::pair<Stay*, int>> unsent_;  // connections that were given bytes, or are to be closed
+  std::map<int, Stay*> timed_;                 // connections with a deadline
+  std::vector<std::pair<Stay*, int>> unsent_;  // connections to flush, or to close
   Nanos shortage_until_ = 0;
   int last_number_ = 0;
 };
 
-// All that belongs to this process; a forked child leaves its parent's alone.
+// State of this process; a forked child starts with none.
 struct Plane {
   std::map<std::int64_t, std::shared_ptr<Stay>> stays;
   Driver* driver = nullptr;
 };
 
 Plane* plane = nullptr;        // guarded by the fork mutex
-std::int64_t next_handle = 1;  // of a child: never one of its parent's
+std::int64_t next_handle = 1;  // kept over fork, so a child's handles differ
 
 Plane& own_plane() {
   if (plane == nullptr) {
@@ -175,7 +175,7 @@ Driver* Driver::start() {
   driver->epoll_ = Descriptor::of([] { return epoll_create1(EPOLL_CLOEXEC); });
   if (!driver->epoll_ || !driver->wake_.make()) return nullptr;
   if (!driver->control(EPOLL_CTL_ADD, 0, driver->wake_.number(), EPOLLIN)) return nullptr;
-  // A thread has the mask of the one that starts it: signals are for the program's own threads.
+  // The new thread inherits a full mask: it must not run signal handlers.
   sigset_t all, before;
   sigfillset(&all);
   pthread_attr_t attributes;
@@ -223,7 +223,7 @@ void Driver::run() {
   }
 }
 
-// Ends the thread if nobody needs it any more.
+// Ends the thread if it has no stays.
 bool Driver::retire() {
   const Lock lock(fork_mutex());
   if (!commands_.empty()) return false;
@@ -231,7 +231,7 @@ bool Driver::retire() {
   return true;
 }
 
-// The stays of this process end without a farewell, and the process goes on.
+// Ends the stays of this process without a farewell. The process goes on.
 void Driver::break_down(const char* cause) noexcept {
   const Lock lock(fork_mutex());
   plane->driver = nullptr;
@@ -239,7 +239,7 @@ void Driver::break_down(const char* cause) noexcept {
   for (Command& command : commands_) end(command.stay.get(), cause);
 }
 
-// Frees what a stay has, and tells whoever waits for its end; `cause` is null after a farewell.
+// Ends a stay and wakes its waiters; `cause` is null after a farewell.
 void Driver::end(Stay* stay, const char* cause) noexcept {
   const Lock lock(fork_mutex());
   if (std::exchange(stay->over, true)) return;
@@ -252,7 +252,7 @@ void Driver::end(Stay* stay, const char* cause) noexcept {
     action.flags = cause != nullptr;
     action.bytes = cause != nullptr ? cause : "";
     stay->inbox.push(Inbox::kOver, encode_news(action));
-  } catch (...) {  // no memory for words
+  } catch (...) {  // out of memory: no news
   }
   stay->ended.notify_all();
 }
@@ -308,7 +308,7 @@ void Driver::tend(Stay* stay) {
   }
   if (stay->leave_by == kNever) return;
   if (stay->core->is_over() && stay->listens) {
-    // The core has no connections any more: what it closed is still being sent, and all others are over.
+    // The core has no connections any more. Closing ones still have bytes to send; the others end now.
     stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
     for (auto at = stay->connections.begin(); at != stay->connections.end();) {
       const int number = at->first;
@@ -323,7 +323,8 @@ void Driver::tend(Stay* stay) {
 
 // Events and actions.
 
-// Returns the number of a source of events; -1 if it can't be polled. Without a descriptor it is only a number.
+// Registers a source of events and returns its number; -1 if it can't be polled. A source with descriptor -1 isn't
+// polled.
 int Driver::add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
   do last_number_ = last_number_ % INT_MAX + 1;
   while (sources_.count(last_number_) != 0);
@@ -339,7 +340,7 @@ bool Driver::control(int operation, int number, int descriptor, std::uint32_t ev
   return epoll_ctl(*epoll_, operation, descriptor, &event) == 0;
 }
 
-// Steps the core with an event, and with all that its actions lead to at once.
+// Steps the core with an event, and with the events that its actions cause at once.
 void Driver::feed(Stay* stay, Event event) {
   stay->events.push_back(std::move(event));
   if (stay->feeding) return;
@@ -446,7 +447,8 @@ void Driver::accept(Stay* stay) {
         Descriptor::of([&] { return accept4(*stay->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!connection.socket) {
       if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
-      control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);  // it stays readable: no spinning
+      // The listener stays readable. epoll is level-triggered: disable it, or the thread spins.
+      control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);
       stay->accepts = false;
       shortage_until_ = monotonic_now() + kShortage;
       return log(stay, "can't accept a connection: files or memory ran out");
@@ -485,7 +487,7 @@ void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
   }
 }
 
-// Throws away what a peer still sends; returns true at its end.
+// Discards the bytes that a peer still sends; returns true at the end of the stream.
 bool Driver::drain(Connection* connection) {
   char bytes[4096];
   for (int i = 0; i < 64; ++i) {
@@ -513,7 +515,7 @@ void Driver::flush(int number, Connection* connection) {
                                 MSG_NOSIGNAL | MSG_DONTWAIT);
     if (size > 0) sent += static_cast<std::size_t>(size);
     else if (errno == EAGAIN || errno == EINTR) break;
-    else connection->hung_up = true;  // the end follows what is still to be read, which may be a farewell
+    else connection->hung_up = true;  // kClosed comes after all received bytes are read
   }
   connection->out.erase(0, connection->hung_up ? Bytes::npos : sent);
   const bool polls_out = !connection->out.empty();
@@ -530,14 +532,14 @@ void Driver::probe(Stay* stay, int number) {
   socklen_t size = sizeof(info);
   if (getsockopt(*found->second.socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
   Event event = event_of(Event::kAcked, 0, number);
-  // A peer that doesn't get our bytes, but whose own still arrive, acknowledges only what it got before. A peer whose
-  // window is full has acknowledged all that is in flight, and answers probes.
+  // While bytes are unacknowledged the age is infinite: the peer's own segments repeat old acknowledgements. A peer
+  // with a full window has acknowledged all bytes in flight, and answers window probes.
   event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
   stay->events.push_back(std::move(event));
 }
 
-// A socket that is closed with bytes to be read drops those that the peer's kernel has not acknowledged: so a close
-// waits for that.
+// Waits at most 2 s for the peer's kernel to acknowledge all bytes. Otherwise Linux drops unsent bytes, such as a
+// farewell, if received bytes are unread.
 void Driver::close(Stay* stay, int number) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end() || found->second.closing) return;
@@ -556,7 +558,7 @@ bool Driver::is_closed(Connection* connection, Nanos now) {
 }
 
 void Driver::erase(Stay* stay, int number) {
-  // A forked child may have a copy for a moment, so closing alone doesn't end the polling.
+  // A forked child may still hold a copy, so close() alone doesn't remove it from epoll.
   control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
   sources_.erase(number);
   timed_.erase(number);
@@ -576,7 +578,7 @@ void Driver::check_timed(Nanos now) {
   }
 }
 
-// The own watch domain.
+// This watch domain.
 
 void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   std::vector<Proc> procs;
@@ -636,7 +638,7 @@ void Driver::beat(Stay* stay) {
   stay->events.push_back(std::move(event));
 }
 
-// A farewell is read from the board, so it stays until all neighbours have opened it.
+// Neighbours read the farewell from the board, so it stays until they have opened it.
 bool Driver::may_close_board(Stay* stay) {
   for (auto& [number, neighbour] : stay->neighbours) {
     if (neighbour.ended || !neighbour.board || neighbour.board.has_met()) continue;
@@ -704,7 +706,7 @@ std::int64_t open_stay(const std::string& address, int first, int last, Config c
   stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
   int code = EADDRINUSE;
   const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));
-  for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host don't all try the same port first
+  for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host start at different ports
     code = listen_at(address, first + (begin + i) % count, stay.get());
   }
   if (code != 0) return -code;

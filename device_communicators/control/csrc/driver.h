@@ -1,7 +1,7 @@
 // Drives the cores of this process: one thread with one epoll, which never takes Python's lock. It decides nothing.
 //
-// A `Stay` is this process' stay in one world: it listens from `open_stay` on and ends with `leave_stay`. The thread
-// lives while there are stays. A forked child has no stays and no thread, and may open stays of its own.
+// A `Stay` is this process' stay in one world, from `open_stay` to `leave_stay`. The thread runs while there are stays.
+// A forked child has no stays and no thread, and may open stays of its own.
 #pragma once
 
 #include <condition_variable>
@@ -17,14 +17,14 @@
 
 namespace parallel_state::control {
 
-// What Python hears of a stay, in order. All functions may be called by any thread.
+// Ordered queue of a stay's news for Python. All functions may be called by any thread.
 class Inbox {
  public:
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
-  // Drops logs and questions beyond a bound, which a peer could send without end.
+  // Drops logs and questions when full, because a peer can cause any number.
   void push(Kind kind, Bytes news);
-  // Returns the size of the next news, and takes it if `capacity` holds it; 0: there is none.
+  // Returns the size of the next news, and removes it if it fits into `capacity`; 0: there is none.
   std::size_t take(char* buffer, std::size_t capacity);
   int number() const { return wake_.number(); }  // readable while there is news
 
@@ -37,16 +37,16 @@ class Inbox {
 // A connection, or a dial.
 struct Connection {
   Descriptor socket;
-  Proc dialed = 0;  // not open yet
+  Proc dialed = 0;  // target of the dial; 0 once open
   bool closing = false;
-  bool hung_up = false;  // it takes no more bytes, but may still have some
+  bool hung_up = false;  // writing failed; reading goes on
   bool polls_out = false;
-  Nanos until = kNever;  // the end of a dial, or of closing
-  Bytes out;             // what the socket didn't take
+  Nanos until = kNever;  // deadline of the dial or close
+  Bytes out;             // bytes not yet written to the socket
   bool is_dialing() const { return dialed != 0; }
 };
 
-// Another process of the own watch domain.
+// Another process of this watch domain.
 struct Neighbour {
   Proc proc = 0;
   int pid = 0;
@@ -76,18 +76,19 @@ struct Stay {
   Nanos leave_by = kNever;
   int listener_number = -1;
   bool listens = true;
-  bool accepts = true;  // false for a moment where there is no descriptor
+  bool accepts = true;  // false for 0.1 s after descriptors ran out
 };
 
-// Returns the number of a stay that listens at `address`, or the negative errno. `first` to `last`: the ports that may
-// be used; 0: any.
+// Opens a stay that listens at `address`; returns its handle or the negative errno. `first` to `last`: the ports that
+// may be used; 0: any.
 std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
 // Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors
 // of the members' boards, in rank order.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
-// Says farewell; returns when the peers' kernels and the neighbours have it, or at the deadline.
+// Leaves the world. Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 1 s
+// after the deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);
 
 }  // namespace parallel_state::control

@@ -1,5 +1,6 @@
-// The C interface of the control plane, for ctypes. A stay in a world is known by its handle; one that isn't there, as
-// those of its parent in a forked child, answers -ESRCH. No call takes Python's lock, and each that waits has a bound.
+// The C interface of the control plane, for ctypes. A handle identifies a stay in a world. Functions return -ESRCH for
+// an unknown handle, such as a parent's in a forked child. No call takes Python's lock, and each that waits has a
+// bound.
 #ifdef __linux__
 #include <algorithm>
 #include <cerrno>
@@ -12,11 +13,11 @@ using namespace parallel_state::control;
 namespace {
 
 Nanos from_now(double seconds) {
-  // Later than any run: a deadline that far is none.
+  // 1e9 s means no deadline.
   return monotonic_now() + static_cast<Nanos>(std::min(std::max(seconds, 0.0), 1e9) * 1e9);
 }
 
-// Posts the event that `make` fills in. Returns 0 or the negative errno; nothing is thrown into C.
+// Posts the event that `make` fills in. Returns 0 or the negative errno, -ENOMEM instead of bad_alloc.
 template <typename Make>
 int post_event(std::int64_t handle, Event::Kind kind, Make make) {
   try {
@@ -89,8 +90,8 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
   }
 }
 
-// Begins an agreement among `members`, in rank order, or with a negative timeout ends it early. `digest` of the members
-// tells it apart from others in the verdict's news.
+// Begins an agreement among `members`, in rank order, or with a negative timeout cancels it. `digest` identifies the
+// members in the verdict.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) {
   return post_event(handle, timeout_s < 0 ? Event::kCancel : Event::kCall, [&](Event* event) {
@@ -132,18 +133,19 @@ int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const 
   });
 }
 
-// Says farewell; returns when the other hosts' kernels have it and this host's ranks can read it, or after the time.
+// Leaves the world. Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most
+// `linger_s` + 1 s later.
 void ps_control_leave(std::int64_t handle, double linger_s) {
   if (const std::shared_ptr<Stay> stay = find_stay(handle)) leave_stay(stay, from_now(linger_s));
 }
 
-// Takes the next news into `buffer`. Returns its size: if that is more than `capacity`, it was left; 0: there is none.
+// Moves the next news into `buffer` and returns its size. News larger than `capacity` stays; 0: there is none.
 std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
   return stay == nullptr ? 0 : stay->inbox.take(buffer, capacity);
 }
 
-// A descriptor that is readable while there is news; -1 if there is no such stay.
+// Returns a descriptor that is readable while there is news; -1 for an unknown handle.
 int ps_control_eventfd(std::int64_t handle) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
   return stay == nullptr ? -1 : stay->inbox.number();

@@ -14,7 +14,7 @@ namespace parallel_state::control {
 
 using Bytes = std::string;
 using Nanos = std::int64_t;
-using Proc = std::uint64_t;  // one incarnation of a process; 0 is none
+using Proc = std::uint64_t;  // a process's stay in one world; 0 is none
 
 inline constexpr std::uint16_t kVersion = 1;
 inline constexpr std::uint16_t kOldestVersion = 1;
@@ -42,8 +42,8 @@ enum class FrameKind : std::uint16_t {
   kAsk,        // new decider -> members: is there a verdict?
   kAnswer,     // member -> new decider: the verdict, or none
   kVerdict,    // decider -> members
-  kDone,       // member -> decider: this member has taken the verdict
-  kForget,     // decider -> members: all have taken it
+  kDone,       // member -> decider: this member's caller has received the verdict
+  kForget,     // decider -> members: all are done
   kQuestion,   // status: asker -> asked
   kReply,      // status: asked -> asker
 };

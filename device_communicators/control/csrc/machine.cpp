@@ -25,7 +25,7 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr off_t kAreaBytes = 2 << 20;  // more than a state of 4,096 members with a cause each
+constexpr off_t kAreaBytes = 2 << 20;  // exceeds a state of 4,096 members with a cause each
 constexpr off_t kFirstArea = 4096;
 constexpr int kExitingFlag = 4;  // PF_EXITING of the flags in /proc/PID/stat
 #ifndef SYS_pidfd_open
@@ -37,7 +37,7 @@ struct Open {
   std::set<int> descriptors;
 };
 
-// Never freed: threads may use it while the process exits, and a child leaves its parent's alone.
+// Never freed: threads may use it while the process exits, and a forked child makes a new one.
 std::atomic<Open*> open_now{nullptr};
 std::atomic<void (*)()> forget_in_child{nullptr};
 
@@ -100,8 +100,9 @@ Nanos monotonic_now() {
 
 Bytes random_bytes(std::size_t count) {
   Bytes bytes(count, '\0');
-  if (getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count)) return bytes;  // 256 bytes come whole
-  std::random_device device;                                                           // of a sandbox without that call
+  // getrandom never splits 256 bytes or fewer.
+  if (getrandom(bytes.data(), count, 0) == static_cast<ssize_t>(count)) return bytes;
+  std::random_device device;  // if a sandbox refuses getrandom
   for (char& byte : bytes) byte = static_cast<char>(device());
   return bytes;
 }
@@ -177,7 +178,7 @@ void Board::note_met() {
 }
 
 bool PeerBoard::open(int pid, int number, Proc proc) {
-  // Its process may have closed it, and have something else under this number: only files are opened.
+  // The process may have closed it and reused the number: open regular files only.
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
   struct stat info;
   if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return false;
@@ -204,7 +205,7 @@ bool PeerBoard::read(Bytes* state, bool* is_new) {
   state->resize(head.sizes[area]);
   const off_t at = kFirstArea + static_cast<off_t>(area) * kAreaBytes;
   if (pread(*file_, state->data(), state->size(), at) != static_cast<ssize_t>(state->size())) return moved;
-  // The writer may have gone on to this area meanwhile: then the next read finds that state.
+  // The writer may have started on this area meanwhile: then the next read returns that state.
   if (!read_head(&again) || again.generation != head.generation || again.sizes[area] != head.sizes[area]) return moved;
   head_.generation = head.generation;
   *is_new = true;
@@ -217,8 +218,8 @@ ProcessWatch::Found ProcessWatch::open(int pid, std::uint64_t began) {
   file_ = Descriptor::of([&] { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); });
   if (!file_ && errno == ESRCH) return kExited;
   polled_ = static_cast<bool>(file_);
-  // Kernels before 5.3 have no pidfds, and sandboxes refuse them. A stat that is read after the pidfd was opened is of
-  // the process that the pidfd stands for, or that process has exited.
+  // Kernels before 5.3 have no pidfds, and sandboxes refuse them. A stat read after the pidfd was opened is of the
+  // pidfd's process, unless that process has exited.
   Descriptor stat = open_file(path);
   if (!stat) return !polled_ && (errno == ENOENT || errno == ESRCH) ? kExited : polled_ ? kRuns : kUnknown;
   const auto fields = stat_fields(*stat);
@@ -231,14 +232,14 @@ bool ProcessWatch::has_exited() const {
   char byte;
   if (pread(*file_, &byte, 1, 0) < 0 && errno == ESRCH) return true;
   const auto fields = stat_fields(*file_);
-  // A process whose first thread has exited is a zombie as well while other threads run.
+  // If the main thread exited and others run, the state is Z too: check the thread count.
   return fields.size() > 17 && (fields[0] == "Z" || fields[0] == "X" || fields[0] == "x") &&
          std::strtol(fields[17].c_str(), nullptr, 10) <= 1;
 }
 
 bool is_ending(int pid) {
   const std::string folder = "/proc/" + std::to_string(pid) + "/task";
-  const std::lock_guard<std::recursive_mutex> lock(fork_mutex());  // a forked child would keep the folder open
+  const std::lock_guard<std::recursive_mutex> lock(fork_mutex());  // or a forked child keeps the folder open
   DIR* tasks = opendir(folder.c_str());
   if (tasks == nullptr) return false;  // it has exited, or there is no /proc
   bool all = true;

@@ -1,4 +1,4 @@
-// What the driver takes from Linux: descriptors that no forked child keeps, boards, and the ends of processes.
+// Linux parts of the driver: descriptors that no forked child keeps, boards, and exits of processes.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ Nanos monotonic_now();
 
 Bytes random_bytes(std::size_t count);
 
-// Held while something changes that a forked child must find whole; a fork waits for it. A child has a new one.
+// Held during changes that fork must not split. A forked child has a new one.
 std::recursive_mutex& fork_mutex();
 
 // Calls `forget` in each forked child, once its descriptors are closed. Called once.
@@ -51,7 +51,7 @@ class Descriptor {
 // Wakes a thread that polls `number()`: an eventfd, or a pipe where a sandbox refuses one.
 class Wake {
  public:
-  bool make();  // false and errno if there can be none
+  bool make();  // returns false and sets errno on failure
   void set();
   void clear();
   int number() const { return *reader_; }
@@ -60,9 +60,9 @@ class Wake {
   Descriptor reader_, writer_;
 };
 
-// A file without a name, which its process writes and the others of its watch domain open through /proc: so nothing is
-// left of it when they exit, however they do. It has two areas for the state, used in turn: a reader finds the last one
-// whole whatever becomes of the writer.
+// A nameless file: it vanishes when the processes exit. Its process writes it, and the others of its watch domain open
+// it through /proc. Two areas for the state are written in turn. If the writer is killed while it writes one, readers
+// use the other.
 struct BoardHead {
   Proc proc = 0;
   std::uint64_t beat = 0;
@@ -73,7 +73,7 @@ struct BoardHead {
 
 class Board {
  public:
-  // Returns false and sets errno if there can be none.
+  // Returns false and sets errno on failure.
   bool make(Proc proc);
   bool publish(const Bytes& state);
   void beat();
@@ -90,9 +90,9 @@ class Board {
 
 class PeerBoard {
  public:
-  // `number` is the descriptor of the board in process `pid`, `proc` who must have made it.
+  // `number`: the descriptor of the board in process `pid`. `proc`: its expected owner.
   bool open(int pid, int number, Proc proc);
-  // Reads the board; returns true if its beat moved. `state` is set if there is another one than before.
+  // Reads the board; returns true if its beat moved. `state` is set, and `is_new` true, if it has a new state.
   bool read(Bytes* state, bool* is_new);
   bool has_met() const { return head_.has_met != 0; }
   explicit operator bool() const { return static_cast<bool>(file_); }
@@ -104,8 +104,8 @@ class PeerBoard {
   BoardHead head_;
 };
 
-// Watches one process: by a pidfd, which becomes readable when it exits, or by an open /proc/PID/stat, which never is
-// another process' either and must be read now and then.
+// Watches one process: by a pidfd, which becomes readable when it exits, or by an open /proc/PID/stat, which must be
+// polled. Neither refers to a later process with the same PID.
 class ProcessWatch {
  public:
   enum Found { kRuns, kExited, kUnknown };
@@ -120,7 +120,7 @@ class ProcessWatch {
   bool polled_ = false;
 };
 
-// Returns true for a process whose threads all have a SIGKILL to come or are in their exit, which takes a while.
+// Returns true if each thread of the process is exiting or has a pending SIGKILL.
 bool is_ending(int pid);
 
 }  // namespace parallel_state::control

@@ -8,7 +8,7 @@ namespace {
 constexpr std::size_t kMostBytes = 64U << 20;
 constexpr std::size_t kMostProcs = 1U << 16;
 
-// Both have the same functions, so that one description of a value serves to write and to read it.
+// In and Out share an interface: one template reads and writes.
 struct Out {
   Writer writer;
   template <typename T>

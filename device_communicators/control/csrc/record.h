@@ -1,6 +1,6 @@
-// The events of a core as bytes, so that what led to a failure can be replayed.
+// Records the events of a core for replay.
 //
-// A record has the tokens of its world: it is to be written where only its owner can read it.
+// A record contains tokens: write it with mode 0600.
 #pragma once
 
 #include <deque>
