@@ -110,6 +110,12 @@ int Roster::index_of(Proc proc) const {
   return found == indices.end() ? -1 : found->second;
 }
 
+// A watched connection is closed after half the limit without a sign, and probed after one and a half beats: with fewer
+// beats in the limit, live connections would be closed.
+Core::Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {
+  config_.limit = std::max(config_.limit, 4 * config_.beat);
+}
+
 // The way in.
 
 void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
@@ -117,7 +123,7 @@ void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   skew_ = std::max(skew_, now_ - now);
   now_ = now + skew_;
   // Whatever this process would hold against others, it was not there to see.
-  if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse();
+  if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse(now_ - alarm_);
   if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
     flood();
@@ -590,15 +596,25 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Judges nobody by the time in which this process didn't run: what was sent to it meanwhile comes first.
-void Core::excuse() {
-  for (auto& [connection, link] : links_) link.heard = link.sign = link.opened = now_;
-  for (auto& [proc, seen] : seen_) seen = now_;
+// This process didn't run for the time `late`, which counts against nobody. What was sent to it meanwhile is read
+// first, so each verdict is at least `settle` away. Clocks don't begin anew: repeated pauses would put off verdicts for
+// ever.
+void Core::excuse(Nanos late) {
+  const auto shift = [&](Nanos* since, Nanos patience) {
+    *since = std::min(std::max(*since + late, now_ - patience + config_.settle), now_);
+  };
+  for (auto& [connection, link] : links_) {
+    shift(&link.heard, config_.beat * 5 / 2);
+    shift(&link.sign, config_.limit / 2);
+    shift(&link.opened, config_.stranger);
+  }
+  for (auto& [proc, seen] : seen_) shift(&seen, config_.stale);
   for (auto& [proc, peer] : peers_) {
-    if (peer.refused != kNever) peer.refused = now_;
+    if (peer.refused != kNever) shift(&peer.refused, config_.settle);
   }
   for (Watch& watch : watches_) {
-    watch.sign = watch.heard = now_;
+    shift(&watch.sign, config_.limit);
+    shift(&watch.heard, config_.limit);
     if (watch.hunt >= 0) watch.hunt = now_;
   }
   const Nanos soon = now_ + config_.settle;
