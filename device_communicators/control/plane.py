@@ -394,7 +394,8 @@ class World:
             logger.error("the control plane can't join the world: %s", self._refusal)
             self._end_calls(lambda: ConfigMismatchError(self._refusal))
         elif kind == _LOGGED:
-            logger.info("control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
+            level = logging.WARNING if flags else logging.INFO
+            logger.log(level, "control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
         elif rank >= 0 and not (kind == _HAS_LEFT and proc == self.endpoint.proc):
             word, by = "left" if kind == _HAS_LEFT else _kind_of(flags), self._ranks.get(number, -1)
             self._guarded(self._on_change, Change(word, rank, _words(text), by))

@@ -153,7 +153,7 @@ FAULTS = [
         _simulated("relay", 32, 4), "know|learns", id="a state is sent in part",
     ),
     pytest.param(
-        "core.cpp", "now_ > alarm_ + config_.pause) excuse()", "now_ > kNever - 1) excuse()",
+        "core.cpp", "now_ > alarm_ + config_.pause) excuse(", "now_ > kNever - 1) excuse(",
         _simulated("pause", 16, 8), "takes rank", id="judges right after its own pause",
     ),
     pytest.param(

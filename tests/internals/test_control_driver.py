@@ -17,8 +17,14 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parents[1] / "native" / "control_driver.cpp"
 DEADLINE_S = 120
 FLAGS = ("-std=c++17", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror")
-# The program replaces operator new by one that calls malloc.
-ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-Wno-mismatched-new-delete")
+# The program replaces operator new by one that calls malloc. The check of vptrs needs a pipe, and reports an error
+# where no descriptor is left.
+ADDRESS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=undefined",
+    "-Wno-mismatched-new-delete",
+)
 THREAD = ("-fsanitize=thread", "-Wno-mismatched-new-delete")
 
 
@@ -45,7 +51,9 @@ def _built(flags: tuple[str, ...]) -> Path:
 @pytest.mark.parametrize(
     "flags", [ADDRESS, THREAD] if LONG else [ADDRESS], ids=lambda flags: flags[0].rpartition("=")[2]
 )
-@pytest.mark.parametrize("arguments", [("worlds", "20"), ("throws",)], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "arguments", [("worlds", "20"), ("throws",), ("neighbours",), ("ports",)], ids=lambda words: words[0]
+)
 def test_sanitizers_find_nothing(flags: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     environment = {**os.environ, "TSAN_OPTIONS": "exitcode=66 die_after_fork=0", "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(

@@ -39,8 +39,8 @@ Proc proc_of(int rank) { return static_cast<Proc>(rank) + 11; }
 
 // The core of rank `me`, and the bytes that a peer of it would send.
 struct World {
-  explicit World(const std::vector<int>& hosts, int me = 0, bool meets = true)
-      : core(proc_of(me), "token" + std::to_string(me), Config()) {
+  explicit World(const std::vector<int>& hosts, int me = 0, bool meets = true, Config config = Config())
+      : core(proc_of(me), "token" + std::to_string(me), config) {
     std::vector<Member> members;
     for (std::size_t host = 0; host < hosts.size(); ++host) {
       for (int i = 0; i < hosts[host]; ++i) {
@@ -135,11 +135,12 @@ struct World {
   }
 
   Bytes value(int from, const std::vector<int>& members, const std::string& purpose, const Bytes& value,
-              std::uint32_t seat, FrameKind kind = FrameKind::kValue) {
+              std::uint32_t seat, FrameKind kind = FrameKind::kValue, bool lists_members = true) {
     std::vector<Proc> procs;
     for (const int member : members) procs.push_back(proc_of(member));
     Writer writer;
     writer.number(Core::digest_of(procs)).text(purpose).number(0U).number(seat).number(0U);
+    if (!lists_members) procs.clear();
     writer.number(Nanos{kSecond}).text(value).number(static_cast<std::uint32_t>(procs.size()));
     for (const Proc proc : procs) writer.number(proc);
     writer.number(std::uint8_t{0});
@@ -356,6 +357,18 @@ void agreements_of_others_take_bounded_memory() {
   CHECK(world.core.rounds() <= 300);
 }
 
+void a_value_of_a_round_that_expired() {
+  World world({1, 1, 1}, 1);  // rank 2 takes this one for the decider, which it isn't
+  world.accept(3, 2);
+  world.bytes(3, world.value(2, {0, 1, 2}, "p", "x", 2));
+  CHECK(world.core.rounds() == 1);
+  world.pass(3 * kSecond);
+  world.bytes(3, world.value(2, {0, 1, 2}, "p", "y", 2, FrameKind::kValue, false));
+  CHECK(world.core.rounds() == 0);  // nothing says any more who its members are
+  world.bytes(3, world.value(2, {0, 1, 2}, "p", "y", 2));
+  CHECK(world.core.rounds() == 1 && world.find(Action::kClose, 3) == nullptr);
+}
+
 void agreements_of_older_epochs_end() {
   World world({1, 1});
   world.call({0, 1}, "p", 100 * kSecond);
@@ -433,6 +446,15 @@ void too_long_questions_and_replies() {
   CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + 4096);
 }
 
+void an_empty_question_is_answered_without_the_program() {
+  World world({1, 1});
+  world.accept(3, 1);
+  world.bytes(3, world.frame(FrameKind::kQuestion, 1, Writer().number(std::uint64_t{7}).text("").take()));
+  CHECK(world.sent(3, FrameKind::kReply) != nullptr && world.find(Action::kQuestion) == nullptr);
+  world.bytes(3, world.frame(FrameKind::kQuestion, 1, Writer().number(std::uint64_t{8}).text("q").take()));
+  CHECK(world.find(Action::kQuestion) != nullptr);
+}
+
 // A lead with a connection to the only process of another domain, which is stopped.
 World with_stopped_peer() {
   World world({1, 1});
@@ -479,6 +501,46 @@ void a_pause_of_this_process_ends_no_call_at_once() {
   CHECK(world.find(Action::kVerdict) == nullptr);
   world.bytes(3, world.value(1, {0, 1}, "p", "x", 1));
   CHECK(world.find(Action::kVerdict) != nullptr && world.find(Action::kVerdict)->verdict->kind == Verdict::kAgreed);
+}
+
+void short_pauses_put_off_a_verdict_by_their_length() {
+  World world({1, 1});
+  world.accept(3, 1);
+  world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+  const Nanos start = world.now;
+  while (world.core.ends().empty() && world.now - start < 60 * kSecond) {  // the peer's host is cut off
+    world.pass(4 * kSecond);
+    world.now += kSecond;
+    world.step(Event());
+  }
+  CHECK(world.knows(1, kUnreachable));
+  CHECK(world.now - start >= 20 * kSecond && world.now - start <= 31 * kSecond);
+}
+
+void a_pause_of_any_length_judges_nobody_at_once() {
+  for (const Nanos pause : {kSecond, 15 * kSecond, 500 * kSecond}) {
+    World world({1, 1});
+    world.accept(3, 1);
+    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.pass(19'800 * kMillisecond);
+    CHECK(world.core.ends().empty());
+    world.now += pause;  // its beats wait in the receive buffer
+    world.step(Event());
+    world.pass(250 * kMillisecond);
+    CHECK(world.core.ends().empty());
+  }
+}
+
+void a_limit_has_several_beats() {
+  Config config;
+  config.beat = 12 * kSecond;
+  World world({1, 1}, 0, true, config);
+  world.accept(3, 1);
+  for (int i = 0; i < 10; ++i) {
+    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.pass(config.beat);
+    CHECK(world.find(Action::kClose, 3) == nullptr && world.core.ends().empty());
+  }
 }
 
 void a_clock_that_goes_back_ends_nothing() {
@@ -543,14 +605,19 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_cancelled_call_that_was_forgotten_leaves_nothing),
     CASE(a_cancelled_call_ends_soon_though_the_decider_is_silent),
     CASE(agreements_of_others_take_bounded_memory),
+    CASE(a_value_of_a_round_that_expired),
     CASE(agreements_of_older_epochs_end),
     CASE(a_seat_of_another_opens_nothing),
     CASE(a_verdict_of_wrong_size_is_malformed),
     CASE(undecided_names_whom_the_decider_waits_for),
     CASE(too_long_questions_and_replies),
+    CASE(an_empty_question_is_answered_without_the_program),
     CASE(a_stopped_process_whose_kernel_answers_is_stopped),
     CASE(a_full_window_is_replaced_by_a_dial),
     CASE(a_pause_of_this_process_ends_no_call_at_once),
+    CASE(short_pauses_put_off_a_verdict_by_their_length),
+    CASE(a_pause_of_any_length_judges_nobody_at_once),
+    CASE(a_limit_has_several_beats),
     CASE(a_clock_that_goes_back_ends_nothing),
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_stranger_that_holds_the_token_is_closed),

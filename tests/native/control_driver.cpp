@@ -2,14 +2,23 @@
 //
 //   control_driver worlds ROUNDS      stays of one process agree, fork meanwhile, and leave
 //   control_driver throws             memory runs out in the thread: its worlds end, and another one can be opened
+//   control_driver neighbours         a process that can't be watched at first, and one whose pid another has now
+//   control_driver ports              the port of a stay that was left is used again at once
 //
 // Prints "all holds", or what doesn't, and returns 1.
+#include <netinet/in.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -61,8 +70,9 @@ bool is_over(const Opened& one) {
   return one.stay->over;
 }
 
-// Returns the first news of this kind; others are taken and dropped.
-std::string await(const Opened& one, Inbox::Kind kind) {
+// Returns all news up to the first of this kind.
+std::vector<std::string> news_until(const Opened& one, Inbox::Kind kind) {
+  std::vector<std::string> news;
   std::vector<char> buffer(1 << 20);
   const Nanos until = monotonic_now() + 10 * kSecond;
   while (monotonic_now() < until) {
@@ -70,12 +80,21 @@ std::string await(const Opened& one, Inbox::Kind kind) {
     if (size == 0) {
       pollfd ready{one.stay->inbox.number(), POLLIN, 0};
       poll(&ready, 1, 100);
-    } else if (buffer[0] == static_cast<char>(kind)) {
-      return std::string(buffer.data(), size);
+    } else {
+      news.emplace_back(buffer.data(), size);
+      if (buffer[0] == static_cast<char>(kind)) return news;
     }
   }
   check(false, "news that was due is missing after 10 s");
-  return "";
+  return {};
+}
+
+// Returns the first news of this kind; others are taken and dropped.
+std::string await(const Opened& one, Inbox::Kind kind) { return news_until(one, kind).back(); }
+
+long count_warnings(const std::vector<std::string>& news) {
+  return std::count_if(news.begin(), news.end(),
+                       [](const auto& each) { return each[0] == Inbox::kLog && each[1] == 1; });
 }
 
 void meet(const std::vector<Opened>& all) {
@@ -167,13 +186,104 @@ void run_throws() {
     check(!post(one.stay, Event{}), "a stay that is over takes events");
   }
   memory_is_out = false;
+  for (const Opened& one : all) {
+    check(await(one, Inbox::kOver)[1] == 1, "a stay that broke down is told as left");
+    close_stay(one.handle);
+  }
   run_worlds(1);
+}
+
+pid_t start_process() {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  while (true) pause();
+}
+
+// The only neighbour of the stay is a process without a board.
+void meet_process(const Opened& one, pid_t pid, std::uint64_t began) {
+  Event event;
+  event.kind = Event::kMeet;
+  event.epoch = 1;
+  event.roster = std::make_shared<const Roster>(std::vector<Member>{
+      {0, one.stay->proc, 1, {"127.0.0.1", static_cast<std::uint16_t>(one.stay->port), one.stay->token}, getpid(), 0},
+      {1, 12344, 1, {"127.0.0.1", 1, "token"}, pid, began}});
+  check(post(one.stay, std::move(event), {one.stay->board.number(), 0}), "a stay can't meet");
+}
+
+void leave(const Opened& one) {
+  leave_stay(one.stay, monotonic_now() + kSecond);
+  close_stay(one.handle);
+}
+
+// The first number that no descriptor has.
+int next_descriptor() {
+  const int number = dup(0);
+  close(number);
+  return number;
+}
+
+void run_neighbours() {
+  const pid_t unwatched = start_process(), reused = start_process();
+  Opened one = open_one();
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const rlimit none{static_cast<rlim_t>(next_descriptor()), limit.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &none);
+  meet_process(one, unwatched, 0);
+  check(count_warnings(news_until(one, Inbox::kLog)) == 1, "a process that isn't watched is no warning");
+  usleep(1'500'000);
+  setrlimit(RLIMIT_NOFILE, &limit);
+  kill(unwatched, SIGKILL);
+  waitpid(unwatched, nullptr, 0);
+  check(count_warnings(news_until(one, Inbox::kDied)) == 0, "a process is warned of twice");
+  leave(one);
+
+  one = open_one();
+  meet_process(one, reused, 1);
+  await(one, Inbox::kDied);
+  kill(reused, SIGKILL);
+  usleep(1'500'000);  // the beats after a death are over then
+  const clock_t before = clock();
+  usleep(500'000);
+  check(clock() - before < CLOCKS_PER_SEC / 5, "the thread spins on a process that exited");
+  waitpid(reused, nullptr, 0);
+  leave(one);
+}
+
+// The side that closes a connection first keeps its port for a minute.
+void run_ports() {
+  const Opened first = open_one();
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(first.stay->port));
+  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  check(connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0, "can't connect to a stay");
+  char bytes[4096];
+  check(read(socket, bytes, sizeof(bytes)) > 0, "a stay doesn't greet");
+  std::thread reader([&] {
+    while (read(socket, bytes, sizeof(bytes)) > 0) continue;
+    close(socket);
+  });
+  const int port = first.stay->port;
+  leave(first);
+  reader.join();
+  std::shared_ptr<Stay> again;
+  const std::int64_t handle = open_stay("127.0.0.1", port, port, Config{}, &again);
+  check(handle > 0, "the port of a stay that was left can't be used again");
+  std::shared_ptr<Stay> other;
+  check(open_stay("127.0.0.1", port, port, Config{}, &other) == -EADDRINUSE, "two stays listen at one port");
+  leave({handle, again});
 }
 
 }  // namespace
 
 int main(int count, char** words) {
-  if (count > 1 && std::strcmp(words[1], "throws") == 0) run_throws();
+  const std::string word = count > 1 ? words[1] : "";
+  if (word == "throws") run_throws();
+  else if (word == "neighbours") run_neighbours();
+  else if (word == "ports") run_ports();
   else run_worlds(count > 2 ? std::atoi(words[2]) : 10);
   std::printf("all holds\n");
   return 0;

@@ -189,17 +189,19 @@ void Core::forget_oldest() {
   }
 }
 
-// Returns true if `bytes` more fit into the bound for agreements not called here.
-bool Core::has_room(std::size_t bytes) {
+// Forgets what this process has not called, where all callers are past their deadlines.
+void Core::forget_expired() {
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     const Round& round = at->second;
-    const bool is_open = !round.called && round.verdict == nullptr;
-    if (is_open && round.expires < now_ - kSecond) {
-      at = rounds_.erase(at);  // the deadlines of all its callers have passed
-      continue;
-    }
-    if (is_open) bytes += round.bytes;
-    ++at;
+    const bool is_expired = !round.called && round.verdict == nullptr && round.expires < now_ - kSecond;
+    at = is_expired ? rounds_.erase(at) : std::next(at);
+  }
+}
+
+// Returns true if `bytes` more fit into the bound for agreements not called here.
+bool Core::has_room(std::size_t bytes) const {
+  for (const auto& [key, round] : rounds_) {
+    if (!round.called && round.verdict == nullptr) bytes += round.bytes;
   }
   return bytes <= kMostUncalledBytes;
 }
@@ -218,6 +220,13 @@ bool Core::on_round(int connection, const Frame& frame) {
     return message.seat < members.size() && members[message.seat] == frame.from;
   };
   auto found = rounds_.find(message.key);
+  const auto costs = [&] {
+    return found == rounds_.end() || (!found->second.called && frame.kind == FrameKind::kValue);
+  };
+  if (costs()) {
+    forget_expired();  // before anything refers to a round: it may be this one
+    found = rounds_.find(message.key);
+  }
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
@@ -231,16 +240,14 @@ bool Core::on_round(int connection, const Frame& frame) {
   }
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
-  const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
-  if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) {
+  if (costs() && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) {
     Message full{message.key};  // the sender's error names this process
     full.seat = static_cast<std::uint32_t>(std::find(members.begin(), members.end(), self_) - members.begin());
     full.verdict = undecided({self_});
     send_round(connection, FrameKind::kVerdict, full);
     return true;
   }
-  found = rounds_.find(message.key);
-  take(connection, frame.kind, &message, found == rounds_.end() ? open_round(message.key, message.members) : &*found);
+  take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;
 }
 
@@ -502,6 +509,10 @@ bool Core::on_question(int connection, const Frame& frame) {
   const Bytes bytes = reader.text(kMostValueBytes);
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
+  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // whether this process runs: no program need be asked
+    send(connection, FrameKind::kReply, Writer().number(id).text("").take());
+    return true;
+  }
   if (frame.kind == FrameKind::kQuestion) {
     Action& action = act(Action::kQuestion);
     action.proc = proc;

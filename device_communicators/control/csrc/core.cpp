@@ -110,14 +110,20 @@ int Roster::index_of(Proc proc) const {
   return found == indices.end() ? -1 : found->second;
 }
 
+// A watched connection is closed after half the limit without a sign, and probed after one and a half beats: with fewer
+// beats in the limit, live connections would be closed.
+Core::Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {
+  config_.limit = std::max(config_.limit, 4 * config_.beat);
+}
+
 // The way in.
 
 void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   out_ = actions;
   skew_ = std::max(skew_, now_ - now);
   now_ = now + skew_;
-  // A paused process received nothing, so it restarts its clocks before it judges peers.
-  if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse();
+  // A paused process received nothing, so it shifts its clocks before it judges peers.
+  if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse(now_ - alarm_);
   if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
     flood();
@@ -591,15 +597,25 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Restarts all clocks after a pause, so that bytes which arrived meanwhile are read before any peer is judged.
-void Core::excuse() {
-  for (auto& [connection, link] : links_) link.heard = link.sign = link.opened = now_;
-  for (auto& [proc, seen] : seen_) seen = now_;
+// Shifts all clocks by the time `late` for which this process did not run. No verdict is nearer than `settle`, so that
+// bytes which arrived meanwhile are read first. The clocks do not restart: repeated pauses would delay verdicts
+// forever.
+void Core::excuse(Nanos late) {
+  const auto shift = [&](Nanos* since, Nanos patience) {
+    *since = std::min(std::max(*since + late, now_ - patience + config_.settle), now_);
+  };
+  for (auto& [connection, link] : links_) {
+    shift(&link.heard, config_.beat * 5 / 2);
+    shift(&link.sign, config_.limit / 2);
+    shift(&link.opened, config_.stranger);
+  }
+  for (auto& [proc, seen] : seen_) shift(&seen, config_.stale);
   for (auto& [proc, peer] : peers_) {
-    if (peer.refused != kNever) peer.refused = now_;
+    if (peer.refused != kNever) shift(&peer.refused, config_.settle);
   }
   for (Watch& watch : watches_) {
-    watch.sign = watch.heard = now_;
+    shift(&watch.sign, config_.limit);
+    shift(&watch.heard, config_.limit);
     if (watch.hunt >= 0) watch.hunt = now_;
   }
   const Nanos soon = now_ + config_.settle;

@@ -67,7 +67,7 @@ struct Config {
   Nanos tick = 200 * kMillisecond;      // board beats are written, and timers checked, this often
   Nanos stale = 500 * kMillisecond;     // after this time without a board beat the next rank acts as the lead
   Nanos beat = kSecond;                 // between two beats or states on a watched connection
-  Nanos limit = 20 * kSecond;           // a domain without a sign of life for this long is unreachable
+  Nanos limit = 20 * kSecond;           // a domain without a sign of life for this long is unreachable; >= 4 beats
   Nanos patience = 600 * kMillisecond;  // a lead that left is replaced, a silent domain dialed again, after this time
   Nanos settle = 300 * kMillisecond;    // refused dials count as exits if no process of the domain answers in this time
   Nanos redial = 20 * kMillisecond;     // between two dials of one process
@@ -210,7 +210,7 @@ struct Action {
 class Core {
  public:
   // `self`: this process' stay in one world. `token`: the secret that peers must prove to hold.
-  Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {}
+  Core(Proc self, std::string token, Config config);
 
   // Takes in one event at `now`, a time that every process of the domain shares, and appends actions. Never blocks.
   void step(Nanos now, const Event& event, std::vector<Action>* actions);
@@ -346,7 +346,7 @@ class Core {
   void meet(const Event& event);
   bool owes_farewell();
   void try_leave();
-  void excuse();
+  void excuse(Nanos late);
   const std::vector<int>& own_domain() const { return roster_->domains[roster_->domain_of[me_]]; }
   Proc proc_at(int index) const { return roster_->members[index].proc; }
   bool all_gone(const std::vector<int>& indices) const;
@@ -373,7 +373,8 @@ class Core {
   void end_calls();
   void forget_older_epochs();
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
-  bool has_room(std::size_t bytes);
+  void forget_expired();
+  bool has_room(std::size_t bytes) const;
   void forget_oldest();
   void send_round(int connection, FrameKind kind, const Message& message);
   bool on_round(int connection, const Frame& frame);

@@ -26,6 +26,7 @@ constexpr Nanos kDialTime = 2 * kSecond;
 constexpr Nanos kCloseTime = 2 * kSecond;  // a close is forced after this time
 constexpr Nanos kPoll = 5 * kMillisecond;  // poll interval for acknowledgements and boards, which raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
+constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
 constexpr int kReads = 4;  // of one connection before other connections are read
@@ -91,6 +92,14 @@ Bytes encode_news(const Action& action) {
   return writer.take();
 }
 
+// `cause` is null after a farewell.
+Bytes last_news(const char* cause) {
+  Action action;
+  action.flags = cause != nullptr;
+  action.bytes = cause != nullptr ? cause : "";
+  return static_cast<char>(Inbox::kOver) + encode_news(action);
+}
+
 class Driver {
  public:
   // Returns false if there are no descriptors or no thread.
@@ -114,7 +123,7 @@ class Driver {
   bool control(int operation, int number, int descriptor, std::uint32_t events);
   void feed(Stay* stay, Event event);
   void act(Stay* stay, const Action& action);
-  void log(Stay* stay, const std::string& text);
+  void log(Stay* stay, const std::string& text, bool is_warning = false);
 
   void dial(Stay* stay, const Action& action);
   void on_dialed(Stay* stay, int number);
@@ -132,6 +141,7 @@ class Driver {
 
   void meet(Stay* stay, Event event, const std::vector<int>& boards);
   void watch(Stay* stay, const Member& member, int board);
+  void attach(Stay* stay, int number, Neighbour* neighbour);
   void on_end(Stay* stay, Neighbour* neighbour);
   void read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved);
   void beat(Stay* stay);
@@ -248,11 +258,9 @@ void Driver::end(Stay* stay, const char* cause) noexcept {
   stay->listener.close();
   stay->board.close();
   try {
-    Action action;
-    action.flags = cause != nullptr;
-    action.bytes = cause != nullptr ? cause : "";
-    stay->inbox.push(Inbox::kOver, encode_news(action));
-  } catch (...) {  // out of memory: no news
+    stay->inbox.end(last_news(cause));
+  } catch (...) {
+    stay->inbox.end(std::move(stay->without_memory));
   }
   stay->ended.notify_all();
 }
@@ -389,8 +397,9 @@ void Driver::act(Stay* stay, const Action& action) {
   }
 }
 
-void Driver::log(Stay* stay, const std::string& text) {
+void Driver::log(Stay* stay, const std::string& text, bool is_warning) {
   Action action;
+  action.flags = is_warning;
   action.bytes = text;
   stay->inbox.push(Inbox::kLog, encode_news(action));
 }
@@ -597,19 +606,43 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
 }
 
 void Driver::watch(Stay* stay, const Member& member, int board) {
-  Neighbour neighbour;
+  const int number = add(stay, kNeighbour, -1, 0);
+  Neighbour& neighbour = stay->neighbours[number];
   neighbour.proc = member.proc;
   neighbour.pid = member.pid;
-  const bool read = neighbour.board.open(member.pid, board, member.proc);
-  const ProcessWatch::Found found = neighbour.watch.open(member.pid, member.began);
-  neighbour.watched = found == ProcessWatch::kRuns;
-  const std::string name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
-  if (found == ProcessWatch::kUnknown) log(stay, name + " can't be watched: " + std::strerror(errno));
-  if (found == ProcessWatch::kRuns && !read) log(stay, name + " has no board here: its farewell can't be read");
-  const int number = add(stay, kNeighbour, neighbour.watch.is_polled() ? neighbour.watch.number() : -1, EPOLLIN);
-  if (number < 0) return log(stay, name + " can't be watched: " + std::strerror(errno));
-  Neighbour& kept = stay->neighbours[number] = std::move(neighbour);
-  if (found == ProcessWatch::kExited) on_end(stay, &kept);
+  neighbour.began = member.began;
+  neighbour.board_number = board;
+  neighbour.name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
+  attach(stay, number, &neighbour);
+}
+
+// Watches a neighbour and opens its board. What fails is tried again each second: descriptors may have run out for a
+// while.
+void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
+  neighbour->attach_at = kNever;
+  std::string problem;
+  errno = 0;
+  if (!neighbour->board && !neighbour->board.open(neighbour->pid, neighbour->board_number, neighbour->proc)) {
+    problem = "'s board can't be opened, so its farewell can't be read";
+  }
+  int code = errno;
+  if (!neighbour->watched) {
+    const ProcessWatch::Found found = neighbour->watch.open(neighbour->pid, neighbour->began);
+    // The pidfd of a process that exited stays readable: it isn't polled.
+    if (found == ProcessWatch::kExited) return on_end(stay, neighbour);
+    neighbour->watched =
+        found == ProcessWatch::kRuns &&
+        (!neighbour->watch.is_polled() || control(EPOLL_CTL_ADD, number, neighbour->watch.number(), EPOLLIN));
+    if (!neighbour->watched) {
+      code = errno;
+      problem = " can't be watched, so its exit isn't noticed";
+    }
+  }
+  if (problem.empty() || stay->core->ends().count(neighbour->proc) != 0) return;
+  neighbour->attach_at = monotonic_now() + kAttach;
+  if (std::exchange(neighbour->warned, true)) return;
+  if (code != 0) problem += std::string(": ") + std::strerror(code);
+  log(stay, neighbour->name + problem + "; tried again each second", true);
 }
 
 void Driver::on_end(Stay* stay, Neighbour* neighbour) {
@@ -631,6 +664,8 @@ void Driver::beat(Stay* stay) {
   stay->board.beat();
   Event event = event_of(Event::kBeats, 0);
   for (auto& [number, neighbour] : stay->neighbours) {
+    if (neighbour.ended) continue;
+    if (monotonic_now() >= neighbour.attach_at) attach(stay, number, &neighbour);
     if (neighbour.ended) continue;
     if (neighbour.watched && !neighbour.watch.is_polled() && neighbour.watch.has_exited()) on_end(stay, &neighbour);
     else read_board(stay, &neighbour, &event.procs);
@@ -663,6 +698,10 @@ int listen_at(const std::string& address, int port, Stay* stay) {
   stay->listener = Descriptor::of([&] { return open_socket(found->ai_family); });
   sockaddr_storage own{};
   socklen_t size = sizeof(own);
+  // Connections that an earlier stay closed occupy its port for a minute. If another socket listens there, bind or
+  // listen still fails.
+  const int on = 1;
+  if (stay->listener) setsockopt(*stay->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   const bool listens = stay->listener && bind(*stay->listener, found->ai_addr, found->ai_addrlen) == 0 &&
                        listen(*stay->listener, 4096) == 0 &&
                        getsockname(*stay->listener, reinterpret_cast<sockaddr*>(&own), &size) == 0;
@@ -684,13 +723,21 @@ void Inbox::push(Kind kind, Bytes news) {
   wake_.set();
 }
 
+void Inbox::end(Bytes news) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  last_ = std::move(news);
+  wake_.set();
+}
+
 std::size_t Inbox::take(char* buffer, std::size_t capacity) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (news_.empty()) return wake_.clear(), 0;
-  const std::size_t size = news_.front().size();
+  Bytes& next = news_.empty() ? last_ : news_.front();
+  if (next.empty()) return wake_.clear(), 0;
+  const std::size_t size = next.size();
   if (size > capacity) return size;
-  std::memcpy(buffer, news_.front().data(), size);
-  news_.pop_front();
+  std::memcpy(buffer, next.data(), size);
+  if (news_.empty()) last_.clear();
+  else news_.pop_front();
   return size;
 }
 
@@ -704,6 +751,7 @@ std::int64_t open_stay(const std::string& address, int first, int last, Config c
     stay->token += "0123456789abcdef"[byte & 15];
   }
   stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
+  stay->without_memory = last_news("memory ran out");
   int code = EADDRINUSE;
   const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));
   for (int i = 0; i < count && code == EADDRINUSE; ++i) {  // ranks of a host start at different ports

@@ -24,6 +24,8 @@ class Inbox {
   bool make() { return wake_.make(); }
   // Drops logs and questions when full, because a peer can cause any number.
   void push(Kind kind, Bytes news);
+  // `news` follows all others, and nothing follows it. Allocates no memory.
+  void end(Bytes news) noexcept;
   // Returns the size of the next news, and removes it if it fits into `capacity`; 0: there is none.
   std::size_t take(char* buffer, std::size_t capacity);
   int number() const { return wake_.number(); }  // readable while there is news
@@ -32,6 +34,7 @@ class Inbox {
   std::mutex mutex_;
   Wake wake_;
   std::deque<Bytes> news_;
+  Bytes last_;
 };
 
 // A connection, or a dial.
@@ -50,10 +53,15 @@ struct Connection {
 struct Neighbour {
   Proc proc = 0;
   int pid = 0;
+  std::uint64_t began = 0;
+  int board_number = -1;  // in its process
+  std::string name;
   ProcessWatch watch;
   PeerBoard board;
   bool watched = false;
   bool ended = false;
+  bool warned = false;
+  Nanos attach_at = kNever;  // when to try again to watch it, or to open its board
 };
 
 struct Stay {
@@ -63,6 +71,7 @@ struct Stay {
   int port = 0;
   Descriptor listener;
   Board board;
+  Bytes without_memory;  // the last news if there is no memory for any other
   Inbox inbox;
   // Guarded by the fork mutex:
   bool over = false;
