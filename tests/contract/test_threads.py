@@ -384,6 +384,7 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
             group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
             stop_writing(group, 2.0)
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
+            time.sleep(1.0)  # the other rank's calls find this one in the group
             return told, ""
         receive()
         time.sleep(0.5)  # the ring is full by then, and its writer waits

@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.host import local_namespace, namespace_id, start_time
@@ -88,10 +89,14 @@ class Party:
         return [rank for rank in range(self.size) if rank not in ranks]
 
     def signal(self, number: int, *ranks: int) -> float:
-        """Sends a signal to ranks at once; returns when."""
-        for rank in ranks:
-            os.kill(self.pool._processes[rank].pid, number)
-        return time.time()
+        """Sends a signal to ranks at once; returns when. After SIGSTOP their threads have stopped."""
+        pids = [self.pool._processes[rank].pid for rank in ranks]
+        for pid in pids:
+            os.kill(pid, number)
+        sent_s = time.time()
+        while number == signal.SIGSTOP and not all(map(_has_stopped, pids)):
+            time.sleep(0.001)
+        return sent_s
 
     def latest(self, ranks: Iterable[int], kind: str, about: Iterable[int], since_s: float, timeout_s: float) -> float:
         """Returns how long after `since_s` the last of `ranks` saw that kind of change of all ranks in `about`."""
@@ -170,3 +175,9 @@ def threads() -> dict[int, str]:
         with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
             found[int(thread)] = file.read().strip()
     return found
+
+
+def _has_stopped(pid: int) -> bool:
+    """Returns True if all threads of a process are stopped, or have ended."""
+    stats = [each.read_text(errors="replace") for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(") ")[2][:1] in "TZX" for stat in stats)

@@ -260,7 +260,7 @@ def test_a_second_leave_and_calls_after_it(pool: Ranks) -> None:
     party = _joined(pool, TWO)
     assert max(party.each(ALL, leave).values()) < 1.0
     assert max(party.each(ALL, leave).values()) < 0.1
-    assert "was left" in party.each([0], _error_of_agree)[0]
+    assert "left the world" in party.each([0], _error_of_agree)[0]
 
 
 def _error_of_agree() -> str:
