@@ -404,7 +404,7 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
 @pytest.mark.parametrize("of_op", [False, True])
 def test_ctrl_c_in_the_middle_of_a_message_past_python_ends_the_group(pools: Pools, of_op: bool) -> None:
     told, text = pools(2).run(_interrupted_in_a_message, of_op, tp=2, timeout_s=DEADLINE_S)[0]
-    assert told == ["True", "CommunicationError", "GroupFailedError"]
+    assert told == ["True", "CommunicationError", "GroupFailedError"], text
     assert "interrupted by a signal" in text
 
 
