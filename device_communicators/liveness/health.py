@@ -305,7 +305,11 @@ class Watcher:
                 self._news.notify_all()
         elif change.kind == "over":
             self._problem, self._places = change.text, {}
-            self.report(rank, f"lost its control plane ({change.text}), and hears of no death any more", certain=False)
+            self.report(
+                rank,
+                f"can't detect exits of other ranks any more: its control plane ended ({change.text})",
+                certain=False,
+            )
         elif change.kind == "died" and not self.has_left(rank):
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
@@ -320,7 +324,8 @@ class Watcher:
             self.report(rank, change.text, certain=False)
 
     def _is_near(self, rank: int) -> bool:
-        return self._places[rank].domain == self._places[self._rank].domain != ""
+        places = self._places  # another thread may replace it
+        return rank in places and self._rank in places and places[rank].domain == places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
         """Reports all ranks of the host that declared this host unreachable or stopped."""

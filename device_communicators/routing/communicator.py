@@ -428,7 +428,7 @@ def call_each_once(communicator: Communicator) -> None:
 def _add_rms_norm(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
+    """Returns `(rms_norm(y) * weight, y)` with `y = sum(x) + residual`, as GroupCoordinator's method does."""
     total = communicator.all_reduce(x, "sum")
     with default_state(x):
         return add_rms_norm(total, residual, weight, eps)
@@ -437,7 +437,7 @@ def _add_rms_norm(
 def _add_rms_norm_static(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(quantised, y)`, see the coordinator's."""
+    """Returns `(quantised, y)`, as GroupCoordinator's method does."""
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
         return static_fp8_quant(normed, scale), y
@@ -446,7 +446,7 @@ def _add_rms_norm_static(
 def _add_rms_norm_dynamic(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(quantised, scales, y)`, see the coordinator's."""
+    """Returns `(quantised, scales, y)`, as GroupCoordinator's method does."""
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
         return (*dynamic_per_token_fp8_quant(normed), y)

@@ -55,8 +55,7 @@ def _not_joined(
 ) -> RendezvousError:
     """Returns the error for ranks that didn't join."""
     return RendezvousError(
-        f"{caller}() on rank {rank} of {len(ranks)} failed: {what}. Every rank of the default group must call "
-        f"{caller}()",
+        f"{caller}() on rank {rank} of {len(ranks)} failed: {what}. Each of the group's ranks must call {caller}()",
         operation=caller,
         rank=rank,
         suspect_ranks=suspects,

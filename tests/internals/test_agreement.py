@@ -14,8 +14,10 @@ from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
     PeerDiedError,
+    UnsupportedError,
     UsageError,
 )
+from device_communicators.control.plane import Change
 from device_communicators.cpu import native
 from device_communicators.liveness.health import Place, Watcher
 from parallel_state.process_groups.agreement import Agreement
@@ -110,6 +112,39 @@ def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> No
 
     names = world.each(come)
     assert len(set(names)) == 1 and str(names[0]).endswith("/2"), names
+
+
+def test_a_watch_whose_control_plane_ended_reports_this_rank(world: World) -> None:
+    watcher = world.watchers[1]
+    assert watcher.watches([0, 2])
+    watcher._take_in(Change("over", 1, "epoll_wait: Bad file descriptor"))
+    assert not watcher.watches([0, 2])
+    (death,) = watcher.deaths_of([1])
+    assert "epoll_wait" in death.reason and not death.certain
+    assert "epoll_wait" in watcher.explain([0])
+
+
+def test_a_world_on_more_hosts_than_leads_can_connect_is_refused() -> None:
+    watcher = Watcher()
+    own = watcher.listen(native.load(), "127.0.0.1")
+    assert own is not None
+    places = {rank: Place("", "", "", 0, "", own._replace(proc=own.proc ^ rank << 1)) for rank in range(513)}
+    try:
+        with pytest.raises(UnsupportedError, match="at most 4096 ranks on 512 hosts, but this one has 513 on 513"):
+            watcher.follow(0, places)
+    finally:
+        watcher.close()
+
+
+def test_a_rank_without_a_reachable_endpoint_leaves_all_unwatched(caplog: pytest.LogCaptureFixture) -> None:
+    watcher = Watcher()
+    own = watcher.listen(native.load(), "127.0.0.1")
+    places = {rank: Place("", f"network {rank}", "", 0, "", own) for rank in range(2)}
+    watcher.follow(0, places)
+    assert not watcher.watches([0, 1]) and watcher.endpoint is None
+    assert "rank 0 can be reached on its own host only, at 127.0.0.1" in caplog.text
+    assert watcher.agree("what", 1, (0, 1), b"", 5.0, (0, 1)) is None
+    watcher.close()
 
 
 def test_long_requests_are_compared_whole(world: World) -> None:

@@ -137,7 +137,7 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Passes a tensor on to the next rank; even ranks send first, but the last one: ranks that wait are no circle."""
+    """Passes a tensor on to the next rank; even ranks send first, except the last, so that never all ranks wait."""
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and rank != size - 1
