@@ -1,10 +1,9 @@
-"""What ranks conclude from each other's reports after a failure, without a store."""
+"""What ranks conclude from each other's reports after a failure, without a control plane."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from functools import partial
 
 import pytest
 import torch
@@ -14,27 +13,23 @@ from device_communicators.calls.recorder import Operation
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import Report, _verdict, explained
+from device_communicators.routing.status import Status
 
 
-class Store:
-    """As much of a store as reports need, and of the watcher that has it."""
-
-    open_store = True
+class Peers:
+    """The control planes of all ranks of a group, as far as reports need them."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, str] = {}
+        self.watchers: dict[int, Watcher] = {}
 
-    def set(self, key: str, value: str) -> None:
-        self._kept[key] = value
+    def join(self, rank: int) -> Watcher:
+        made = self.watchers[rank] = Watcher()
+        made.ask = partial(self._ask, rank)  # type: ignore[method-assign]
+        made.status = Status(made, rank)
+        return made
 
-    def get(self, key: str) -> str:
-        return self._kept[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._kept for key in keys)
-
-    def ask_store(self, ask: Callable[[Store], Any], limit_s: float) -> Any:
-        return ask(self)
+    def _ask(self, rank: int, ranks: list[int], topic: str, payload: bytes, *_: object) -> dict[int, bytes]:
+        return {each: self.watchers[each].answers[topic](rank, payload) for each in ranks}
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:
@@ -42,7 +37,8 @@ def _conclude(rank: int, **calls: str) -> CommunicationError:
     told = {int(name[1:]): [*words.split(), ""] for name, words in calls.items()}
     reports = {each: Report(int(words[0]), words[1], before=words[2]) for each, words in told.items()}
     context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0)
-    return _verdict(context, reports[rank], reports, CommunicationError("it broke."))
+    missing = [each for each in range(4) if each not in reports]
+    return _verdict(context, reports[rank], reports, CommunicationError("it broke."), missing)
 
 
 def test_who_reports_nothing_is_missing() -> None:
@@ -80,12 +76,13 @@ def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
 
 def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
     """Ranks 0 and 1 are through the third operation, with which all had come."""
-    store = Store()
+    peers = Peers()
+    watchers = [peers.join(rank) for rank in range(4)]
 
     def fail(rank: int) -> CommunicationError:
         name, before = ("gather", "barrier") if rank > 1 else ("barrier", "gather")
         operation = Operation(3 if rank > 1 else 4, name, "", (), 0.0)
-        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=cast(Watcher, store))
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=watchers[rank])
         return explained(context, operation, CommunicationError("it broke."), before)
 
     with ThreadPoolExecutor(4) as threads:

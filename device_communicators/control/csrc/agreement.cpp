@@ -469,7 +469,7 @@ void Core::advance_all() {
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
   const bool is_peer = event.proc != self_ && index_of(event.proc) >= 0;
-  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostValueBytes) {
+  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostStatusBytes) {
     return answer_question(question, nullptr);
   }
   questions_.push_back(question);
@@ -506,7 +506,7 @@ void Core::advance_questions() {
 bool Core::on_question(int connection, const Frame& frame) {
   Reader reader(frame.body);
   const auto id = reader.number<std::uint64_t>();
-  const Bytes bytes = reader.text(kMostValueBytes);
+  const Bytes bytes = reader.text(kMostStatusBytes);
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
   if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // whether this process runs: no program need be asked
