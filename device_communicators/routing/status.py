@@ -58,6 +58,7 @@ _MOST_GROUPS = 64
 """Failed groups whose reports are kept."""
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
+_MOST_SHOWN = 256
 
 
 class _Failed:
@@ -156,9 +157,10 @@ class Status:
             ],
         }  # fmt: skip
 
-    def states_of_world(self) -> dict[int, State]:
-        """Returns the states of the other ranks of this world."""
-        return self.ask_states([rank for rank in self._world_ranks if rank != self.rank])
+    def states_elsewhere(self) -> dict[int, State]:
+        """Returns the states of ranks of other hosts, of at most 256."""
+        near = {self.rank, *self._watcher.pids}
+        return self.ask_states([rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN])
 
     @property
     def _world_ranks(self) -> tuple[int, ...]:
@@ -356,7 +358,7 @@ class _Process:
         worlds = self._worlds
         if not worlds:
             return None
-        asked = {"describe": worlds[-1].describe, "states": worlds[-1].states_of_world}
+        asked = {"describe": worlds[-1].describe, "states": worlds[-1].states_elsewhere}
         return asked[question]() if question in asked else None
 
 

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.calls.recorder import Operation
-from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.reports import Report, _verdict, explained
-from device_communicators.routing.status import Status
-
-
-class Peers:
-    """The control planes of all ranks of a group, as far as reports need them."""
-
-    def __init__(self) -> None:
-        self.watchers: dict[int, Watcher] = {}
-
-    def join(self, rank: int) -> Watcher:
-        made = self.watchers[rank] = Watcher()
-        made.ask = partial(self._ask, rank)  # type: ignore[method-assign]
-        made.status = Status(made, rank)
-        return made
-
-    def _ask(self, rank: int, ranks: list[int], topic: str, payload: bytes, *_: object) -> dict[int, bytes]:
-        return {each: self.watchers[each].answers[topic](rank, payload) for each in ranks}
+from device_communicators.routing.reports import _MOST_REPORTS, Report, _asked, _verdict, explained
+from tests.internals.peers import Peers
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:
@@ -95,3 +77,30 @@ def test_ranks_that_are_ahead_by_another_call_are_a_mismatch(ahead: str) -> None
     found = _conclude(2, r0=ahead, r1=ahead, r2="3 gather barrier", r3="3 gather barrier")
     assert isinstance(found, CollectiveMismatchError)
     assert found.suspect_ranks == (0, 1)
+
+
+def test_the_report_of_a_rank_that_left_is_known() -> None:
+    peers = Peers()
+    watchers = [peers.join(rank) for rank in range(4)]
+
+    def fail(rank: int, call: str) -> CommunicationError:
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=watchers[rank])
+        return explained(context, Operation(3, call, "", (), 0.0), CommunicationError("it broke."))
+
+    fail(3, "gather")
+    peers.leave(3)
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(fail, range(3), ["barrier"] * 3):
+            assert isinstance(found, CollectiveMismatchError)
+            assert found.suspect_ranks == (3,)
+            assert "global rank 3 in gather number 3" in str(found)
+
+
+@pytest.mark.parametrize("size", [2, 65, 66, 1000])
+def test_ranks_of_large_groups_exchange_reports_with_some_others(size: int) -> None:
+    def asked(rank: int) -> list[int]:
+        return _asked(GroupContext("test", tuple(range(size)), rank, torch.device("cpu"), 1.0))
+
+    assert len(set(asked(0))) == len(asked(0)) == min(size - 1, _MOST_REPORTS)
+    for rank in asked(0):
+        assert 0 in asked(rank)
