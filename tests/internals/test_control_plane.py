@@ -408,13 +408,17 @@ def test_without_descriptors_the_limit_is_named() -> None:
     assert len(_descriptors()) <= before
 
 
-def test_callbacks_that_raise_end_nothing(alone: World) -> None:
+def test_callbacks_that_raise_end_nothing() -> None:
     def fail(*_: object) -> bytes:
         raise ValueError("mine")
 
-    alone._on_question = fail
-    assert alone.ask(0, b"?", 2.0) in (b"", None)
-    assert alone.agree("after", 0, [0], b"value", 5.0).kind == "agreed"
+    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    members = [Member(rank, "", os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    for each in worlds:
+        each.meet(members, fail, fail, fail)
+    assert worlds[0].ask([1], b"?", 5.0) == worlds[0].ask([1], b"again", 5.0) == {1: b""}
+    for each in worlds:
+        each.leave()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
