@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -24,6 +24,7 @@ from device_communicators.base.errors import (
     InvalidArgumentError,
     PeerDiedError,
     RendezvousError,
+    format_ranks,
     int_advice,
     plain,
 )
@@ -59,6 +60,8 @@ logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
 """Those that gloo needs for a group, beside one for each of its ranks."""
+_LAST_CALL_S = 1.0
+"""At the deadline of the start, the time for all ranks to tell whether they have connected."""
 _START_DESCRIPTORS = 20
 """Those that a rank needs until its world is there, beside one for each rank, and for rank 0 four."""
 
@@ -314,32 +317,43 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
     started = time.monotonic()
     if "gloo" in str(options.backend):
         limits.need_descriptors(place.world_size + _GLOO_DESCRIPTORS, "the default group")
+    everyone, failure = range(place.world_size), None
     try:
         if place.world_size == 1:
-            init(lambda: False)
-        else:
-            run_watched(init, met.watcher, range(place.world_size), met.deadline)
+            return init(lambda: False)
+        run_watched(init, met.watcher, everyone, met.deadline)
     except RuntimeError as error:
-        if not isinstance(error, AbandonedError) and dist.is_initialized():
-            dist.destroy_process_group()
-        reset_group_count()  # for a default group that the program makes by itself
-        raise _not_connected(error, place, str(options.backend), started, met) from error
+        failure = error
+    left_s, missing = met.deadline - time.monotonic(), []
+    if failure is None or left_s <= 0:  # which ranks have not connected by the deadline?
+        verdict = met.watcher.agree("connected", 1, everyone, b"", max(0.0, left_s) + _LAST_CALL_S, everyone)
+        if failure is None and (verdict is None or verdict.kind == "agreed"):
+            return None
+        missing = [] if verdict is None else verdict.ranks
+    if not isinstance(failure, AbandonedError) and dist.is_initialized():
+        dist.destroy_process_group()
+    reset_group_count()  # for a default group that the program makes by itself
+    raise _not_connected(failure, place, str(options.backend), started, met, missing) from failure
 
 
 def _not_connected(
-    error: RuntimeError, place: ProcessEnvironment, backend: str, started: float, met: Met
+    error: RuntimeError | None,
+    place: ProcessEnvironment,
+    backend: str,
+    started: float,
+    met: Met,
+    missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error for a default group that couldn't be made: with the ranks that ended, gave up or never came."""
-    everyone = range(place.world_size)
+    """Returns the error for a default group that failed, with the ranks that ended, gave up or are missing."""
     late = time.monotonic() > met.deadline
     # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
-    deaths = met.watcher.await_death_of(everyone, 0.0 if late else None)
+    deaths = met.watcher.await_death_of(range(place.world_size), 0.0 if late else None)
     who = f"rank {place.rank} of {place.world_size} met the others, but "
     facts = {
         "group": "world",
         "operation": "init_process_group",
         "rank": place.rank,
-        "suspect_ranks": [death.rank for death in deaths],
+        "suspect_ranks": [death.rank for death in deaths] or missing,
         "elapsed_s": time.monotonic() - started,
         "timeout_s": settings.START_TIMEOUT_S.get(),
     }
@@ -347,11 +361,12 @@ def _not_connected(
         kind, text = kind_of_deaths(deaths, RendezvousError), describe_deaths(deaths)
         return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
     where = met.places.get(place.rank, "?")
-    what = (
-        f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
-        if late
-        else f"making the default {backend} group failed: {plain(error)}"
-    )
+    what = f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
+    if missing:
+        held = "".join(f"; global rank {rank} is {why}" for rank, why in met.watcher.conditions(missing).items())
+        what = f"ranks {format_ranks(missing)} did not connect within {settings.START_TIMEOUT_S.get():g} s{held}"
+    elif error is not None and not late:
+        what = f"making the default {backend} group failed: {plain(error)}"
     return RendezvousError(
         f"{who}{what}. This rank is on {where}; all ranks that were heard of live. {interfaces.advice()}. For a slow "
         f"start, raise {settings.START_TIMEOUT_S.name}",
