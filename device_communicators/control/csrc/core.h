@@ -59,7 +59,7 @@ struct Roster {
 
   std::vector<Member> members;
   std::vector<std::vector<int>> domains;  // indices into `members`, ascending
-  std::vector<int> domain_of;             // by index
+  std::vector<int> domain_of, place_of;   // by index; `place_of` in its domain
   std::unordered_map<Proc, int> indices;
 };
 
@@ -100,7 +100,7 @@ struct End {
   }
 };
 
-using Ends = std::map<Proc, End>;
+using Ends = std::vector<std::pair<Proc, End>>;  // sorted
 
 struct AgreementKey {
   std::uint64_t epoch = 0;
@@ -220,6 +220,7 @@ class Core {
   std::uint64_t digest() const;
 
   const Ends& ends() const { return ends_; }
+  bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
   // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
@@ -311,7 +312,6 @@ class Core {
 
   // State of ends.
   const End* end_of(Proc proc) const;
-  bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
   bool is_dead(Proc proc) const { return is_gone(proc) && end_of(proc)->is_death(); }
   void report(Proc proc, std::uint8_t flags, const std::string& text);
   void join(const Ends& other, Source source);
@@ -348,10 +348,11 @@ class Core {
   void try_leave();
   void excuse(Nanos late);
   const std::vector<int>& own_domain() const { return roster_->domains[roster_->domain_of[me_]]; }
+  bool is_alone() const { return seen_.size() < 2; }  // in its domain
   Proc proc_at(int index) const { return roster_->members[index].proc; }
   bool all_gone(const std::vector<int>& indices) const;
   bool is_alert() const { return now_ < alert_ + kAlert; }
-  bool is_stale(Proc proc) const;
+  bool is_stale(int index) const;
   bool is_lead() const;
   void start_leading();
   void tend();
@@ -423,7 +424,7 @@ class Core {
   std::vector<Watch> watches_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
-  std::map<Proc, Nanos> seen_;  // of the domain: when its board beat last moved
+  std::vector<Nanos> seen_;  // by place in this domain: when the board beat last moved
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;

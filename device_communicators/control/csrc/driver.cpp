@@ -638,7 +638,7 @@ void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
       problem = " can't be watched, so its exit isn't noticed";
     }
   }
-  if (problem.empty() || stay->core->ends().count(neighbour->proc) != 0) return;
+  if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;
   neighbour->attach_at = monotonic_now() + kAttach;
   if (std::exchange(neighbour->warned, true)) return;
   if (code != 0) problem += std::string(": ") + std::strerror(code);
