@@ -8,46 +8,13 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kEntryBytes = 21;      // of an end without a text
 constexpr std::size_t kMostStrangers = 256;  // unidentified connections accepted at once, plus one per member
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
 
-// Mixes values into a number that is equal on all machines.
-class Digest {
- public:
-  template <typename... T>
-  Digest& add(const T&... values) {
-    (mix(values), ...);
-    return *this;
-  }
-  std::uint64_t value() const { return value_; }
-
- private:
-  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T> || std::is_enum_v<T>>>
-  void mix(T value) {
-    value_ = (value_ ^ static_cast<std::uint64_t>(value)) * 0x9e3779b97f4a7c15;
-    value_ ^= value_ >> 29;
-  }
-  void mix(std::string_view text) {
-    mix(text.size());
-    for (const char each : text) mix(static_cast<unsigned char>(each));
-  }
-  void mix(const Bytes& text) { mix(std::string_view(text)); }
-  template <typename T>
-  void mix(const std::vector<T>& values) {
-    mix(values.size());
-    for (const T& value : values) mix(value);
-  }
-  void mix(const std::shared_ptr<const Verdict>& verdict) {
-    mix(verdict != nullptr);
-    if (verdict != nullptr) add(verdict->kind, verdict->values, verdict->culprits);
-  }
-
-  std::uint64_t value_ = 1;
-};
-
 std::uint64_t entry_digest(Proc proc, const End& end) {
-  return Digest().add(proc, end.flags, end.reporter, end.text).value();
+  Digest digest;
+  put(&digest, std::tie(proc, end));
+  return digest.value();
 }
 
 // A sum: a changed entry updates it without the others.
@@ -59,23 +26,16 @@ std::uint64_t state_digest(const Ends& ends) {
 
 Bytes encode(const Ends& ends) {
   Writer writer;
-  writer.number(static_cast<std::uint32_t>(ends.size()));
-  for (const auto& [proc, end] : ends) writer.number(proc).number(end.flags).number(end.reporter).text(end.text);
+  put(&writer, ends);
   return writer.take();
 }
 
 bool decode(const Bytes& bytes, Ends* ends) {
-  Reader reader(bytes);
-  const std::size_t count = reader.count(kMostMembers, kEntryBytes);
-  ends->reserve(count);
-  for (std::size_t i = 0; i < count && reader.ok(); ++i) {
-    const auto proc = reader.number<Proc>();
-    End end{reader.number<std::uint8_t>(), 0, {}};
-    end.reporter = reader.number<Proc>();
-    end.text = reader.text(kMostTextBytes);
-    if (!ends->empty() && ends->back().first >= proc) return false;
-    if (proc == 0 || end.flags == 0 || (end.flags & ~kAllFlags) != 0) return false;
-    ends->emplace_back(proc, std::move(end));
+  Reader reader(bytes, kMostTextBytes);
+  get(&reader, ends);
+  Proc last = 0;
+  for (const auto& [proc, end] : *ends) {
+    if (std::exchange(last, proc) >= proc || end.flags == 0 || (end.flags & ~kAllFlags) != 0) return false;
   }
   return reader.finished();
 }
@@ -447,7 +407,8 @@ bool Core::on_nonce(int connection, const Frame& frame) {
 bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
   if (link.theirs.empty() || frame.from != link.proc) return false;
-  if (!equal_secrets(frame.body, proof(link, !link.dialed))) return false;
+  if (link.dialed && index_of(link.proc) < 0) return false;  // no member any more
+  if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
   if (!link.dialed) {
     Peer& peer = peers_[frame.from];
     // The newest connection of a dialer replaces its older one: bytes in flight there are dropped.
@@ -847,28 +808,18 @@ void Core::forget_peers() {
 
 std::uint64_t Core::digest() const {
   Digest digest;
-  digest.add(self_, ends_digest_, alarm_, next_tick_, alert_, leaving_, waits_until_, skew_, beats_asked_, said_left_,
-             left_, unpublished_, world_, epoch_, term_, leading_);
-  for (const Watch& watch : watches_) digest.add(watch.sign, watch.heard, watch.dial_at, watch.hunt);
-  for (const auto& [connection, link] : links_) {
-    digest.add(connection, link.proc, link.nonce, link.theirs, link.dialed, link.for_watch, link.identified,
-               link.beating, link.opened, link.watched, link.heard, link.sign, link.beaten, link.peer_digest,
-               link.parser.rest());
-  }
-  for (const auto& [proc, peer] : peers_) {
-    digest.add(proc, peer.out, peer.in, peer.dialing, peer.for_watch, peer.refused, std::max(peer.next_dial, now_));
-  }
-  digest.add(seen_);
-  for (const auto& [key, round] : rounds_) {
-    digest.add(key.epoch, key.members, key.purpose, key.attempt, round.called, round.delivered, round.promised,
-               round.deadline, round.decide_by, round.expires, round.value, round.verdict, round.hint, round.hinted,
-               round.sent_on, round.sent_to, round.sent_done);
-    for (const Round::Seat& seat : round.seats) {
-      digest.add(seat.has_value, seat.answered, seat.done, seat.told, seat.connection, seat.asked_on, seat.value);
-    }
-  }
-  for (const Question& each : questions_) digest.add(each.proc, each.id, each.deadline, each.bytes, each.sent_on);
+  put(&digest, *this);
   return digest.value();
+}
+
+void Core::write(Writer* writer) const {
+  put(writer, *this);
+  put(writer, std::tie(now_, config_, roster_, me_, rounds_opened_));
+}
+
+void Core::read(Reader* reader) {
+  get(reader, this);
+  get(reader, std::tie(now_, config_, roster_, me_, rounds_opened_));
 }
 
 }  // namespace parallel_state::control
