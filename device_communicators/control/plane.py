@@ -63,6 +63,8 @@ _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 """Verdict::Kind in csrc/core.h."""
+SAME = "the replay has the same digest\n"
+"""The end of `describe`'s text if a replay ends in the state that was recorded."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s44xQ")
 """The magic of the hello, and the sender of the frame."""
@@ -339,6 +341,13 @@ class World:
         for rank in ranks:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
+    def record(self) -> bytes:
+        """Returns the last 32 to 64 KiB of events of this rank's core; empty if there is no more memory.
+
+        `describe` replays it. It has no tokens, but the values of agreements.
+        """
+        return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
+
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Leaves the world and frees its resources. Further calls do nothing.
 
@@ -479,6 +488,20 @@ class World:
         except Exception:
             logger.exception("a callback of the control plane failed: %s", function)
             return None
+
+
+def describe(library: Any, record: bytes) -> str:
+    """Replays a record: each event and action in a line, the ends, and if the state is as it was recorded."""
+    return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
+
+
+def _filled(fill: Callable[[Any, int], int]) -> bytes:
+    """Returns what `fill` writes into a buffer of a given size. It returns the size that it needs."""
+    needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
+    while needed > len(buffer):
+        buffer = ctypes.create_string_buffer(needed)
+        needed = fill(buffer, len(buffer))
+    return ctypes.string_at(buffer, needed)
 
 
 def _kind_of(flags: int) -> str:

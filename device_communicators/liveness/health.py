@@ -389,6 +389,11 @@ class Watcher:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
+    def record(self) -> bytes:
+        """Returns the last events of the control plane for `control.plane.describe`; empty without one."""
+        world = self._world
+        return b"" if world is None else world.record()
+
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
         """Stores the PIDs of this host's ranks (by global rank). `has_left(rank)` returns True for a rank that left."""
         self.has_left = has_left

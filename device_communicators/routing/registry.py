@@ -76,7 +76,8 @@ def _serve_ops() -> None:
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
     """Writes the last operations of all groups of this process into a file of `folder`; None without groups.
 
-    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. From any thread: a watchdog may
+    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. The last events of each control
+    plane are written beside it: `debug --replay FILE` shows one. From any thread: a watchdog may
     call it while another one hangs. An `OSError` of the folder is logged only.
     """
     found = routes()
@@ -91,8 +92,10 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
         }
         for route in found
     ]
+    watchers = dict.fromkeys(route.context.watcher for route in found)
+    control = [watcher.record() for watcher in watchers if watcher is not None]
     try:
-        return recorder.write(Path(folder), found[0].context.global_rank, groups)
+        return recorder.write(Path(folder), found[0].context.global_rank, groups, filter(None, control))
     except OSError as error:
         logger.warning("the record of the last operations can't be written to %s: %s", folder, error)
         return None
