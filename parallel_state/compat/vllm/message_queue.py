@@ -8,14 +8,11 @@ carries. Messages are pickled, as vLLM's: give a handle only to processes that m
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import functools
-import io
 import logging
 import multiprocessing
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -30,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from device_communicators.base.cores import usable_cores
 from device_communicators.base.errors import (
@@ -41,12 +37,12 @@ from device_communicators.base.errors import (
     UsageError,
 )
 from device_communicators.base.host import address_towards, local_namespace
-from device_communicators.calls.memory import as_bytes, dense, dtype_refusal
 from device_communicators.calls.work import gather_bytes
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
+from parallel_state.compat import pickles
 from parallel_state.compat.vllm.stateless import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
@@ -416,9 +412,9 @@ def _needing_shared_memory(what: str) -> Iterator[None]:
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    mine = pickle.dumps(handle).ljust(_HANDLE_BYTES, b"\0")
+    mine = bytes(pickles.dumps(handle)).ljust(_HANDLE_BYTES, b"\0")
     every = gather_bytes(pg, dist.get_world_size(pg), mine, lambda work: work.wait())
-    return [pickle.loads(each) for each in every]
+    return [pickles.loads(each) for each in every]
 
 
 def _unlink(segment: Segment, pid: int) -> None:
@@ -426,49 +422,26 @@ def _unlink(segment: Segment, pid: int) -> None:
         segment.unlink()
 
 
-def _rebuild(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
-    return flat.view(dtype).view(shape)  # frombuffer doesn't know every dtype
-
-
-def _reduce(tensor: Tensor) -> Any:
-    """Returns the pickler's words for a tensor: plain CPU ones as their bytes, which travel beside the pickle."""
-    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and dtype_refusal(tensor.dtype) is None
-    if not is_plain or tensor.requires_grad:
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    view = as_bytes(dense(tensor))
-    data: Any = b""
-    if view.numel():
-        data = (ctypes.c_char * view.numel()).from_address(view.data_ptr())
-        data.tensor = view  # which the memory is of
-    return _rebuild, (pickle.PickleBuffer(data), tuple(tensor.shape), tensor.dtype)
-
-
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
     """Returns the pickle with the sizes of its long buffers before it, and these."""
     bodies: list[Any] = []
 
-    def is_in_band(buffer: pickle.PickleBuffer) -> bool:
+    def is_in_band(buffer: Any) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _OUT_OF_BAND_BYTES:
             return True
         bodies.append(bytearray(raw) if raw.readonly else raw)  # torch takes no memory that is for reading alone
         return False
 
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=is_in_band)
-    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce}
-    pickler.dump(obj)
-    return struct.pack(f"<{len(bodies) + 1}Q", len(bodies), *map(len, bodies)) + stream.getbuffer(), bodies
+    pickled = pickles.dumps(obj, is_in_band)
+    return struct.pack(f"<{len(bodies) + 1}Q", len(bodies), *map(len, bodies)) + pickled, bodies
 
 
 def _decode(head: bytes | memoryview, take: Callable[[int], bytearray]) -> Any:
     count, *_ = struct.unpack_from("<Q", head)
     sizes = struct.unpack_from(f"<{count}Q", head, 8)
     buffers = [take(size) for size in sizes]  # all of them, whatever becomes of the pickle
-    return pickle.loads(memoryview(head)[8 * (count + 1) :], buffers=buffers)
+    return pickles.loads(memoryview(head)[8 * (count + 1) :], buffers=buffers)
 
 
 def _read(receiver: Receiver, size_bytes: int) -> bytearray:
