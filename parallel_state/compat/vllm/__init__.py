@@ -35,10 +35,10 @@ from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator, groups
-from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.functions import aliases
 from parallel_state.functions.capture import graph_capture as _graph_capture
+from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
@@ -262,13 +262,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 def _node_count(pg: Any) -> int:
     """Returns the number of hosts of a group's ranks; all of them call it."""
-    size = pg.world_size if isinstance(pg, (GroupCoordinator, StatelessProcessGroup)) else pg.size()
-    waiting, count = set(range(size)), 0
-    while waiting:
-        count += 1
-        same = [True] if size == 1 else stateless.in_the_same_node_as(pg, min(waiting))
-        waiting -= {rank for rank in waiting if same[rank]}
-    return count
+    return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
 
 
 # The model's groups.
