@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -41,6 +40,7 @@ from harness import peers
 from torch import Tensor
 
 import parallel_state as ps
+from parallel_state.tools.bench.report import circumstances
 from tests.clusters.cluster import Cluster
 from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 
@@ -401,8 +401,7 @@ def main() -> None:
             name: getattr(options, name)
             for name in ("hosts", "ranks_per_host", "rate", "connections", "rate_of_connections", "dtype")
         }
-        machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.machine(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({**facts, "machine": machine, "samples": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, **circumstances(), "samples": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
