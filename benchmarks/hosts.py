@@ -1,7 +1,7 @@
 """A group over several hosts beside torch.distributed over gloo, and MPI: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
-    python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `parallel_state peers setup`
+    python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores: their network is as fast
 as these cores, unless `--rate` limits what each of them sends. `--rate-of-connections` limits each connection, ours and
