@@ -50,6 +50,7 @@ NOTES = reasons({
     "is the group of a model's ranks, whether they are on one host or several": "get_inner_dp_world_group",
     "acts on groups that are made later": "set_custom_all_reduce",
     "raises InvalidArgumentError where vLLM's asserts": "split_tensor_along_last_dim divide ensure_divisibility",
+    "readers on other hosts are refused: vLLM's own has them": "MessageQueue",
     "is of gloo, whatever the backend": "stateless_init_torch_distributed_process_group",
     "is os.sched_yield, which this library calls nowhere": "sched_yield",
 })  # fmt: skip
