@@ -204,8 +204,6 @@ class Watcher:
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
         """A host without a sign of life for so long is unreachable: it may miss some beats, however long they are."""
         self._pids: dict[int, int] = {}  # global rank -> PID
-        self.news_s = NEWS_S
-        """The time from a transport's own error to the news of a death; more while a world starts."""
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
@@ -406,6 +404,13 @@ class Watcher:
             except Exception:  # the others hear of it all the same, and so do all of the next death
                 logger.exception("what hears of the death of rank %d failed", rank)
 
+    def give_up(self, text: str) -> None:
+        """Reports to all ranks that this one can't go on, unless a death that explains it is known already."""
+        world = self._world
+        if world is not None and self._places and not self._deaths:
+            with contextlib.suppress(ControlError):
+                world.report_failed(text)
+
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
         """Returns the deaths of these global ranks, as they became known. Cheap while there are none."""
         if not self._deaths:
@@ -420,10 +425,10 @@ class Watcher:
     def await_death_of(self, ranks: Iterable[int], timeout_s: float | None = None) -> list[Death]:
         """Waits for a death of these ranks, and others that follow at once; returns `deaths_of` them.
 
-        Left out, `timeout_s` is `news_s`: for a connection that broke.
+        Left out, `timeout_s` is `NEWS_S`: for a connection that broke.
         """
         ranks = list(ranks)
-        timeout_s = self.news_s if timeout_s is None else timeout_s
+        timeout_s = NEWS_S if timeout_s is None else timeout_s
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)
