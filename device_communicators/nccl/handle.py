@@ -45,7 +45,7 @@ from device_communicators.cuda.streams import enter
 from device_communicators.nccl.deadlines import GOODBYE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died
-from device_communicators.routing.waiting import WatchedByThread, all_gather_bytes
+from device_communicators.routing.waiting import WatchedByThread
 
 _KINDS: dict[int, type[CommunicationError]] = {REMOTE_ERROR: PeerDiedError, TIMEOUT: CollectiveTimeoutError}
 _ADVICE = {
@@ -346,7 +346,7 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
     """Returns every rank's record; every rank calls it. Raises ConfigMismatchError where versions differ."""
-    everyones = all_gather_bytes(context, bytes(mine), "nccl set-up")
+    everyones = context.gather(bytes(mine), "nccl set-up")
     records = [SetUpRecord.from_buffer_copy(each) for each in everyones]
     _compare(context, context.ranks, records)
     return records

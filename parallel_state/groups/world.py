@@ -52,7 +52,6 @@ from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.rendezvous import Met, meet
-from parallel_state.startup.roster import exchange_places
 from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, publish_failure, run_watched
 
 logger = logging.getLogger("parallel_state")
@@ -371,19 +370,17 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     if place.world_size == 1 or is_fake():
         return None
     from device_communicators.c10d.world import address_of  # only where there is a group of torch's
+    from device_communicators.cpu.watching import meet as meet_over_store
 
     store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
     deadline, processes = time.monotonic() + settings.START_TIMEOUT_S.get(), Processes(interfaces.process())
-    ranks, undo = range(place.world_size), contextlib.ExitStack()
+    undo = contextlib.ExitStack()
     undo.callback(watcher.close)
     undo.callback(processes.close)
     try:
         address = address_of(default_store().raw)
-        places = exchange_places(store, place.rank, ranks, watcher, address, "init_distributed_environment")
-        processes.see({rank: each for rank, each in places.items() if rank != place.rank})
+        meet_over_store(store, place.rank, range(place.world_size), watcher, address, "init_distributed_environment")
         watch = StartWatch(store, place.rank, place.world_size, processes, deadline, watcher=watcher)
-        undo.callback(watch.close)
-        watch.follow(places)
     except BaseException as error:
         if not isinstance(error, RendezvousError):
             publish_failure(store, place.rank, error)

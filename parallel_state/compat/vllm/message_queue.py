@@ -42,7 +42,6 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.host import address_towards, local_namespace
 from device_communicators.calls.memory import as_bytes, dense, dtype_refusal
-from device_communicators.calls.work import gather_bytes
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
@@ -62,7 +61,6 @@ _NAP_S = 0.001
 _STEP_S = 0.2
 """Between looks of a wait for a reader of another host at whether this end was shut down."""
 _READY = b"READY"
-_HANDLE_BYTES = 2048
 _OUT_OF_BAND_BYTES = 1 << 20
 
 
@@ -416,9 +414,9 @@ def _needing_shared_memory(what: str) -> Iterator[None]:
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    mine = pickle.dumps(handle).ljust(_HANDLE_BYTES, b"\0")
-    every = gather_bytes(pg, dist.get_world_size(pg), mine, lambda work: work.wait())
-    return [pickle.loads(each) for each in every]
+    handles: list[Any] = [None] * dist.get_world_size(pg)
+    dist.all_gather_object(handles, handle, pg)
+    return handles
 
 
 def _unlink(segment: Segment, pid: int) -> None:
