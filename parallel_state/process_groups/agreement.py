@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -151,6 +152,7 @@ class Agreement:
         name, who = f"{key}/{number}", f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}"
         if not self._watcher.watches(ranks):
             return name
+        started = time.monotonic()
         try:
             problems = self._watcher.gather(
                 key, ranks, problem.encode(), timeout_s, watched=watched, what=who, operation="new_group",
@@ -168,6 +170,7 @@ class Agreement:
                     operation="new_group",
                     rank=self._rank,
                     suspect_ranks=(suspect,),
+                    elapsed_s=time.monotonic() - started,
                     timeout_s=timeout_s,
                 )
         return name

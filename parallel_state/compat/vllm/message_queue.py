@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from device_communicators.base import settings
 from device_communicators.base.cores import usable_cores
 from device_communicators.base.errors import (
     CommunicationError,
@@ -46,6 +47,7 @@ from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
+from device_communicators.liveness.health import Watcher
 from parallel_state.compat.vllm.stateless import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
@@ -414,9 +416,9 @@ def _needing_shared_memory(what: str) -> Iterator[None]:
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    handles: list[Any] = [None] * dist.get_world_size(pg)
-    dist.all_gather_object(handles, handle, pg)
-    return handles
+    ranks = range(dist.get_world_size(pg))
+    every = Watcher().gather("queue", ranks, pickle.dumps(handle), settings.TIMEOUT_S.get(), gloo=pg)
+    return [pickle.loads(each) for each in every]
 
 
 def _unlink(segment: Segment, pid: int) -> None:
