@@ -1,6 +1,6 @@
 """Makes a backend of torch.distributed for one group: finds who shares memory, and loads the compiled class.
 
-The ranks find out over the group's store who shares memory with whom, so a group on one host needs no connection of its
+The ranks find out over the control plane who shares memory with whom, so a group on one host needs no connection of its
 own. Over several hosts it has the library's transport between hosts. What neither carries goes to a gloo backend, whose
 connections are made as they are needed.
 """

@@ -1,6 +1,6 @@
 """The ranks of a group that share a host, and the segment that they work in.
 
-It is attached once, when the group's gloo group is made, by all ranks together: so whether there is shared memory is
+It is attached once, when the group is made, by all ranks together: so whether there is shared memory is
 a fact of the group from its beginning, the same on every rank. Each rank makes an empty segment under a random name
 and tells it to the others; those who can open it share its maker's memory, which is the evidence, whatever the hosts
 are called. All work in the segment of a host's lowest rank, in which each of them backs its own slots with memory: the

@@ -1,7 +1,7 @@
 """The common knowledge of a group's ranks of their GPUs: the same on every rank, so communicators may decide by it.
 
 Each rank tells its GPU and how it sees those of the others; a claim about the group holds where each of its ranks
-confirms it. The exchange goes over the group's CPU group. What one machine's driver says is in `topology`. A driver may
+confirms it. What one machine's driver says is in `topology`. A driver may
 report peer access that loses data: a group whose kernels use it proves it first (`peer.group`).
 
 Ranks may share a GPU, for tests, laptops and the demo, but mostly it is a mistake that nobody sees; the end of this

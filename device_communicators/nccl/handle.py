@@ -1,7 +1,7 @@
 """One ncclComm_t: agreed on, made with a deadline, proven, split, used by one thread at a time, ended or aborted; and
 the windows that are registered with it.
 
-Ranks first exchange a record over the group's gloo group: their versions, and where NCCL meets.
+Ranks first gather a record of each: its version, and where NCCL meets.
 
 NCCL makes a communicator in the background where it is *non-blocking*, which is the only way to have a deadline, to
 hear of a rank's end and to give up. But a non-blocking communicator starts a thread for every later call, too, and a
