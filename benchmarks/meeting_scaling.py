@@ -32,11 +32,10 @@ from harness.picture import Panel, draw
 from init_scaling import commit, machine, start_afresh
 from init_scaling_ranks import CountingStore, TrialFailedError, enter_own_network, run_ranks
 
-from parallel_state.startup import interfaces, reachability, rendezvous
+from parallel_state.startup import interfaces, rendezvous
 from parallel_state.startup import stores as start_stores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
-from parallel_state.startup.watch import StartWatch
 
 RANKS = (16, 32, 64, 128, 256, 512, 1024)
 PER_HOST = 8
@@ -142,13 +141,7 @@ def find_others(rank: int, world_size: int, port: int) -> None:
     """Meets the others, as before `init_process_group`."""
     place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
     met = rendezvous.meet("env://", place, TRIAL_S)
-    watch = StartWatch(met.store, rank, world_size, met.processes, met.deadline)
-    try:
-        reachability.prove(met.store, rank, met.places, watch)
-        watch.stage(1)
-        watch.stage(2)
-    finally:
-        watch.close()
+    met.watcher.close()
 
 
 def _place_of(rank: int) -> Address:

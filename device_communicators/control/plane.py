@@ -45,6 +45,8 @@ MOST_VALUE_BYTES = 4096
 MOST_TEXT_BYTES = 256
 """Longer purposes raise, longer causes are cut."""
 LINGER_S = 1.0
+GREETING_BYTES = 60
+"""A listener sends its hello and the head of its nonce frame first: see docs/protocol.md."""
 _GRACE_S = 5.0
 """The compiled thread ends calls at their deadlines. A call that hasn't ended this long after raises ControlError."""
 _SLICE_S = 0.05
@@ -60,6 +62,16 @@ _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 """Verdict::Kind in csrc/core.h."""
 _MEMBER = struct.Struct("<iQQiQiH")
+_GREETING = struct.Struct("<8s44xQ")
+"""The magic of the hello, and the sender of the frame."""
+
+
+def greeter(greeting: bytes) -> int:
+    """Returns the process that sent these `GREETING_BYTES`; 0 for another service, or another version's process."""
+    if len(greeting) != GREETING_BYTES:
+        return 0
+    magic, proc = _GREETING.unpack(greeting)
+    return int(proc) if magic == b"\0PSCTRL1" else 0
 
 
 class ControlError(CommunicationError):
@@ -206,13 +218,13 @@ class World:
             )
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
-        thread = HelperThread("control-news", self._listen)
-        with naming_shortages("starting the control plane's callback thread"):
-            thread.start()
-        self._thread = thread
         self._check(
             self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining the world"
         )
+        thread = HelperThread("control-news", self._listen)
+        with naming_shortages("starting the control plane's callback thread"):
+            thread.start()  # last: a process without it can still report that it failed
+        self._thread = thread
 
     def agree(
         self,

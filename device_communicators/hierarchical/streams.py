@@ -24,8 +24,9 @@ doesn't is at most one call ahead.
 Compiled code moves all of it (csrc/streams.h): a hierarchical group has the library on every rank. Here is what Python
 asks of it, and how the connections are made.
 
-The ranks gather addresses, ports and tokens when the group is made. A connection begins with the token of who listens, the rank of who connects, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to
-the interfaces in GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
+The ranks gather addresses, ports and tokens when the group is made. A connection begins with the token of the listener,
+the rank of the dialer, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to the interfaces in
+GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
 """
 
 from __future__ import annotations

@@ -220,8 +220,6 @@ class Watcher:
         """A host without a sign of life for so long is unreachable: it may miss some beats, however long they are."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self.news_s = NEWS_S
-        """The time from a transport's own error to the news of a death; more while a world starts."""
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
@@ -359,6 +357,18 @@ class Watcher:
                     "the connections use)",
                 )
 
+    def agree(
+        self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
+    ) -> Verdict | None:
+        """Runs `World.agree`; returns None without a control plane.
+
+        The death of a rank in `watched` cancels the agreement.
+        """
+        world, watched = self._world, frozenset(watched)
+        if world is None or not self._places:
+            return None
+        return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
+
     def gather(
         self,
         purpose: str,
@@ -387,27 +397,22 @@ class Watcher:
         """
         if len(ranks) == 1:
             return [record]
-        world, started = self._world if self._places else None, time.monotonic()
-        watched, key = frozenset(watched or ranks), (purpose, tuple(ranks))
+        started, watched, key = time.monotonic(), frozenset(watched or ranks), (purpose, tuple(ranks))
         with self._news:
             self._gathered[key] = attempt = self._gathered[key] + 1
 
-        def gave_up() -> bool:
-            return bool(self.deaths_of(watched))
-
         def part_of_each(number: int, part: bytes) -> list[bytes]:
             left_s = max(0.0, started + timeout_s - time.monotonic())
-            if world is None:
-                return over_gloo(gloo, part, started + timeout_s, gave_up)
-            name = f"{purpose} ({number})" if number else purpose
-            verdict = world.agree(name, attempt, ranks, part, left_s, gave_up)
+            verdict = self.agree(f"{purpose} ({number})", attempt, ranks, part, left_s, watched)
+            if verdict is None and gloo is not None:
+                return over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
+            if verdict is None:
+                raise ControlError(f"there is no control plane: {self._problem}")
             if verdict.kind != "agreed":
                 raise _UnmetError(verdict)
             return verdict.values
 
         try:
-            if world is None and gloo is None:
-                raise ControlError(f"there is no control plane: {self._problem}")
             return in_parts(record, part_of_each)
         except (_UnmetError, RuntimeError) as error:
             if isinstance(error, ParallelStateError):
@@ -503,6 +508,13 @@ class Watcher:
             except Exception:  # the others hear of it all the same, and so do all of the next death
                 logger.exception("what hears of the death of rank %d failed", rank)
 
+    def give_up(self, text: str) -> None:
+        """Reports to all ranks that this one can't go on, unless a death that explains it is known already."""
+        world = self._world
+        if world is not None and self._places and not self._deaths:
+            with contextlib.suppress(ControlError):
+                world.report_failed(text)
+
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
         """Returns the deaths of these global ranks, as they became known. Cheap while there are none."""
         if not self._deaths:
@@ -517,10 +529,10 @@ class Watcher:
     def await_death_of(self, ranks: Iterable[int], timeout_s: float | None = None) -> list[Death]:
         """Waits for a death of these ranks, and others that follow at once; returns `deaths_of` them.
 
-        Left out, `timeout_s` is `news_s`: for a connection that broke.
+        Left out, `timeout_s` is `NEWS_S`: for a connection that broke.
         """
         ranks = list(ranks)
-        timeout_s = self.news_s if timeout_s is None else timeout_s
+        timeout_s = NEWS_S if timeout_s is None else timeout_s
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -76,8 +75,7 @@ def after_entering(then: Callable[[], object]) -> None:
 
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
-    nobody: Any = SimpleNamespace(close=lambda: None)
-    return Met(BoundedStore(dist.HashStore()), {}, nobody, math.inf, ReservedPort(), Watcher())
+    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, ReservedPort(), Watcher())
 
 
 def watch_no_processes() -> None:

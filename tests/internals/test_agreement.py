@@ -170,6 +170,7 @@ def test_a_rank_without_a_reachable_endpoint_leaves_all_unwatched(caplog: pytest
     watcher.follow(0, places)
     assert not watcher.watches([0, 1])
     assert "rank 0 can be reached on its own host only, at 127.0.0.1" in caplog.text
+    assert watcher.agree("what", 1, (0, 1), b"", 5.0, (0, 1)) is None
     with pytest.raises(ControlError, match="rank 0 can be reached on its own host only"):
         watcher.gather("what", (0, 1), b"", 5.0)
     watcher.close()
