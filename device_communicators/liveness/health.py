@@ -196,7 +196,7 @@ def _problem_of(rank: int, place: Place, spans_hosts: bool) -> str:
     return ""
 
 
-class _UnmetError(Exception):
+class UnmetError(Exception):
     """An agreement of ranks ended without their values."""
 
     def __init__(self, verdict: Verdict) -> None:
@@ -381,7 +381,6 @@ class Watcher:
         group: GroupMember | None = None,
         operation: str = "gather",
         gloo: Any = None,
-        on_undecided: Callable[[str], None] = lambda why: None,
     ) -> list[bytes]:
         """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
 
@@ -390,7 +389,7 @@ class Watcher:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. After the
-          latter other ranks may have the records. So `on_undecided(why)` is called first.
+          latter other ranks may have the records. The cause is an UnmetError with the verdict.
 
         `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
         `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
@@ -409,17 +408,15 @@ class Watcher:
             if verdict is None:
                 raise ControlError(f"there is no control plane: {self._problem}")
             if verdict.kind != "agreed":
-                raise _UnmetError(verdict)
+                raise UnmetError(verdict)
             return verdict.values
 
         try:
             return in_parts(record, part_of_each)
-        except (_UnmetError, RuntimeError) as error:
+        except (UnmetError, RuntimeError) as error:
             if isinstance(error, ParallelStateError):
                 raise
             kind, why, suspects = self._explain_unmet(error, watched, ranks, started, timeout_s)
-            if isinstance(error, _UnmetError) and error.verdict.kind == "undecided":
-                on_undecided(why)
             text = f"{what or f'rank {self._rank} gathers {purpose}'}, but {why}"
             facts: dict[str, Any] = {"suspect_ranks": suspects, "timeout_s": timeout_s}
             facts["elapsed_s"] = time.monotonic() - started
@@ -436,7 +433,7 @@ class Watcher:
         timeout_s: float,
     ) -> tuple[type[CommunicationError], str, list[int]]:
         """Returns the class of the error for records that are missing, the cause in words, and the suspects."""
-        verdict = error.verdict if isinstance(error, _UnmetError) else None
+        verdict = error.verdict if isinstance(error, UnmetError) else None
         is_late = time.monotonic() >= started + timeout_s
         # If other ranks gave up because a rank died, this one is about to receive that.
         awaits_news = not is_late and (verdict is None or self._rank not in verdict.ranks)

@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
 from device_communicators.base.errors import (
+    CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,
     UsageError,
     format_ranks,
 )
-from device_communicators.liveness.health import Watcher
+from device_communicators.liveness.health import UnmetError, Watcher
 
 T = TypeVar("T")
 Request = Mapping[str, str]
@@ -142,26 +143,33 @@ class Agreement:
         A name ends with the attempt's number, so groups of later worlds get the names of earlier ones: DTensor's caches
         live as long as the process, and look groups up by name. (One rank alone, or with simulated ranks: random.)
 
-        If a rank passes a `problem`, all ranks raise CommunicationError. Raises like `agree` if a rank is missing, or
-        if a rank of `watched` (default: `ranks`) died.
+        A rank that is late for an attempt joins the next one. If a rank passes a `problem`, all ranks raise
+        CommunicationError. Raises like `agree` if a rank is missing, or if a rank of `watched` (default: `ranks`) died.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
         key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
-        self._meetings[key] = number = self._meetings[key] + 1
-        name, who = f"{key}/{number}", f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}"
-        if not self._watcher.watches(ranks):
-            return name
-        started = time.monotonic()
-        try:
-            problems = self._watcher.gather(
-                key, ranks, problem.encode(), timeout_s, watched=watched, what=who, operation="new_group",
-                on_undecided=lambda why: self.fail(name, why),
-            )  # fmt: skip
-        except BaseException as error:
-            if not isinstance(error, CommunicationError):  # an interrupt: the others needn't wait
+        who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}"
+        started, problems = time.monotonic(), None
+        while problems is None:
+            self._meetings[key] = number = self._meetings[key] + 1
+            name, left_s = f"{key}/{number}", max(0.0, started + timeout_s - time.monotonic())
+            if not self._watcher.watches(ranks):
+                return name
+            try:
+                problems = self._watcher.gather(
+                    key, ranks, problem.encode(), left_s, watched=watched, what=who, operation="new_group"
+                )
+            except CommunicationError as error:
+                verdict = error.__cause__.verdict if isinstance(error.__cause__, UnmetError) else None
+                if verdict is not None and verdict.kind == "undecided":  # other ranks may go on
+                    self.fail(name, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
+                is_late = verdict is not None and verdict.kind == "missing" and self._rank in verdict.ranks
+                if not is_late or not left_s or not isinstance(error, CollectiveTimeoutError):
+                    raise
+            except BaseException as error:  # an interrupt: the others needn't wait
                 self.fail(name, f"{type(error).__name__}: {error}")
-            raise
+                raise
         for suspect, text in zip(ranks, problems, strict=True):
             if text:
                 raise CommunicationError(
