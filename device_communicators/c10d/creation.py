@@ -78,10 +78,11 @@ def create(options: Any, backend_options: Any = None) -> Any:
             world.over_gloo = world.meet(store, members, problem)
             if world.over_gloo:
                 return _over_gloo(world, store, members, timeout)
-        memory.attach(world.watcher, sorted(world.domain.ranks))
-        if begins:
-            world.begin(memory)
-        memory.end_waits_at_deaths(world.watcher, world.domain)
+        if size > 1:
+            memory.attach(world.watcher, sorted(world.domain.ranks))
+            if begins:
+                world.begin(memory)
+            memory.end_waits_at_deaths(world.watcher, world.domain)
     except BaseException:
         if begins:
             world.close()
