@@ -75,7 +75,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1 and begins:
-            world.over_gloo = world.meet(store, members, problem)
+            world.over_gloo = world.meet(store, members, "init_process_group" if is_default else "new_group", problem)
             if world.over_gloo:
                 return _over_gloo(world, store, members, timeout)
         if size > 1:

@@ -545,7 +545,7 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
 
 
 def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    """Notes what the ranks of a pool's first group have told each other: PIDs and cores of this host."""
+    """Notes the cores and PIDs of this host's ranks, as a pool's first group knows them."""
     from device_communicators.cpu.watching import know_neighbours
 
     memory = group.context.host_memory
