@@ -108,7 +108,6 @@ class Worker:
         library.ps_segment_bytes.restype = ctypes.c_size_t
         library.ps_map.restype = ctypes.c_void_p
         library.ps_group_new.restype = ctypes.c_uint64
-        pids = (ctypes.c_int64 * self.size)(*self.header[: self.size])
         segment_bytes = ctypes.c_size_t(library.ps_segment_bytes(self.size))
 
         def mapped(name: str, size_bytes: ctypes.c_size_t) -> ctypes.c_void_p:
@@ -116,7 +115,7 @@ class Worker:
                 return ctypes.c_void_p(library.ps_map(file.fileno(), size_bytes, ctypes.c_size_t(0)))
 
         number = library.ps_group_new(
-            mapped(f"segment{index}", segment_bytes), segment_bytes, self.rank, self.size, pids,
+            mapped(f"segment{index}", segment_bytes), segment_bytes, self.rank, self.size,
             ctypes.c_int64(spin_ns), yields, ctypes.c_double(60),
         )  # fmt: skip
         group = Group(library, ctypes.c_uint64(number), 0)
