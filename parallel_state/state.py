@@ -34,7 +34,7 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
-from device_communicators.liveness.health import FailureDomain
+from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import mesh
 from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, follow, prove, watch
@@ -49,7 +49,6 @@ from parallel_state.process_groups.pool import ProcessGroupPool
 from parallel_state.startup import environment
 from parallel_state.startup.binding import bind_as_set
 from parallel_state.startup.environment import ProcessEnvironment
-from parallel_state.startup.watch import StartWatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,7 +121,7 @@ def init_distributed_environment(
     settings.warn_about_unknown_names()
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
-    watch: StartWatch | None = None
+    watcher: Watcher | None = None
     undo, _UNDO = contextlib.ExitStack(), None
     try:
         # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
@@ -135,7 +134,7 @@ def init_distributed_environment(
             joined = startup.join_world(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
-        place, watch, met = joined.place, joined.watch, joined.met
+        place, watcher, met = joined.place, joined.watcher, joined.met
         # Not before: in the meeting all ranks find out whether a host's share the same cores.
         cores_before = bind_as_set(place.local_rank, place.local_world_size)
         if cores_before is not None:
@@ -144,7 +143,7 @@ def init_distributed_environment(
             timeout_s,
             token=joined.token,
             alone_over=joined.alone_over,
-            watcher=None if watch is None else watch.watcher,
+            watcher=watcher,
             joined=not joined.is_ours,
         )
         pool.address = joined.address
@@ -164,8 +163,6 @@ def init_distributed_environment(
         )
         if bind_device:
             world.route.set_up(divisible=True)
-        if watch is not None:
-            watch.stage(2)
         prove(world)
         _NODES = startup.hosts_of(world)
         if joined.is_ours:
@@ -187,18 +184,15 @@ def init_distributed_environment(
         _UNDO = undo
     except BaseException as error:
         named = limits.name_shortage(error, "init_distributed_environment()")
-        if watch is not None:
-            watch.give_up(named)
+        if watcher is not None:
+            startup.give_up(watcher, named)
         _UNDO = undo
         destroy_distributed_environment()
-        if watch is not None:
-            watch.watcher.close()
+        if watcher is not None:
+            watcher.close()
         if named is not error:
             raise named from error
         raise
-    finally:
-        if watch is not None:
-            watch.close()
     logger.info("%s is ready on %s over %s", world.context, world.device, world.backend)
 
 

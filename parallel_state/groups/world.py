@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -24,6 +24,7 @@ from device_communicators.base.errors import (
     InvalidArgumentError,
     PeerDiedError,
     RendezvousError,
+    format_ranks,
     int_advice,
     plain,
 )
@@ -52,13 +53,14 @@ from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.rendezvous import Met, meet
-from parallel_state.startup.roster import exchange_places
-from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, publish_failure, run_watched
+from parallel_state.startup.watch import AbandonedError, run_watched
 
 logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
 """Those that gloo needs for a group, beside one for each of its ranks."""
+_LAST_CALL_S = 1.0
+"""At the deadline of the start, the time for all ranks to tell whether they have connected."""
 _START_DESCRIPTORS = 20
 """Those that a rank needs until its world is there, beside one for each rank, and for rank 0 four."""
 
@@ -78,7 +80,8 @@ class Joined:
     """The backend of a world of one, which has no default group."""
     server: tuple[str, int] | None = None
     """The address at which rank 0 serves the store, if it does."""
-    watch: StartWatch | None = None
+    watcher: Watcher | None = None
+    """The world's, if it has several ranks."""
     met: Met | None = None
 
     @property
@@ -142,7 +145,7 @@ def join_default_group(world_size: int, rank: int, local_rank: int, backend: str
     device = device_of(found_backend, place)
     prepare(found_size)
     token = agree_on_token(device)
-    return Joined(place, device, False, token, watch=_watch_joined(place, token))
+    return Joined(place, device, False, token, watcher=_watch_joined(place, token))
 
 
 def join_world(
@@ -166,12 +169,13 @@ def join_world(
         alone_over = backend_of(backend)
         check_backend(alone_over)
         return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
-    device, watch, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
+    device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
     undo.callback(_destroy_default_group, dist.group.WORLD)
     if met is not None:
         undo.callback(met.reserved.close)
     server = environment.store_server(init_method, place)
-    return Joined(place, device, True, server=server, watch=watch, met=met)
+    watcher = None if met is None or place.world_size == 1 else met.watcher
+    return Joined(place, device, True, server=server, watcher=watcher, met=met)
 
 
 def _take_back(exported: Mapping[str, str]) -> None:
@@ -218,15 +222,14 @@ def make_default_group(
     timeout_s: float,
     bind_device: bool = False,
     high_priority_stream: bool = False,
-) -> tuple[torch.device, StartWatch | None, Met | None]:
+) -> tuple[torch.device, Met | None]:
     """Finds the other ranks and makes torch's default group with them.
 
-    Returns the device of its tensors, the watch over the rest of the start, where there are other ranks, and what came
-    of their meeting.
+    Returns the device of its tensors and the result of the meeting.
     """
     backend = backend_of(backend)
     if backend == "fake":
-        return _make_fake_group(place, timeout_s), None, None
+        return _make_fake_group(place, timeout_s), None
     check_backend(backend)
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":
@@ -238,18 +241,12 @@ def make_default_group(
         each = 4 if place.rank == 0 else 1  # it may serve the store
         limits.need_descriptors(each * place.world_size + _START_DESCRIPTORS, "the start of this rank")
     met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
-    watch = None
     try:
         if place.world_size > 1:
-            served_by = None if environment.store_server(init_method, place) is None else 0
-            watch = StartWatch(
-                met.store, place.rank, place.world_size, met.processes, met.deadline, served_by, met.watcher
-            )
-        if watch is not None and over_gloo:
-            reachability.prove(met.store, place.rank, met.places, watch)
-        if watch is not None:
-            watch.follow(met.places)
-            agreement = Agreement(met.store, "start", place.rank, watch.watcher)
+            met.watcher.follow(place.rank, {rank: each.for_control for rank, each in met.places.items()})
+            if over_gloo:
+                reachability.prove(place.rank, met.places, met.watcher, met.deadline, met.where)
+            agreement = Agreement(met.store, "start", place.rank, met.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
             try:
                 agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)
@@ -264,21 +261,22 @@ def make_default_group(
                     timeout_s=start_timeout_s,
                 ) from error
         options = GroupOptions(backend, timeout_s, high_priority_stream)
-        _init_process_group(met, place, options, device if bind_device else None, watch)
+        _init_process_group(met, place, options, device if bind_device else None)
     except BaseException as error:
         named = limits.name_shortage(error, "init_process_group()")
-        if watch is not None:
-            watch.give_up(named)
-            watch.close()
-        else:  # there was no descriptor, or no thread, for one
-            publish_failure(met.store, place.rank, named)
-            met.processes.close()
+        give_up(met.watcher, named)
         met.watcher.close()
         met.reserved.close()
         if named is not error:
             raise named from error
         raise
-    return device, watch, met
+    return device, met
+
+
+def give_up(watcher: Watcher, error: BaseException) -> None:
+    """Tells the other ranks that this one gives up its start, and why."""
+    text = str(error).partition("\n")[0]
+    watcher.give_up(f"gave up its start ({type(error).__name__}: {text})")
 
 
 def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
@@ -294,9 +292,7 @@ def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.devic
     return torch.device("cpu")
 
 
-def _init_process_group(
-    met: Met, place: ProcessEnvironment, options: GroupOptions, bound: torch.device | None, watch: StartWatch | None
-) -> None:
+def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptions, bound: torch.device | None) -> None:
     connecting = options.connecting(settings.START_TIMEOUT_S.get())
 
     def init(is_abandoned: Callable[[], bool]) -> None:
@@ -320,33 +316,43 @@ def _init_process_group(
     started = time.monotonic()
     if "gloo" in str(options.backend):
         limits.need_descriptors(place.world_size + _GLOO_DESCRIPTORS, "the default group")
+    everyone, failure = range(place.world_size), None
     try:
-        if watch is None:
-            init(lambda: False)
-        else:
-            watch.stage(1)
-            run_watched(init, watch.watcher, range(place.world_size), met.deadline)
+        if place.world_size == 1:
+            return init(lambda: False)
+        run_watched(init, met.watcher, everyone, met.deadline)
     except RuntimeError as error:
-        if not isinstance(error, AbandonedError) and dist.is_initialized():
-            dist.destroy_process_group()
-        reset_group_count()  # for a default group that the program makes by itself
-        raise _not_connected(error, place, str(options.backend), started, met, watch) from error
+        failure = error
+    left_s, missing = met.deadline - time.monotonic(), []
+    if failure is None or left_s <= 0:  # which ranks have not connected by the deadline?
+        verdict = met.watcher.agree("connected", 1, everyone, b"", max(0.0, left_s) + _LAST_CALL_S, everyone)
+        if failure is None and (verdict is None or verdict.kind == "agreed"):
+            return None
+        missing = [] if verdict is None else verdict.ranks
+    if not isinstance(failure, AbandonedError) and dist.is_initialized():
+        dist.destroy_process_group()
+    reset_group_count()  # for a default group that the program makes by itself
+    raise _not_connected(failure, place, str(options.backend), started, met, missing) from failure
 
 
 def _not_connected(
-    error: RuntimeError, place: ProcessEnvironment, backend: str, started: float, met: Met, watch: StartWatch | None
+    error: RuntimeError | None,
+    place: ProcessEnvironment,
+    backend: str,
+    started: float,
+    met: Met,
+    missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error for a default group that couldn't be made: with the ranks that ended, gave up or never came."""
-    everyone = range(place.world_size)
+    """Returns the error for a default group that failed, with the ranks that ended, gave up or are missing."""
     late = time.monotonic() > met.deadline
-    # What torch says comes with the end of a rank, or a moment before; at the deadline the watch is just asking.
-    deaths = [] if watch is None else watch.watcher.await_death_of(everyone)
+    # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
+    deaths = met.watcher.await_death_of(range(place.world_size), 0.0 if late else None)
     who = f"rank {place.rank} of {place.world_size} met the others, but "
     facts = {
         "group": "world",
         "operation": "init_process_group",
         "rank": place.rank,
-        "suspect_ranks": [death.rank for death in deaths],
+        "suspect_ranks": [death.rank for death in deaths] or missing,
         "elapsed_s": time.monotonic() - started,
         "timeout_s": settings.START_TIMEOUT_S.get(),
     }
@@ -354,11 +360,12 @@ def _not_connected(
         kind, text = kind_of_deaths(deaths, RendezvousError), describe_deaths(deaths)
         return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
     where = met.places.get(place.rank, "?")
-    what = (
-        f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
-        if late
-        else f"making the default {backend} group failed: {plain(error)}"
-    )
+    what = f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
+    if missing:
+        held = "".join(f"; global rank {rank} is {why}" for rank, why in met.watcher.conditions(missing).items())
+        what = f"ranks {format_ranks(missing)} did not connect within {settings.START_TIMEOUT_S.get():g} s{held}"
+    elif error is not None and not late:
+        what = f"making the default {backend} group failed: {plain(error)}"
     return RendezvousError(
         f"{who}{what}. This rank is on {where}; all ranks that were heard of live. {interfaces.advice()}. For a slow "
         f"start, raise {settings.START_TIMEOUT_S.name}",
@@ -366,30 +373,22 @@ def _not_connected(
     )
 
 
-def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
-    """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
+def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
+    """Returns the watch over the ranks of a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
     from device_communicators.c10d.world import address_of  # only where there is a group of torch's
+    from device_communicators.cpu.watching import meet as meet_over_store
 
     store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
-    deadline, processes = time.monotonic() + settings.START_TIMEOUT_S.get(), Processes(interfaces.process())
-    ranks, undo = range(place.world_size), contextlib.ExitStack()
-    undo.callback(watcher.close)
-    undo.callback(processes.close)
     try:
         address = address_of(default_store().raw)
-        places = exchange_places(store, place.rank, ranks, watcher, address, "init_distributed_environment")
-        processes.see({rank: each for rank, each in places.items() if rank != place.rank})
-        watch = StartWatch(store, place.rank, place.world_size, processes, deadline, watcher=watcher)
-        undo.callback(watch.close)
-        watch.follow(places)
+        meet_over_store(store, place.rank, range(place.world_size), watcher, address, "init_distributed_environment")
     except BaseException as error:
-        if not isinstance(error, RendezvousError):
-            publish_failure(store, place.rank, error)
-        undo.close()
+        give_up(watcher, error)
+        watcher.close()
         raise
-    return watch
+    return watcher
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:

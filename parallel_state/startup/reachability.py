@@ -1,107 +1,71 @@
-"""Finds out before gloo connects the ranks whether their hosts can reach each other at the addresses gloo will tell.
+"""Checks that all hosts reach each other at the addresses that gloo announces, before gloo connects the ranks.
 
-gloo would wait for a connection until the deadline of an operation, and name neither host nor address. One rank of each
-network listens at its address, on a port of the kernel's choice as gloo's are, connects to all others, and asks who is
-there: an address may be another host's, too (a docker bridge has the same on each), lead nowhere, or be behind a
-firewall that opens the store's port only. What each has found is put together by rank 0 and told to all.
+Otherwise gloo waits until its deadline, and names neither host nor address. The first rank of each host connects to
+the control plane of each other host's first rank, and checks which process answers: an address can belong to another
+host too (each host's docker bridge has the same one). Then all ranks agree on what was found. A rank that gets no
+agreement, because it doesn't reach the decider, uses what its own host found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
-
-from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
-from device_communicators.base.errors import CommunicationError, RendezvousError, format_ranks
-from device_communicators.base.helper_threads import HelperThread
-from device_communicators.liveness.health import Death, describe_deaths, kind_of_deaths
+from device_communicators.base import settings
+from device_communicators.base.errors import RendezvousError, format_ranks
+from device_communicators.base.host import resolve
+from device_communicators.control.plane import GREETING_BYTES, MOST_VALUE_BYTES, Verdict, greeter
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
-from parallel_state.startup.watch import StartWatch
 
-_PROOF_BYTES = 16
-_ANSWER_S = 10.0
-"""For all answers at most, or half of what is left of the start; a network may be slow to connect."""
-_SHORTEST_S, _LONGEST_S = 0.002, 0.1
-_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 4096
-"""Of all ranks together at the one store, in large worlds."""
+_LIMIT_S = 20.0
+"""Time for all of it, or half of what is left of the start if that is less: a network may be slow to connect."""
+_OWN_HOST_S = 2.0
+_PURPOSE = "hosts reach each other"
+_Pair = tuple[int, int, str]
+"""A rank, one that it doesn't reach, and the reason."""
 
 
-def prove(store: Any, rank: int, places: Mapping[int, Address], watch: StartWatch) -> None:
-    """Returns once all hosts reach each other, or where there is one only. Every rank calls it.
+def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
+    """Returns once all hosts reach each other, or if there is one host. Every rank calls it.
 
-    Raises RendezvousError on all ranks, with hosts, interfaces and addresses, where one doesn't reach another one;
-    PeerDiedError where a rank ends, the one that serves the store included.
+    `where`: the store at which the ranks met. Without a control plane nothing is checked. Raises RendezvousError with
+    hosts, interfaces and addresses if a host doesn't reach another one, PeerDiedError if a rank exits.
     """
-    leaders = leaders_of(places)
-    if len(leaders) < 2:
+    leads, ranks = leads_of(places), sorted(places)
+    if len(leads) < 2 or not watcher.watches(ranks):
         return
-    everyone = range(len(places))
-    store = BoundedStore.of(store).until(watch.deadline + LAST_WORD_S, lambda: bool(watch.watcher.deaths_of(everyone)))
-    try:
-        verdict = _find_out(store, rank, places, watch, leaders)
-    except dist.DistError as error:  # the store is lost, with the rank that serves it, most likely
-        deaths = watch.watcher.await_death_of(range(len(places)))
-        problem = describe_deaths(deaths) or f"the store doesn't answer: {str(error).splitlines()[0]}"
-        raise _unproven(problem, deaths, rank, len(places)) from error
-    if verdict is not None:
-        deaths = [death for death in watch.watcher.await_death_of(range(len(places))) if death.certain]
-        if deaths:  # others knew of them before, gave up, and were not reached; that takes a second more to tell
-            raise _unproven(describe_deaths(deaths), deaths, rank, len(places))
-        raise _not_reached(places, rank, *verdict)
+    until = time.monotonic() + min(_LIMIT_S, max(0.0, deadline - time.monotonic()) / 2)
+    limit_s = until - time.monotonic()
+    own = _encode(rank, _unreached(places, rank, leads, limit_s / 2) if rank in leads else {})
+    verdict, pairs = _agree(watcher, ranks, own, until - time.monotonic())
+    if verdict.kind == "agreed":
+        if pairs:
+            raise _not_reached(places, rank, *_worst(pairs), where)
+        return
+    closed = [lead for lead in leads if set(verdict.ranks).issuperset(_of_host(places, lead))]
+    _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
+    pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]
+    if pairs:
+        raise _not_reached(places, rank, *_worst(pairs), where)
+    deaths = watcher.await_death_of(verdict.ranks, None if verdict.kind == "ended" else 0.0)
+    silent = f"ranks {format_ranks(verdict.ranks)} did not take part within {limit_s:.1f} s"
+    raise kind_of_deaths(deaths, RendezvousError)(
+        f"rank {rank} of {len(places)} checks that all hosts reach each other, but {describe_deaths(deaths) or silent}"
+        "; look at the logs of these ranks",
+        operation="rendezvous",
+        rank=rank,
+        suspect_ranks=[death.rank for death in deaths] or verdict.ranks,
+    )
 
 
-def _find_out(
-    store: BoundedStore, rank: int, places: Mapping[int, Address], watch: StartWatch, leaders: Sequence[int]
-) -> Any:
-    """Returns rank 0's verdict: None, or who doesn't reach whom and why."""
-
-    def wait_for(ready: Callable[[], bool]) -> None:
-        _wait_for(ready, store, watch, rank, len(places), leaders)
-
-    def wait_for_leaders(key: str) -> None:  # by a counter: each of their looks at all keys would be as long as these
-        wait_for(lambda: store.add(key, 0) >= len(leaders))
-
-    def is_known() -> bool:
-        return bool(store.check(["reach/verdict"]))
-
-    if rank in leaders:
-        proof = secrets.token_bytes(_PROOF_BYTES)
-        with contextlib.closing(Listener(places[rank].address, partial(_tell, proof))) as listener:
-            store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), str(listener.problem or "")]))
-            store.add("reach/listening", 1)
-            wait_for_leaders("reach/listening")
-            offers = _read(store, "reach/at/", leaders)
-            left_s = watch.deadline - time.monotonic()
-            found = _reach(places, rank, offers, min(_ANSWER_S, left_s / 2))
-            store.set(f"reach/found/{rank}", json.dumps(found))
-            store.add("reach/done", 1)
-            if rank == leaders[0]:
-                wait_for_leaders("reach/done")
-                store.set("reach/verdict", json.dumps(_worst(_read(store, "reach/found/", leaders))))
-            wait_for(is_known)
-    else:
-        wait_for(is_known)
-    return json.loads(store.get("reach/verdict"))
-
-
-def _read(store: BoundedStore, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
-    """Returns what all of these ranks have told, in one request."""
-    told = store.multi_get([f"{prefix}{rank}" for rank in ranks])
-    return dict(zip(ranks, map(json.loads, told), strict=True))
-
-
-def leaders_of(places: Mapping[int, Address]) -> list[int]:
-    """Returns the lowest rank of each network and address that is known; ascending."""
+def leads_of(places: Mapping[int, Address]) -> list[int]:
+    """Returns the lowest rank of each network and known address, ascending; none if there is only one network."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]
@@ -110,130 +74,79 @@ def leaders_of(places: Mapping[int, Address]) -> list[int]:
     return list(lowest.values()) if len({places[rank].network for rank in lowest.values()}) > 1 else []
 
 
-class Listener:
-    """Accepts connections at a port of the kernel's choice, in a thread, until it is closed."""
-
-    def __init__(self, address: str, answer: Callable[[socket.socket], object], name: str = "reach") -> None:
-        """`answer` is given each connection, and closes it. If nobody can listen at `address`, `problem` says why."""
-        self.port = 0
-        self.problem: OSError | None = None
-        self._socket: socket.socket | None = None
-        try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-            self.port = int(self._socket.getsockname()[1])
-        except OSError as error:
-            self.problem = error
-        else:
-            HelperThread(name, _accept, self._socket, answer).start()
-
-    def close(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            self._socket.close()
+def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
+    return [each for each, place in places.items() if place[:2] == places[rank][:2]]
 
 
-def _accept(listener: socket.socket, answer: Callable[[socket.socket], object]) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            answer(listener.accept()[0])
+def _agree(watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float) -> tuple[Verdict, list[_Pair]]:
+    """Returns the verdict of `ranks`, and what all of them found."""
+    verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), ())
+    verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
+    told = [json.loads(each) for each in verdict.values]
+    return verdict, [(by, to, why) for by, found in told for why, unreached in found.items() for to in unreached]
 
 
-def _tell(proof: bytes, peer: socket.socket) -> None:
-    """Sends to a connection who listens here."""
-    with peer, contextlib.suppress(OSError):
-        peer.settimeout(1.0)
-        peer.sendall(proof)
+def _encode(rank: int, found: Mapping[int, str]) -> bytes:
+    """Encodes what a rank found: as much as fits into an agreement."""
+    by_reason: dict[str, list[int]] = {}
+    for unreached, why in found.items():
+        by_reason.setdefault(why[:200], []).append(unreached)
+    while len(value := json.dumps([rank, by_reason], separators=(",", ":")).encode()) > MOST_VALUE_BYTES:
+        by_reason.popitem()
+    return value
 
 
-def _reach(places: Mapping[int, Address], rank: int, offers: Mapping[int, Any], limit_s: float) -> dict[str, str]:
-    """Connects to all other leaders at once; returns why some aren't reached, by rank."""
-    found = {str(leader): f"it can't listen there: {problem}" for leader, (_, _, problem) in offers.items() if problem}
-    waiting = {leader for leader in offers if leader != rank and str(leader) not in found}
-    peers: dict[int, socket.socket] = {}
+def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
+    """Connects to all other leads at once. Returns why some aren't reached, by rank."""
+    found: dict[int, str] = {}
+    received = {lead: b"" for lead in leads if lead != rank}
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for leader in list(waiting):
-            address = places[leader].address
-            peer = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
-            peer.setblocking(False)
-            peers[leader] = peer
+        for lead in received:
+            endpoint = places[lead].for_control.endpoint
+            if endpoint is None:
+                continue
             try:
-                peer.connect_ex((address, offers[leader][0]))
-                selector.register(peer, selectors.EVENT_READ, leader)
+                family, kind, _, _, where = resolve(endpoint.host, endpoint.port)[0]
+                peer = stack.enter_context(socket.socket(family, kind))
+                peer.setblocking(False)
+                peer.connect_ex(where)
+                selector.register(peer, selectors.EVENT_READ, (lead, endpoint))
+                found[lead] = f"no answer at port {endpoint.port} within {limit_s:.1f} s"
             except OSError as error:
-                waiting.discard(leader)
-                found[str(leader)] = str(error)
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
+                found[lead] = f"{error} (port {endpoint.port})"
+        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
-                leader, answered = key.data, peers[key.data]
-                selector.unregister(answered)
-                waiting.discard(leader)
+                lead, endpoint = key.data
                 try:
-                    if answered.recv(_PROOF_BYTES).hex() != offers[leader][1]:
-                        found[str(leader)] = "another process answers at that address"
+                    new = key.fileobj.recv(GREETING_BYTES - len(received[lead]))  # type: ignore[union-attr]
+                    received[lead] += new
+                    if new and len(received[lead]) < GREETING_BYTES:
+                        continue
+                    found[lead] = f"another process answers at that address (port {endpoint.port})"
+                    if greeter(received[lead]) == endpoint.proc:
+                        del found[lead]
                 except OSError as error:
-                    found[str(leader)] = str(error)
-        found.update((str(leader), f"no answer within {limit_s:.1f} s") for leader in waiting)
+                    found[lead] = f"{error} (port {endpoint.port})"
+                selector.unregister(key.fileobj)
     return found
 
 
-def _worst(found: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str] | None:
-    """Returns who doesn't reach whom, and why: of all such pairs, one with the host that fails most often."""
-    pairs = [(by, int(to), why) for by, each in found.items() for to, why in each.items()]
-    if not pairs:
-        return None
-    fails = [end for by, to, _ in pairs for end in (by, to)]
-    suspect = max(sorted(set(fails), reverse=True), key=fails.count)
+def _worst(pairs: Sequence[_Pair]) -> _Pair:
+    """Returns a pair with the host that is in most of them."""
+    ends = [end for by, to, _ in pairs for end in (by, to)]
+    suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])
 
 
-def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why: str) -> RendezvousError:
-    unreached = [each for each, place in places.items() if place[:2] == places[to][:2]]
+def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why: str, where: str) -> RendezvousError:
+    unreached, ports = _of_host(places, to), settings.PORTS.get()
+    chosen = f"{ports[0]}-{ports[1]}" if ports else "unset: any port"
     return RendezvousError(
-        f"rank {rank} of {len(places)} can't start: ranks {format_ranks(unreached)} on "
-        f"{places[to]} are not reached from {places[by]}: {why}; this is {places[rank]}. {interfaces.advice()}",
+        f"rank {rank} of {len(places)} can't start: ranks {format_ranks(unreached)} on {places[to]} are not reached "
+        f"from {places[by]}: {why}; this is {places[rank]}. The ranks met at {where}; a firewall may open that port "
+        f"only, and not those of {settings.PORTS.name} ({chosen}). {interfaces.advice()}",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=unreached,
-    )
-
-
-def _wait_for(
-    ready: Callable[[], bool],
-    store: BoundedStore,
-    watch: StartWatch,
-    rank: int,
-    world_size: int,
-    leaders: Sequence[int],
-) -> None:
-    """Waits until it is so in the store, or a rank of the start ends or gives up, or until the start's deadline."""
-    pause_s, everyone = max(_SHORTEST_S, world_size / _FIRST_LOOKS_PER_S), range(world_size)
-    while not ready():
-        deaths = watch.watcher.deaths_of(everyone)
-        if deaths or time.monotonic() >= watch.deadline:
-            missing: list[int] = []
-            others = [leader for leader in leaders if leader != rank]
-            store = store.within(LAST_WORD_S)
-            with contextlib.suppress(dist.DistError):  # who doesn't listen keeps the others from finding anything
-                for key in ("found", "at"):
-                    missing = [leader for leader in others if not store.check([f"reach/{key}/{leader}"])] or missing
-            deaths = watch.watcher.await_death_of(everyone, 0.0)  # with others that follow at once
-            silent = f"ranks {format_ranks(missing)} did not take part until the deadline of the start"
-            raise _unproven(describe_deaths(deaths) or silent, deaths, rank, world_size, missing)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, max(_LONGEST_S, world_size / _LOOKS_PER_S))
-
-
-def _unproven(
-    problem: str, deaths: Sequence[Death], rank: int, world_size: int, missing: Sequence[int] = ()
-) -> CommunicationError:
-    """Returns the error for a proof that did not come to its end."""
-    return kind_of_deaths(deaths, RendezvousError)(
-        f"rank {rank} of {world_size} finds out whether the hosts reach each other, but {problem}; look at the logs of "
-        "these ranks",
-        operation="rendezvous",
-        rank=rank,
-        suspect_ranks=[death.rank for death in deaths] or missing,
     )

@@ -77,11 +77,12 @@ _LOOKED_AT_PER_S = 1024  # ranks per second that rank 0 looks for beyond the fir
 
 
 class Met(NamedTuple):
-    """Holds what comes of a meeting: the world's store, its ranks, and those of them that are watched."""
+    """The result of a meeting."""
 
     store: BoundedStore
+    where: str
+    """The store, as messages name it."""
     places: dict[int, Address]
-    processes: Processes
     deadline: float
     """Deadline of the whole start."""
     reserved: ReservedPort
@@ -117,7 +118,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(BoundedStore(dist.HashStore()), {}, Processes(Address()), deadline, ReservedPort(), watcher)
+        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, ReservedPort(), watcher)
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
@@ -134,15 +135,16 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), meeting.places, meeting.processes, deadline, reserved, watcher)
+        return Met(BoundedStore(store.raw), meeting.where, meeting.places, deadline, reserved, watcher)
     except BaseException as error:
-        meeting.processes.close()
         reserved.close()
         watcher.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error
         raise
+    finally:
+        meeting.processes.close()
 
 
 @dataclass
@@ -355,7 +357,6 @@ class _Meeting:
         world.add(_HEARD, 1)
         if verdict == f"{_COMPLETE} {self.place.world_size}":
             self.places = _places(json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode()))))
-            self.processes.see(self.places)
             return True
         if not verdict.startswith(_COMPLETE):
             raise self._failure(verdict)

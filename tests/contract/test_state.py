@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.base.helper_threads import HelperThread
 from parallel_state import ProcessEnvironment
 from parallel_state.groups import world as startup
 from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment, no_launcher
@@ -374,18 +375,20 @@ def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
 
 
 def _without_a_watch() -> tuple[Outcome, int]:
-    """Rank 1 has no descriptor for the watch over its start."""
-    start_watch, before = startup.StartWatch, len(os.listdir("/proc/self/fd"))
+    """Rank 1 has no thread for the news of its control plane."""
+    start, before = HelperThread.start, len(os.listdir("/proc/self/fd"))
 
-    def fail(*_: object) -> None:
-        raise OSError(24, "Too many open files")
+    def fail(thread: HelperThread) -> None:
+        if "control" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
     if os.environ["RANK"] == "1":
-        startup.StartWatch = fail
+        HelperThread.start = fail  # type: ignore[method-assign]
     try:
         told = attempt(ps.init_distributed_environment)
     finally:
-        startup.StartWatch = start_watch
+        HelperThread.start = start  # type: ignore[method-assign]
     gc.collect()
     return told, len(os.listdir("/proc/self/fd")) - before
 

@@ -184,3 +184,36 @@ def test_who_comes_after_rank_0_gave_up_is_told_why(ranks: Ranks, tmp_path: Path
 def test_who_comes_long_after_rank_0_gave_up_is_told_why(ranks: Ranks, tmp_path: Path) -> None:
     with held_port() as port:
         _check(ranks.survivors(_come_late, 1.5, port, str(tmp_path), timeout_s=DEADLINE_S), (2,))
+
+
+CONNECT_S = 4.0
+
+
+def _linger(port: int) -> tuple[Outcome, Outcome]:
+    """Rank 2 doesn't come to gloo's connecting until the others have given up; then all start again."""
+    rank = int(os.environ["RANK"])
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(CONNECT_S)), pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            owner, name = STAGES["default group"]
+            connect = getattr(owner, name)
+
+            def connect_late(*args: Any) -> None:
+                time.sleep(CONNECT_S + 3.0)
+                connect(*args)
+
+            patch.setattr(owner, name, connect_late)
+        told = attempt(ps.init_distributed_environment, 4, rank, f"tcp://127.0.0.1:{port}")
+    again = attempt(ps.init_distributed_environment, 4, rank, f"tcp://127.0.0.1:{port}")
+    ps.destroy_distributed_environment()
+    return told, again
+
+
+def test_a_rank_that_does_not_connect_is_named(ranks: Ranks) -> None:
+    with held_port() as port:
+        results = ranks.run(_linger, port, timeout_s=DEADLINE_S)
+    for rank, (told, again) in enumerate(results):
+        assert again.kind == "ok", (rank, again)
+        assert told.kind == "RendezvousError", (rank, told)
+        if rank != 2:
+            assert told.suspect_ranks == (2,), (rank, told)
+            assert told.seconds < CONNECT_S + SOON_S, (rank, told)

@@ -265,7 +265,7 @@ def _firewall(port: str) -> str:
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "firewall"])
+@pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "refused", "firewall"])
 def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
     """All ranks are told who isn't reached, where, and what to set, before gloo tries for as long as it may."""
     problem = hosts.problem()
@@ -275,11 +275,15 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
         interface, addresses = None, ["172.17.0.1", "172.17.0.1"]
         if obstacle == "unconnected networks":
             addresses = ["192.168.0.1", "192.168.1.1"]
+        if obstacle == "refused":  # each host has the other one's address, too
+            addresses = ["172.17.0.1", "172.17.0.2"]
         if obstacle == "firewall":
             interface, addresses = hosts.INTERFACE, made.addresses
         for host in range(2):
             port = ranks._environment(0)["MASTER_PORT"]
             made.run_on(host, _firewall(port) if interface else _own_name(addresses[host], host))
+            if obstacle == "refused":
+                made.run_on(host, f"ip addr add {addresses[1 - host]}/24 dev docker0")
         for told in ranks.run(_start, interface, timeout_s=DEADLINE_S):
             assert told.kind == "RendezvousError", told
             assert told.seconds < CONNECT_S, told
@@ -290,3 +294,6 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
                 assert f"host parallel-state-host-{host}" in told.text, told
                 assert addresses[host] in told.text, told
             assert f"interface {interface or 'docker0'}" in told.text, told
+            if obstacle == "firewall":
+                assert f":{port} " in told.text and "open that port only" in told.text, told
+                assert "PARALLEL_STATE_PORTS (unset: any port)" in told.text, told

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.c10d.store_exchange import StoreExchange
+from device_communicators.c10d import world as c10d_world
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
@@ -41,7 +40,7 @@ STAGES: dict[str, Place] = {
     "default group": (world, "_init_process_group"),
     "shared memory": (HostMemory, "attach"),
     "first call": (state, "prove"),
-    "exchange of the backend": (StoreExchange, "_allgather_base"),
+    "exchange of the backend": (c10d_world, "meet"),
 }
 """By stage of a start the function at whose call a rank is killed."""
 ENDS: dict[str, Place] = {
@@ -76,8 +75,7 @@ def after_entering(then: Callable[[], object]) -> None:
 
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
-    nobody: Any = SimpleNamespace(close=lambda: None)
-    return Met(BoundedStore(dist.HashStore()), {}, nobody, math.inf, ReservedPort(), Watcher())
+    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, ReservedPort(), Watcher())
 
 
 def report_nothing_to_python() -> None:

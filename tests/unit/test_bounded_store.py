@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -205,3 +206,18 @@ def test_an_idle_helper_holds_no_store() -> None:
     time.sleep(0.05)  # the helper thread comes to its next job
     gc.collect()
     assert alive() is None
+
+
+def test_no_second_connection_to_a_store_that_has_ended() -> None:
+    """torch would try for as long as the store waits for anything, or longer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=30)
+    store = dist.PrefixStore("start", dist.TCPStore("127.0.0.1", server.port, timeout=timeout))
+    again = BoundedStore(store).connect_anew()
+    assert again is not None
+    again.set("key", "value")
+    assert again.raw.timeout == store.timeout == timeout
+    del server
+    started = time.monotonic()
+    assert BoundedStore(store).connect_anew() is None
+    assert time.monotonic() - started < 0.3

@@ -359,7 +359,12 @@ void Driver::feed(Stay* stay, Event event) {
     const Event next = std::move(stay->events.front());
     stay->events.pop_front();
     actions.clear();
-    stay->core->step(monotonic_now(), next, &actions);
+    {
+      const std::lock_guard<std::mutex> lock(stay->stepping);
+      const Nanos now = monotonic_now();
+      stay->record.add(*stay->core, now, next);
+      stay->core->step(now, next, &actions);
+    }
     for (const Action& action : actions) act(stay, action);
   }
   stay->feeding = false;
@@ -646,7 +651,7 @@ void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
       problem = " can't be watched, so its exit isn't noticed";
     }
   }
-  if (problem.empty() || stay->core->ends().count(neighbour->proc) != 0) return;
+  if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;
   neighbour->attach_at = monotonic_now() + kAttach;
   if (std::exchange(neighbour->warned, true)) return;
   if (code != 0) problem += std::string(": ") + std::strerror(code);
@@ -793,6 +798,11 @@ bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> board
   if (own.driver == nullptr) return false;
   own.driver->post({stay, std::move(event), std::move(boards)});
   return true;
+}
+
+Bytes record_of(Stay* stay) {
+  const std::lock_guard<std::mutex> lock(stay->stepping);
+  return stay->record.bytes(*stay->core);
 }
 
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {

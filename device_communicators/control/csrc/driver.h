@@ -15,6 +15,7 @@
 #include "core.h"
 #include "end_listeners.h"
 #include "machine.h"
+#include "record.h"
 
 namespace parallel_state::control {
 
@@ -78,8 +79,11 @@ struct Stay {
   // Guarded by the fork mutex:
   bool over = false;
   std::condition_variable_any ended;  // with the fork mutex: `over`
+  // Guarded by `stepping`:
+  std::mutex stepping;
+  std::unique_ptr<Core> core;  // another thread may only record it
+  Record record;
   // The thread's:
-  std::unique_ptr<Core> core;
   int rank = -1;  // of this process; -1 until the world is met
   std::map<int, Connection> connections;
   std::map<int, Neighbour> neighbours;
@@ -99,6 +103,8 @@ void close_stay(std::int64_t handle);
 // Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors
 // of the members' boards, in rank order.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
+// Returns the record of the last events.
+Bytes record_of(Stay* stay);
 // Leaves the world. Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 1 s
 // after the deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);

@@ -20,7 +20,6 @@ import msgspec
 
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host import connect_to
-from parallel_state.startup import reachability
 from parallel_state.tools.check.facts import Facts, Link
 
 _TOKEN_BYTES = 16
@@ -36,13 +35,33 @@ _MOST_HOSTS_IN_ALL_PAIRS = 24
 _NEIGHBOURS = 8
 
 
-class Listener(reachability.Listener):
-    """Answers each connection in a thread of its own. `entry` is how others find it."""
+class Listener:
+    """Answers each connection in a thread of its own until it is closed. `entry` is how others find it."""
 
     def __init__(self, address: str) -> None:
+        """If nobody can listen at `address`, `entry` is empty and `problem` has the reason."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        super().__init__(address, lambda peer: HelperThread("check-answer", self._answer, peer).start(), "check")
-        self.entry = [address, str(self.port), self._token.hex()] if self.port else []
+        self._socket: socket.socket | None = None
+        self.entry: list[str] = []
+        self.problem: OSError | None = None
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+            self.entry = [address, str(self._socket.getsockname()[1]), self._token.hex()]
+            HelperThread("check", self._accept, self._socket).start()
+        except OSError as error:
+            self.problem = error
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._socket.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                HelperThread("check-answer", self._answer, listener.accept()[0]).start()
 
     def _answer(self, peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError, struct.error):
