@@ -12,6 +12,7 @@ module has no socket and makes no decision.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import hashlib
@@ -20,10 +21,12 @@ import logging
 import os
 import select
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from device_communicators.base import exits, forks, settings
 from device_communicators.base.errors import (
@@ -77,6 +80,17 @@ def greeter(greeting: bytes) -> int:
         return 0
     magic, proc = _GREETING.unpack(greeting)
     return int(proc) if magic == b"\0PSCTRL1" else 0
+
+
+_OPEN: WeakSet[World] = WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Sends the farewells of a program that ends without destroying its groups. One that ends by an exception died."""
+    if getattr(sys, "last_value", None) is None:
+        for world in list(_OPEN):
+            world.leave()
 
 
 class ControlError(CommunicationError):
@@ -212,6 +226,7 @@ class World:
         self._running: set[tuple[str, int, tuple[int, ...]]] = set()
         self._thread: threading.Thread | None = None
         self._is_leaving = False
+        _OPEN.add(self)
 
     def meet(
         self,
@@ -344,6 +359,15 @@ class World:
                     self._questions.pop(number, None)
             raise
         return dict(asked.result)
+
+    def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
+        """Has the compiled thread write ends of ranks to a shared-memory group, which ends its waits.
+
+        `ranks`: the group's ranks on this host, in its order. The death of any rank of `domain` fails the group.
+        """
+        lists = (ranks, sorted(domain))
+        arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
+        self._library.ps_group_listen(group, self._handle, *arguments)
 
     def report_failed(self, text: str) -> None:
         """Reports to all ranks that this rank failed."""

@@ -338,7 +338,7 @@ class Watcher:
                 f"can't detect exits of other ranks any more: its control plane ended ({change.text})",
                 certain=False,
             )
-        elif change.kind == "died" and not self.has_left(rank):
+        elif change.kind == "died":
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
             self._blame(change)
@@ -393,6 +393,11 @@ class Watcher:
         if world is None or not self._places:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
+
+    def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
+        """See `World.end_waits_of`. Without a control plane waits end at their deadlines."""
+        if self._world is not None:
+            self._world.end_waits_of(group, ranks, list(domain))
 
     def gather(
         self,

@@ -223,6 +223,18 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   action.id = end.reporter;
 }
 
+std::vector<int> Core::lost_by(const Action& end) const {
+  const int domain = domain_of(end.proc), mine = roster_->domain_of[me_];
+  if (domain != mine || (end.flags & (kLeft | kExited | kFailed | kRevoked)) != 0) {
+    return {roster_->members[index_of(end.proc)].rank};
+  }
+  std::vector<int> lost;
+  const int teller = domain_of(end.id);
+  if (teller < 0 || teller == mine) return lost;
+  for (const int index : roster_->domains[teller]) lost.push_back(roster_->members[index].rank);
+  return lost;
+}
+
 // Publishes unpublished ends: deaths at once, others with the next tick.
 void Core::publish() {
   publish_at_once_ = false;

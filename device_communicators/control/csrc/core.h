@@ -242,6 +242,9 @@ class Core {
 
   const Ends& ends() const { return ends_; }
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
+  // Returns the ranks that this process lost by the end that a kDoom or kLeft reports. Those of the other domain if
+  // that declared this one unreachable or stopped.
+  std::vector<int> lost_by(const Action& end) const;
   // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }

@@ -273,6 +273,7 @@ void Driver::end(Stay* stay, const char* cause) noexcept {
   stay->listener.close();
   stay->board.close();
   try {
+    if (cause != nullptr && stay->rank >= 0) stay->listeners->report(stay->rank, true);
     stay->inbox.end(last_news(cause));
   } catch (...) {
     stay->inbox.end(std::move(stay->without_memory));
@@ -412,8 +413,14 @@ void Driver::act(Stay* stay, const Action& action) {
         stay->events.push_back(event_of(Event::kExiting, action.proc));
       }
       break;
-    case Action::kDoom: stay->inbox.push(Inbox::kDied, encode_news(action)); break;
-    case Action::kLeft: stay->inbox.push(Inbox::kLeft, encode_news(action)); break;
+    case Action::kDoom:
+      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, true);
+      stay->inbox.push(Inbox::kDied, encode_news(action));
+      break;
+    case Action::kLeft:
+      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, false);
+      stay->inbox.push(Inbox::kLeft, encode_news(action));
+      break;
     case Action::kVerdict: stay->inbox.push(Inbox::kVerdict, encode_news(action)); break;
     case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
     case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
@@ -656,6 +663,7 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   const int me = event.roster->index_of(stay->proc);
   feed(stay, event);
   if (me < 0) return;
+  stay->rank = event.roster->members[me].rank;
   for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
     const Member& member = event.roster->members[index];
     const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core.h"
+#include "end_listeners.h"
 #include "machine.h"
 #include "store.h"
 #include "record.h"
@@ -76,6 +77,7 @@ struct Stay {
   Board board;
   Bytes without_memory;  // the last news if there is no memory for any other
   Inbox inbox;
+  const std::shared_ptr<EndListeners> listeners = std::make_shared<EndListeners>();
   // Guarded by the fork mutex:
   bool over = false;
   std::condition_variable_any ended;  // with the fork mutex: `over`
@@ -85,6 +87,7 @@ struct Stay {
   Store store;
   Record record;
   // The thread's:
+  int rank = -1;  // of this process; -1 until the world is met
   std::map<int, Connection> connections;
   std::map<int, Neighbour> neighbours;
   std::deque<Event> events;
