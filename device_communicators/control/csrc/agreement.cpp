@@ -15,6 +15,8 @@ namespace {
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
 // Older agreements that are over here are erased, even if members are not done.
 constexpr std::size_t kMostKept = 256;
+// An agreement that this process was only asked about is kept this long: its decider may have ended.
+constexpr Nanos kAskedTime = 600 * kSecond;
 
 Bytes encode(const Message& message) {
   Writer writer;
@@ -225,6 +227,7 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
     if (index < round.promised) return;  // from a decider that a later one replaced
     if (kind == FrameKind::kAsk) {
       round.promised = index;
+      if (!round.called) round.expires = std::min(round.expires, now_ + kAskedTime);
       Message answer = message_of(*entry);
       answer.ballot = message->seat;
       answer.verdict = round.verdict;

@@ -9,7 +9,7 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kMostStrangers = 256;  // unidentified connections accepted at once, plus one per member
-constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
+constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
 std::uint64_t entry_digest(Proc proc, const End& end) {
   Digest digest;
@@ -140,7 +140,7 @@ void Core::handle(const Event& event) {
     case Event::kCancel: on_call(*event.call, true); break;
     case Event::kReport:
       if (event.proc != 0 && event.proc != self_) report(event.proc, event.flags & kUnreachable, event.bytes);
-      else report(self_, event.flags & (kFailed | kRevoked), event.bytes);
+      else report(self_, event.flags & kFailed, event.bytes);
       break;
     case Event::kAsk: on_ask(event); break;
     case Event::kReply: {

@@ -97,7 +97,6 @@ enum EndFlag : std::uint8_t {
   kExited = 2,       // the process exited
   kUnreachable = 4,  // no sign of life within the limit
   kFailed = 8,       // reported its own failure
-  kRevoked = 16,     // revoked the world
   kStopped = 32      // its kernel responds, but no process of its domain sent bytes within the limit
 };
 
@@ -110,8 +109,7 @@ struct End {
 
   // An exit after a farewell is no death.
   bool is_death() const {
-    return (flags & (kFailed | kRevoked)) != 0 ||
-           ((flags & (kExited | kUnreachable | kStopped)) != 0 && (flags & kLeft) == 0);
+    return (flags & kFailed) != 0 || ((flags & (kExited | kUnreachable | kStopped)) != 0 && (flags & kLeft) == 0);
   }
 };
 
@@ -178,7 +176,7 @@ struct Event {
     kExiting,   // answers kLook: `proc` is exiting, though its descriptors are still open
     kCall,      // agreement: `call`
     kCancel,    // ends `call` early, if it isn't decided
-    kReport,    // this process failed or revoked, or `proc` is unreachable: `flags`, `bytes` is the cause
+    kReport,    // this process failed, or `proc` is unreachable: `flags`, `bytes` is the cause
     kAsk,       // status: sends `bytes` to `proc`; `id`, `deadline`
     kReply,     // status: `bytes` answers the question `id` of `proc`
     kLeave      // this process leaves the world; the core is over by `deadline`
