@@ -474,7 +474,7 @@ def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
     """Returns kind, flags, process, number and text of news, and skips the key of its call."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
-    news.number("Q"), news.number("I"), news.text()
+    news.number("Q"), news.number("Q"), news.text(), news.number("I"), news.number("B")
     return head
 
 
@@ -502,7 +502,7 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Reads what `Writer` in csrc/frame.h wrote."""
+    """Reads what `put` in csrc/frame.h wrote."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -82,14 +82,7 @@ Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
 
 Bytes encode_news(const Action& action) {
   Writer writer;
-  writer.number(action.flags).number(action.proc).number(action.id).text(action.bytes);
-  writer.number(action.key.members).number(action.key.attempt).text(action.key.purpose);
-  if (action.kind != Action::kVerdict) return writer.take();
-  const Verdict& verdict = *action.verdict;
-  writer.number(static_cast<std::uint8_t>(verdict.kind)).number(static_cast<std::uint32_t>(verdict.values.size()));
-  for (const Bytes& value : verdict.values) writer.text(value);
-  writer.number(static_cast<std::uint32_t>(verdict.culprits.size()));
-  for (const Proc proc : verdict.culprits) writer.number(proc);
+  put(&writer, action);
   return writer.take();
 }
 

@@ -75,15 +75,8 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
     std::vector<Member> all(static_cast<std::size_t>(count));
     std::vector<int> boards;
     for (Member& member : all) {
-      member.rank = reader.number<int>();
-      member.proc = reader.number<Proc>();
-      member.domain = reader.number<std::uint64_t>();
-      member.pid = reader.number<int>();
-      member.began = reader.number<std::uint64_t>();
-      boards.push_back(reader.number<int>());
-      member.endpoint.port = reader.number<std::uint16_t>();
-      member.endpoint.host = reader.text();
-      member.endpoint.token = reader.text();
+      get(&reader, std::tie(member.rank, member.proc, member.domain, member.pid, member.began, boards.emplace_back(),
+                            member.endpoint.port, member.endpoint.host, member.endpoint.token));
     }
     if (!reader.finished()) return -EINVAL;
     Event event;
