@@ -41,7 +41,6 @@ class World:
         self.over_gloo = ""
         """The reason that all groups are gloo's: a rank without the compiled part."""
         self.has_warned = False
-        self._store: BoundedStore | None = store
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
@@ -59,7 +58,6 @@ class World:
         """Watches the ranks of the group with which it begins; each of them calls it."""
         self.begun = True
         self.neighbours = memory.cores
-        self.watcher.open_store = self._open_store
         watch_ranks(memory, self.watcher)
 
     def close(self) -> None:
@@ -67,13 +65,7 @@ class World:
         with _LOCK:
             if World._current is self:
                 World._current = None
-        self._store = None
         self.watcher.close()
-
-    def _open_store(self) -> BoundedStore | None:
-        """Returns a connection of its own to the store; None if it can't give another one."""
-        own = None if self._store is None else self._store.connect_anew()
-        return None if own is None else own.prefixed("world")
 
 
 def address_of(store: Any) -> str:

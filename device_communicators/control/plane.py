@@ -22,7 +22,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from device_communicators.base import exits, forks, settings
@@ -41,7 +41,9 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""A larger value raises InvalidArgumentError, a larger question returns None, a larger reply is cut."""
+"""A larger value raises InvalidArgumentError."""
+MOST_STATUS_BYTES = 64 << 10
+"""A larger question gets no reply, a larger reply is cut."""
 MOST_TEXT_BYTES = 256
 """Longer purposes raise, longer causes are cut."""
 LINGER_S = 1.0
@@ -139,12 +141,15 @@ class Verdict(NamedTuple):
     ranks: list[int]
 
 
-class _Waiting:
-    """A pending agreement or question."""
+class _Asked:
+    """A question to several ranks. `result`: the replies by rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, on_replies: Callable[[dict[int, bytes]], None] | None) -> None:
         self.done = threading.Event()
-        self.result: Any = None
+        self.result: dict[int, bytes] = {}
+        self.error: Exception | None = None
+        self.left = count
+        self.on_replies = on_replies
 
 
 class World:
@@ -178,7 +183,8 @@ class World:
         self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
-        self._questions: dict[int, _Waiting] = {}
+        self._questions: dict[int, tuple[_Asked, int]] = {}
+        """By number: the question, and the rank that it was sent to."""
         self._asked = 0
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
@@ -272,21 +278,38 @@ class World:
         values = dict(zip(ordered, verdict.values, strict=True))
         return Verdict(verdict.kind, [values[rank] for rank in ranks], [])
 
-    def ask(self, rank: int, question: bytes, timeout_s: float) -> bytes | None:
-        """Returns the reply of that rank's `on_question`; None if the rank ends or the timeout passes."""
-        waiting, handle = _Waiting(), self._handle
+    def ask(
+        self,
+        ranks: Sequence[int],
+        question: bytes,
+        timeout_s: float,
+        on_replies: Callable[[dict[int, bytes]], None] | None = None,
+    ) -> dict[int, bytes]:
+        """Sends `question` to all `ranks` and returns the replies of their `on_question`, by rank.
+
+        Ranks that end, or don't reply in time, are left out. With `on_replies` it returns at once, and the callback
+        thread calls `on_replies(replies)`. That thread can't wait here itself.
+        """
+        asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
+        if on_replies is None and threading.current_thread() is self._thread:
+            raise UsageError(f"{what} can't be awaited in the control plane's callback thread; give on_replies")
         with self._lock:
-            self._asked += 1
-            number = self._asked
-            self._questions[number] = waiting
+            numbers = {self._asked + 1 + at: rank for at, rank in enumerate(ranks)}
+            self._asked += len(numbers)
+            self._questions |= {number: (asked, rank) for number, rank in numbers.items()}
         try:
-            code = self._library.ps_control_ask(handle, self._procs[rank], number, question, len(question), timeout_s)
-            self._check(code, f"a question to rank {rank}")
-            reply: bytes | None = self._wait(waiting, timeout_s, f"a question to rank {rank}")
-            return reply
-        finally:
+            for number, rank in numbers.items():
+                proc = self._procs[rank]
+                code = self._library.ps_control_ask(handle, proc, number, question, len(question), timeout_s)
+                self._check(code, what)
+            if on_replies is None and numbers:
+                self._wait(asked, timeout_s, what)
+        except BaseException:
             with self._lock:
-                self._questions.pop(number, None)
+                for number in numbers:
+                    self._questions.pop(number, None)
+            raise
+        return dict(asked.result)
 
     def is_ending(self, pid: int) -> bool:
         """Returns True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
@@ -373,15 +396,13 @@ class World:
             "process hangs, or had no time; see the log"
         )
 
-    def _wait(self, waiting: _Waiting, timeout_s: float, what: str, left_s: float | None = None) -> Any:
-        """Returns the result. `left_s`: of the timeout; all of it if None."""
-        if self._end:  # the thread may have ended between the call and its registration
-            waiting.result = ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
-        elif not waiting.done.wait((timeout_s if left_s is None else left_s) + _GRACE_S):
-            waiting.result = self._late(what, timeout_s)
-        if isinstance(waiting.result, Exception):
-            raise waiting.result
-        return waiting.result
+    def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
+        if self._end:  # the thread may have ended between the question and its registration
+            raise ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
+        if not asked.done.wait(timeout_s + _GRACE_S):
+            raise self._late(what, timeout_s)
+        if asked.error is not None:
+            raise asked.error
 
     # In the thread.
 
@@ -390,9 +411,12 @@ class World:
         poll.register(self._library.ps_control_eventfd(self._handle), select.POLLIN)
         buffer = ctypes.create_string_buffer(1 << 16)
         try:
+            look_at = 0.0
             while not self._end:
-                poll.poll(_LOOK_S * 1000)
-                self._guarded(self._look)
+                poll.poll(max(0.0, look_at - time.monotonic()) * 1000 + 1)
+                if time.monotonic() >= look_at:  # news may arrive more often
+                    self._guarded(self._look)
+                    look_at = time.monotonic() + _LOOK_S
                 while size := self._library.ps_control_next(self._handle, buffer, len(buffer)):
                     if size > len(buffer):
                         buffer = ctypes.create_string_buffer(size)
@@ -409,10 +433,10 @@ class World:
         kind, flags, proc, number, text = _head_of(news)
         rank = self._ranks.get(proc, -1)
         if kind == _ANSWERED:
-            self._finish(self._questions, number, None if flags else text)
+            self._take_reply(number, None if flags else text)
         elif kind == _ASKED:
             reply = self._guarded(self._on_question, rank, text) or b""
-            self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_VALUE_BYTES))
+            self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_STATUS_BYTES))
         elif kind == _OVER:
             self._end = f"its thread failed: {_words(text)}" if flags else "this process left the world"
             if flags:
@@ -429,18 +453,24 @@ class World:
             word, by = "left" if kind == _HAS_LEFT else _kind_of(flags), self._ranks.get(number, -1)
             self._guarded(self._on_change, Change(word, rank, _words(text), by))
 
-    def _finish(self, waiting: Mapping[Any, _Waiting], key: Any, result: Any) -> None:
+    def _take_reply(self, number: int, reply: bytes | None) -> None:
         with self._lock:
-            call = waiting.get(key)
-        if call is not None:
-            call.result = result
-            call.done.set()
+            asked, rank = self._questions.pop(number, (None, -1))
+        if asked is None:
+            return
+        if reply is not None:
+            asked.result[rank] = reply
+        asked.left -= 1
+        if asked.left == 0:
+            asked.done.set()
+            if asked.on_replies is not None:
+                self._guarded(asked.on_replies, asked.result)
 
     def _end_calls(self, error: Callable[[], Exception]) -> None:
         with self._lock:
-            calls = [*self._questions.values()]
+            calls = [asked for asked, _ in self._questions.values()]
         for call in calls:
-            call.result = error()
+            call.error = error()
             call.done.set()
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -186,12 +186,17 @@ class Watcher:
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
         self._pid = os.getpid()
-        self.open_store: Callable[[], BoundedStore | None] | None = None
-        """Gives a connection of its own to the world's store, for questions after a failure."""
+        self.answers: dict[str, Callable[[int, bytes], bytes]] = {}
+        """By topic: returns the reply to a peer's question, from the global rank that asks and the payload.
+
+        The control plane's callback thread calls it, so it must be quick.
+        """
+        self.on_look: list[Callable[[], None]] = [self._look_at_connections]
+        """Called by the control plane's callback thread each 0.4 s. Must be quick."""
         self.on_death: list[Callable[[], None]] = []
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
-        self.stalls: Any = None
-        """The record of this process' long waits, for the others."""
+        self.status: Any = None
+        """The `Status` of this rank. None without a control plane."""
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
@@ -201,18 +206,6 @@ class Watcher:
     def pids(self) -> dict[int, int]:
         """Returns the PIDs of the other ranks of this host, by global rank."""
         return dict(self._pids)
-
-    def ask_store(self, question: Callable[[Any], Any], limit_s: float) -> Any:
-        """Returns `question(store)` over a connection of its own; None without a store, or an answer in time."""
-        open_store = self.open_store
-        if open_store is None:
-            return None
-
-        def ask() -> Any:
-            store = open_store()
-            return None if store is None else question(store)
-
-        return answer_within(limit_s, ask)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
         """Starts to listen. Returns the endpoint to publish, or None if the control plane is unavailable.
@@ -267,7 +260,39 @@ class Watcher:
             for each, place in sorted(places.items())
             if place.endpoint is not None
         ]
-        world.meet(members, self._take_in, look=self._look_at_connections)
+        world.meet(members, self._take_in, self._answer, self._look)
+
+    def ask(
+        self,
+        ranks: Iterable[int],
+        topic: str,
+        payload: bytes,
+        timeout_s: float,
+        on_replies: Callable[[dict[int, bytes]], None] | None = None,
+    ) -> dict[int, bytes]:
+        """Returns the replies of `answers[topic]` on other ranks; without those that ended or were late.
+
+        Asks all ranks at once. With `on_replies` it returns at once, and the control plane's callback thread calls
+        `on_replies(replies)`. An empty topic and payload ask whether a process runs: its control plane replies, also
+        while the interpreter lock is held.
+        """
+        world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
+        asked = [rank for rank in ranks if rank in places and rank != self._rank]
+        if world is not None and asked:
+            with contextlib.suppress(ControlError):  # this process leaves
+                return world.ask(asked, question, timeout_s, on_replies)
+        if on_replies is not None:
+            on_replies({})
+        return {}
+
+    def _answer(self, rank: int, question: bytes) -> bytes:
+        topic, _, payload = question.partition(b"\0")
+        answer = self.answers.get(topic.decode(errors="replace"))
+        return b"" if answer is None else answer(rank, payload)
+
+    def _look(self) -> None:
+        for look in list(self.on_look):
+            look()
 
     def _take_in(self, change: Change) -> None:
         """Records a report of the control plane. Runs in the control plane's callback thread."""
@@ -366,6 +391,12 @@ class Watcher:
             return ""
         return f"exits of ranks are noticed at deadlines, or when a gloo connection breaks: {self._problem}"
 
+    def neighbours_of(self, rank: int) -> list[int]:
+        """Returns the other ranks that can watch the process of `rank` by its PID."""
+        places = self._places
+        domain = places[rank].domain if rank in places else ""
+        return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
+
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
         """Returns what keeps ranks of this host from going on, such as a signal that stopped them."""
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
@@ -428,14 +459,11 @@ class Watcher:
         If a suspect on another host doesn't answer, waits for up to the heartbeat limit + 2 beats: its host may have
         declared this one unreachable, which the control plane then reports.
         """
-        found, world = self.await_death_of(ranks), self._world
-        if found or world is None:
+        found = self.await_death_of(ranks)
+        if found or self._world is None:
             return found
         far = [rank for rank in suspects if rank in self._places and rank not in self._left and not self._is_near(rank)]
-        silent = []
-        for rank in far[:_MOST_ASKED]:
-            with contextlib.suppress(ControlError):  # this rank's own stay is over
-                silent += [rank] * (world.ask(rank, b"", NEWS_S) is None)
+        silent = set(far[:_MOST_ASKED]) - self.ask(far[:_MOST_ASKED], "", b"", NEWS_S).keys()
         if not silent:
             return found
         ranks, limit_s = list(ranks), self.limit_s + 2 * settings.HEARTBEAT_S.get()
@@ -480,7 +508,6 @@ class Watcher:
 
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
-        self.open_store = None  # whose server, if it is this process, must be able to go
         with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done, the last one first
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []

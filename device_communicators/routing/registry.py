@@ -15,7 +15,7 @@ from device_communicators.base.errors import GroupDestroyedError, GroupNotInitia
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.calls import recorder
 from device_communicators.calls.interruption import raise_interruption
-from device_communicators.routing import observers, stalls
+from device_communicators.routing import observers, status
 from device_communicators.routing.observers import METERS, measure, switch_native_meter
 from device_communicators.routing.route import Route
 
@@ -129,7 +129,7 @@ def register_route(route: Route) -> None:
     if former is not None:
         former.serve_ops(False)
     route.serve_ops(True)
-    stalls.watch(route)
+    status.watch(route)
     for each in (route.context.name, route.context.key, route.context.ranked_key):
         _ROUTES[each], _KNOWN_NAMES[each] = route, route.context.name
 

@@ -445,14 +445,14 @@ void too_long_questions_and_replies() {
   world.accept(3, 1);
   Event ask = event_of(Event::kAsk, -1, proc_of(1));
   ask.deadline = world.now + kSecond;
-  ask.bytes = Bytes(4097, 'x');
+  ask.bytes = Bytes(kMostStatusBytes + 1, 'x');
   world.step(ask);
   CHECK(world.find(Action::kReply) != nullptr && world.find(Action::kReply)->flags == 1);
   Event reply = event_of(Event::kReply, -1, proc_of(1));
-  reply.bytes = Bytes(5000, 'x');
+  reply.bytes = Bytes(kMostStatusBytes + 1, 'x');
   world.step(reply);
   const Action* sent = world.sent(3, FrameKind::kReply);
-  CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + 4096);
+  CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + kMostStatusBytes);
 }
 
 void an_empty_question_is_answered_without_the_program() {

@@ -423,7 +423,7 @@ void Core::advance_all() {
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
   const bool is_peer = event.proc != self_ && index_of(event.proc) >= 0;
-  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostValueBytes) {
+  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostStatusBytes) {
     return answer_question(question, nullptr);
   }
   questions_.push_back(question);
@@ -458,7 +458,7 @@ void Core::advance_questions() {
 }
 
 bool Core::on_question(int connection, const Frame& frame) {
-  Reader reader(frame.body);
+  Reader reader(frame.body, kMostStatusBytes);
   const auto id = reader.number<std::uint64_t>();
   const Bytes bytes = reader.text();
   if (!reader.finished()) return false;

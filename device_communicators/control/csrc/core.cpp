@@ -144,7 +144,7 @@ void Core::handle(const Event& event) {
     case Event::kAsk: on_ask(event); break;
     case Event::kReply: {
       const int connection = link_to(event.proc);
-      const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostValueBytes);
+      const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostStatusBytes);
       // Without a connection the reply is dropped; the asker repeats its question.
       if (connection >= 0) send(connection, FrameKind::kReply, Writer().number(event.id).text(bytes).take());
       break;

@@ -26,11 +26,12 @@ inline constexpr std::uint16_t kOldestVersion = 1;
 inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 40;
 inline constexpr std::size_t kNonceBytes = 16;
-inline constexpr std::size_t kMostBodyBytes = 32U << 20;  // of a frame
-inline constexpr std::size_t kMostStrangerBytes = 64;     // of a frame before the peer is identified
-inline constexpr std::size_t kMostValueBytes = 4096;      // of one member in an agreement, and of a status
-inline constexpr std::size_t kMostTextBytes = 256;        // of a cause or a name
-inline constexpr std::size_t kMostMembers = 4096;         // of a world
+inline constexpr std::size_t kMostBodyBytes = 32U << 20;   // of a frame
+inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame before the peer is identified
+inline constexpr std::size_t kMostValueBytes = 4096;       // of one member in an agreement
+inline constexpr std::size_t kMostStatusBytes = 64 << 10;  // of a question or a reply
+inline constexpr std::size_t kMostTextBytes = 256;         // of a cause or a name
+inline constexpr std::size_t kMostMembers = 4096;          // of a world
 
 struct Hello {
   std::uint16_t version = kVersion;
