@@ -370,8 +370,12 @@ class World:
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
         """Returns the verdict. The calling thread waits for it in C++: callbacks that take long don't delay it."""
-        size, buffer, until, is_cancelled = 0, ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
-        while not 0 < size <= len(buffer):
+        buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
+        while True:
+            size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
+            self._check(min(size, 0), what)
+            if 0 < size <= len(buffer):
+                break
             if size > 0:
                 buffer = ctypes.create_string_buffer(size)
             elif self._refusal:
@@ -380,8 +384,6 @@ class World:
                 raise self._late(what, timeout_s)
             elif not is_cancelled and (is_cancelled := give_up()):
                 cancel()
-            size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
-            self._check(min(size, 0), what)
         news = _Reader(ctypes.string_at(buffer, size))
         kind, *_, text = _head_of(news)
         if kind == _REFUSED:
