@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,9 @@ logger = logging.getLogger("parallel_state")
 _IDLE_S = 1.0
 """After this time without a call a rank's state is the place of its main thread."""
 _KEEP_S = 3.0
-"""A failed wait stays the state of its group this long after the group's timeout: other ranks fail later."""
+"""A rank that makes no call after a failure is in the failed one for the timeout and this time: others fail later."""
 _ANSWER_S = 0.3
 """A rank that hasn't answered after this time is silent."""
-_RUNS_S = 0.2
-"""A silent rank whose control plane doesn't reply within this time either may be stopped."""
 _REPORTS_S = 0.6
 """Ranks report a failure within the 0.2 s in which a death can become known, or they were not in the call."""
 _MOST_GROUPS = 64
@@ -105,13 +103,14 @@ class Status:
 
     def state(self, key: str = "") -> State:
         """Returns what this rank is at now, or the wait that failed in the group of `key`. From any thread."""
-        found, now = self._longest_wait(), time.monotonic()
-        failed = self._failed if now < self._keep_until_s else None
-        if failed is not None and failed.key == key:
+        with self._changed:
+            failed = self._failed_groups.get(key, _Failed()).states.get(self.rank)
+        if failed is not None:
             return failed
+        found, now = self._longest_wait(), time.monotonic()
         if found is not None:
             return state_of(*found)
-        last = self._last_operation()
+        last, failed = self._last_operation(), self._failed if now < self._keep_until_s else None
         if failed is not None and (last is None or last[1].started_s <= self._failed_at_s):
             return failed
         called_at_s = 0.0 if last is None else last[1].ended_s or last[1].started_s
@@ -188,7 +187,7 @@ class Status:
     # Questions and answers.
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states of these global ranks, as far as they can be known within 0.5 s.
+        """Returns the states of these global ranks, as far as they can be known within 0.3 s.
 
         A rank that failed in the group of `key` answers with that call. `own`: the call in which this rank failed.
         """
@@ -199,37 +198,38 @@ class Status:
             done.set()
 
         self._ask_states(ranks, key, own, take)
-        done.wait(_ANSWER_S + 2 * _RUNS_S)
+        done.wait(2 * _ANSWER_S)  # the replies need the interpreter lock
         return found[0]
 
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Calls `take(states)` at the latest 0.5 s later, in the callback thread or in this one."""
+        """Calls `take(states)` at the latest 0.3 s later, in the callback thread or in this one."""
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
         here = {rank: State(obstacle=text) for rank, text in self._watcher.conditions(ranks).items()}
         asked = [rank for rank in ranks if rank not in here]
 
-        def take_answers(replies: dict[int, bytes]) -> None:
+        found: dict[str, dict[int, bytes]] = {}
+
+        def note(topic: str, replies: dict[int, bytes]) -> None:
+            found[topic] = replies
+            if len(found) < 2:
+                return
             obstacles: dict[str, str] = {}
-            for rank, reply in replies.items():
+            for rank, reply in found["state"].items():
                 state, seen = json.loads(reply or b"[null, {}]")
                 obstacles |= seen
                 if state is not None and rank in asked:
                     states[rank] = State(*state)
-            states.update(here)
-            states.update({int(rank): State(obstacle=text) for rank, text in obstacles.items()})
-            silent = [rank for rank in asked if rank not in replies and rank not in states]
-            if not silent:
-                take(states)
-                return
-            self._watcher.ask(silent, "", b"", _RUNS_S, lambda running: take(_with_silent(states, running)))
+            here.update({int(rank): State(obstacle=text) for rank, text in obstacles.items()})
+            running = {rank: State(obstacle=SILENT) for rank in found[""] if rank not in found["state"]}
+            take({**running, **states, **here})
 
         question = json.dumps([key, own, asked]).encode()
-        near = self._helpers_of(asked)
-        self._watcher.ask([*asked, *near], "state", question, _ANSWER_S, take_answers)
+        self._watcher.ask([*asked, *self._helpers_of(asked)], "state", question, _ANSWER_S, partial(note, "state"))
+        self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
         """Returns one more rank to ask for each asked one that no other asked rank can watch by PID."""
@@ -320,10 +320,6 @@ class Status:
             )  # fmt: skip
 
         self._ask_states(others[:MOST_ASKED], own.key, None, write)
-
-
-def _with_silent(states: dict[int, State], running: Iterable[int]) -> dict[int, State]:
-    return {**states, **{rank: State(obstacle=SILENT) for rank in running}}
 
 
 def _packed(key: str, report: Report) -> bytes:

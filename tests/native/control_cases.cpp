@@ -598,6 +598,168 @@ void a_leaver_whose_farewell_comes_over_another() {
   CHECK(world.knows(1, kLeft));
 }
 
+// Guests of one store, which seal what they send.
+struct Visits {
+  struct Guest {
+    Seal out, in;
+    Bytes reply;
+    bool closed = false;
+  };
+  explicit Visits(int count) {
+    const Bytes theirs(kNonceBytes, 'g'), mine(kNonceBytes, 'n');
+    for (int id = 0; id < count; ++id) {
+      guests.push_back({Seal("token", true, theirs, mine), Seal("token", false, theirs, mine), {}, false});
+      CHECK(store.admit(id, "token", theirs + mine, &out));
+    }
+  }
+  void bytes(int id, const Bytes& bytes) {
+    for (Guest& guest : guests) guest.reply.clear();
+    guests[id].closed = !store.take(id, bytes, &out);
+    if (guests[id].closed) store.drop(id, &out);
+    take();
+  }
+  void drop(int id) {
+    for (Guest& guest : guests) guest.reply.clear();
+    store.drop(id, &out);
+    take();
+  }
+  void take() {
+    for (const auto& [id, bytes] : std::exchange(out, {})) guests[id].reply += bytes;
+  }
+  static Bytes raw(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
+  static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
+    return encode_store(static_cast<std::uint8_t>(call), parts);
+  }
+  // Returns the reply of the last step, its parts joined by commas; "-" if there is none.
+  std::string reply(int id) {
+    if (guests[id].reply.empty()) return "-";
+    Bytes body = guests[id].reply.substr(kHeadBytes);
+    std::uint8_t code = 0;
+    std::vector<Bytes> parts;
+    if (!guests[id].in.open(&body) || !decode_store(body, &code, &parts)) return "malformed";
+    std::string text = code == 0 ? "" : "problem:";
+    for (const Bytes& part : parts) text += (&part == parts.data() ? "" : ",") + part;
+    return text;
+  }
+  std::string ask(int id, StoreCall kind, const std::vector<Bytes>& parts) {
+    bytes(id, raw(FrameKind::kStoreCall, guests[id].out.seal(call(kind, parts))));
+    return reply(id);
+  }
+
+  Store store;
+  std::vector<Guest> guests;
+  std::vector<Store::Output> out;
+};
+
+void a_guest_uses_the_store() {
+  Visits visits(2);
+  const auto ask = [&](StoreCall call, const std::vector<Bytes>& parts) { return visits.ask(0, call, parts); };
+  CHECK(ask(StoreCall::kSet, {"a", "1", "b", ""}) == "");
+  CHECK(visits.ask(1, StoreCall::kGet, {"b", "a"}) == ",1");
+  CHECK(visits.ask(1, StoreCall::kAdd, {"a", "-3"}) == "-2" && ask(StoreCall::kAdd, {"n", "5"}) == "5");
+  CHECK(ask(StoreCall::kAdd, {"n", "9223372036854775807"}).find("problem:") == 0);
+  CHECK(ask(StoreCall::kAdd, {"n", "1x"}).find("problem:") == 0);
+  CHECK(ask(StoreCall::kCheck, {"a", "none"}) == "0" && ask(StoreCall::kCheck, {"a", "b"}) == "1");
+  CHECK(ask(StoreCall::kCompareSet, {"c", "", "x"}) == "x" && ask(StoreCall::kCompareSet, {"c", "", "y"}) == "x");
+  CHECK(ask(StoreCall::kCompareSet, {"d", "z", "y"}) == "z" && ask(StoreCall::kCheck, {"d"}) == "0");
+  CHECK(ask(StoreCall::kAppend, {"c", "x"}) == "" && ask(StoreCall::kGet, {"c"}) == "xx");
+  CHECK(ask(StoreCall::kDelete, {"c"}) == "1" && ask(StoreCall::kDelete, {"c"}) == "0");
+  CHECK(ask(StoreCall::kCount, {}) == "3" && ask(StoreCall::kCount, {"a"}).find("problem:") == 0);
+  CHECK(ask(static_cast<StoreCall>(99), {}).find("problem:") == 0);
+}
+
+void a_guest_is_woken_once_all_its_keys_are_set() {
+  Visits visits(3);
+  CHECK(visits.ask(0, StoreCall::kGet, {"a", "b"}) == "-" && visits.ask(2, StoreCall::kWait, {"b"}) == "-");
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "1"}) == "" && visits.reply(0) == "-");
+  CHECK(visits.ask(1, StoreCall::kDelete, {"a"}) == "1");
+  CHECK(visits.ask(1, StoreCall::kSet, {"b", "2"}) == "" && visits.reply(0) == "-" && visits.reply(2) == "");
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "3"}) == "" && visits.reply(0) == "3,2");
+  CHECK(visits.ask(0, StoreCall::kWait, {"never"}) == "-");
+  visits.drop(0);
+  CHECK(visits.ask(1, StoreCall::kSet, {"never", "1"}) == "" && visits.reply(0) == "-");
+}
+
+void a_held_key_ends_with_its_connection() {
+  Visits visits(3);
+  CHECK(visits.ask(0, StoreCall::kHold, {"a", "1"}) == "" && visits.ask(1, StoreCall::kGet, {"a"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kHold, {"b", "2"}) == "" && visits.ask(0, StoreCall::kDelete, {"b"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kHold, {"c", "3"}) == "" && visits.ask(2, StoreCall::kHold, {"c", "4"}) == "");
+  CHECK(visits.ask(1, StoreCall::kGet, {"gone/a"}) == "-");
+  visits.drop(0);
+  CHECK(visits.reply(1) == "1");
+  CHECK(visits.ask(1, StoreCall::kCheck, {"a"}) == "0" && visits.ask(1, StoreCall::kCheck, {"gone/b"}) == "0");
+  CHECK(visits.ask(1, StoreCall::kGet, {"c"}) == "4" && visits.ask(1, StoreCall::kCheck, {"gone/c"}) == "0");
+  CHECK(visits.ask(1, StoreCall::kHold, {"d", Bytes(70'000, 'x')}).find("problem:") == 0);
+}
+
+void a_guest_is_closed_for_what_it_must_not_send() {
+  const auto refused = [](FrameKind kind, Bytes body, bool sealed) {
+    Visits visits(1);
+    if (sealed) body = visits.guests[0].out.seal(body);
+    visits.bytes(0, Visits::raw(kind, body));
+    return visits.guests[0].closed;
+  };
+  const Bytes count = Visits::call(StoreCall::kCount, {});
+  CHECK(!refused(FrameKind::kStoreCall, count, true));
+  CHECK(refused(FrameKind::kStoreCall, count + Bytes(kSealBytes, 'x'), false));
+  CHECK(refused(FrameKind::kStoreCall, "", false));
+  CHECK(refused(FrameKind::kStoreCall, count + "x", true));
+  CHECK(refused(FrameKind::kStoreCall, Visits::call(StoreCall::kGet, {"a"}).substr(0, 8), true));
+  for (int kind = 1; kind <= static_cast<int>(FrameKind::kStoreReply); ++kind) {
+    if (kind != static_cast<int>(FrameKind::kStoreCall)) CHECK(refused(static_cast<FrameKind>(kind), count, true));
+  }
+  Visits visits(2);
+  CHECK(visits.ask(0, StoreCall::kGet, {"a"}) == "-");
+  visits.ask(0, StoreCall::kCount, {});  // it still waits
+  CHECK(visits.guests[0].closed);
+  const Bytes frame = Visits::raw(FrameKind::kStoreCall, visits.guests[1].out.seal(count));
+  visits.bytes(1, frame);
+  CHECK(visits.reply(1) == "0");
+  visits.bytes(1, frame);  // again
+  CHECK(visits.guests[1].closed);
+}
+
+void a_guest_is_handed_to_the_store() {
+  for (const bool meets : {false, true}) {
+    World world({1, 1}, 0, meets);
+    const auto come = [&](int connection, const std::string& token, const Bytes& then) {
+      const Bytes mine(kNonceBytes, 'g');
+      world.step(event_of(Event::kAccepted, connection));
+      world.bytes(connection, encode(Hello{}) + Visits::raw(FrameKind::kNonce, mine) +
+                                  Visits::raw(FrameKind::kIdentity,
+                                              prove(token, true, mine, Bytes(kNonceBytes, 'n'), 0, proc_of(0))) +
+                                  then);
+    };
+    come(3, "token0", "then");
+    const Action* guest = world.find(Action::kGuest, 3);
+    CHECK(guest != nullptr && guest->bytes == Bytes(kNonceBytes, 'g') + Bytes(kNonceBytes, 'n') + "then");
+    CHECK(world.find(Action::kClose) == nullptr);
+    world.bytes(3, "not the core's");
+    world.pass(10 * kSecond);
+    CHECK(world.find(Action::kClose, 3) == nullptr);
+    come(4, "another", "");
+    CHECK(world.find(Action::kGuest) == nullptr && world.find(Action::kClose, 4) != nullptr);
+    world.accept(5, 1);
+    world.bytes(5, world.frame(FrameKind::kStoreCall, 1, ""));  // a member is no guest
+    CHECK(world.find(Action::kClose, 5) != nullptr);
+  }
+}
+
+void the_oldest_stranger_makes_room() {
+  World world({1, 1});
+  int logs = 0;
+  for (int i = 0; i < 300; ++i) {
+    world.now += kMillisecond;
+    world.step(event_of(Event::kAccepted, 1000 - i));  // not in the order of the numbers
+    logs += world.find(Action::kLog) != nullptr ? 1 : 0;
+    const bool is_full = i >= 258;  // 256 and two members
+    CHECK((world.find(Action::kClose) != nullptr) == is_full);
+    if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
+  }
+  CHECK(logs == 2);  // the first and the tenth
+}
+
 #define CASE(name) {#name, name}
 const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(vectors_of_hmac),
@@ -632,6 +794,12 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
+    CASE(a_guest_uses_the_store),
+    CASE(a_guest_is_woken_once_all_its_keys_are_set),
+    CASE(a_held_key_ends_with_its_connection),
+    CASE(a_guest_is_closed_for_what_it_must_not_send),
+    CASE(a_guest_is_handed_to_the_store),
+    CASE(the_oldest_stranger_makes_room),
 };
 
 }  // namespace

@@ -8,7 +8,7 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kMostStrangers = 256;  // unidentified connections accepted at once, plus one per member
+constexpr std::size_t kMostStrangers = 256;  // unidentified connections, plus one per member; the oldest is closed
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
 std::uint64_t entry_digest(Proc proc, const End& end) {
@@ -222,6 +222,18 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   action.id = end.reporter;
 }
 
+std::vector<int> Core::lost_by(const Action& end) const {
+  const int domain = domain_of(end.proc), mine = roster_->domain_of[me_];
+  if (domain != mine || (end.flags & (kLeft | kExited | kFailed)) != 0) {
+    return {roster_->members[index_of(end.proc)].rank};
+  }
+  std::vector<int> lost;
+  const int teller = domain_of(end.id);
+  if (teller < 0 || teller == mine) return lost;
+  for (const int index : roster_->domains[teller]) lost.push_back(roster_->members[index].rank);
+  return lost;
+}
+
 // Publishes unpublished ends: deaths at once, others with the next tick.
 void Core::publish() {
   publish_at_once_ = false;
@@ -313,19 +325,20 @@ void Core::greet(int connection, const Bytes& nonce) {
 Bytes Core::proof(const Link& link, bool of_dialer) const {
   const int index = link.dialed ? index_of(link.proc) : -1;
   const Bytes& token = !link.dialed ? token_ : index < 0 ? Bytes() : roster_->members[index].endpoint.token;
-  Writer writer;
-  writer.number(static_cast<std::uint8_t>(of_dialer));
-  writer.text(link.dialed ? link.nonce : link.theirs).text(link.dialed ? link.theirs : link.nonce);
-  writer.number(link.dialed ? self_ : link.proc).number(link.dialed ? link.proc : self_);
-  return hmac_sha256(token, writer.take());
+  if (link.dialed) return prove(token, of_dialer, link.nonce, link.theirs, self_, link.proc);
+  return prove(token, of_dialer, link.theirs, link.nonce, link.proc, self_);
 }
 
 void Core::on_accepted(const Event& event) {
   std::size_t strangers = 0;
-  for (const auto& [connection, link] : links_) strangers += is_stranger(link) ? 1 : 0;
-  if (strangers >= kMostStrangers + (roster_ == nullptr ? kMostMembers : roster_->members.size())) {
-    act(Action::kClose, event.connection);
-    return;
+  int oldest = -1;
+  for (const auto& [connection, link] : links_) {
+    if (!is_stranger(link)) continue;
+    if (strangers++ == 0 || link.opened < links_.at(oldest).opened) oldest = connection;
+  }
+  // The oldest: a handshake takes milliseconds, so it is the least likely to complete.
+  if (strangers >= kMostStrangers + (roster_ == nullptr ? 0 : roster_->members.size())) {
+    refuse(oldest, "too many others came before it had proved that it belongs to this job");
   }
   links_[event.connection] = Link();
   greet(event.connection, event.nonce);
@@ -376,6 +389,7 @@ void Core::on_bytes(const Event& event) {
                                                          : false;
     found = links_.find(connection);  // it may have been closed
     if (fine || found == links_.end()) continue;
+    if (is_stranger(found->second)) return refuse(connection, "malformed bytes, or another token");
     log(found->second.proc, "closed a connection: malformed bytes");
     act(Action::kClose, connection);
     drop(connection, true);
@@ -395,7 +409,7 @@ bool Core::on_hello(int connection, const Hello& hello) {
 
 bool Core::on_nonce(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  const bool is_known = link.dialed ? frame.from == link.proc : frame.from != 0 && frame.from != self_;
+  const bool is_known = link.dialed ? frame.from == link.proc : frame.from != self_;
   if (!is_known || frame.body.size() != kNonceBytes || !link.theirs.empty()) return false;
   link.proc = frame.from;
   link.theirs = frame.body;
@@ -408,6 +422,11 @@ bool Core::on_identity(int connection, const Frame& frame) {
   if (link.theirs.empty() || frame.from != link.proc) return false;
   if (link.dialed && index_of(link.proc) < 0) return false;  // no member any more
   if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
+  if (link.proc == 0) {  // a guest: the store serves it
+    act(Action::kGuest, connection).bytes = link.theirs + link.nonce + Bytes(link.parser.rest());
+    links_.erase(connection);
+    return true;
+  }
   if (!link.dialed) {
     Peer& peer = peers_[frame.from];
     // The newest connection of a dialer replaces its older one: bytes in flight there are dropped.
@@ -434,7 +453,9 @@ bool Core::on_frame(int connection, const Frame& frame) {
   link.heard = link.sign = now_;
   switch (frame.kind) {
     case FrameKind::kNonce:
-    case FrameKind::kIdentity: return false;
+    case FrameKind::kIdentity:
+    case FrameKind::kStoreCall:
+    case FrameKind::kStoreReply: return false;
     case FrameKind::kBeat: {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
@@ -487,6 +508,18 @@ void Core::drop(int connection, bool by_peer) {
 void Core::close(int connection) {
   act(Action::kClose, connection);
   drop(connection, false);
+}
+
+// Closes a stranger's connection. Logs the first, the tenth, the hundredth: a stranger must not fill the log.
+void Core::refuse(int connection, const char* reason) {
+  std::uint64_t logged = 1;
+  while (logged < refused_ + 1) logged *= 10;
+  if (++refused_ == logged) {
+    Action& action = act(Action::kLog, connection);
+    action.flags = 1;
+    action.bytes = "refused a connection (number " + std::to_string(refused_) + "): " + reason;
+  }
+  close(connection);
 }
 
 // Membership and liveness.
@@ -770,13 +803,13 @@ void Core::dial_domain(int domain) {
 
 // Beats on watched connections, probes silent ones, and closes dead and silent ones.
 void Core::tend_links() {
-  std::vector<int> dead, useless;
+  std::vector<int> dead, late, useless;
   for (auto& [connection, link] : links_) {
     const bool is_watched = link.beating || (link.dialed && !link.identified);
     if ((link.identified || link.dialed) && is_dead(link.proc)) {
       dead.push_back(connection);
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
-      useless.push_back(connection);
+      late.push_back(connection);
     } else if (is_watched && now_ - link.sign > config_.limit / 2) {
       // A new dial shows more: a full window or a lost NAT entry also silences a connection.
       useless.push_back(connection);
@@ -792,6 +825,7 @@ void Core::tend_links() {
     close(connection);
   }
   for (const int connection : useless) close(connection);
+  for (const int connection : late) refuse(connection, "it has not proved in time that it belongs to this job");
 }
 
 // Erases peers without a connection or dial.

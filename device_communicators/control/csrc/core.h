@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "frame.h"
+#include "store.h"
 
 namespace parallel_state::control {
 
@@ -211,7 +212,8 @@ struct Action {
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
     kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
     kRefuse,    // `bytes`: why the configuration, or the call with `key`, is refused
-    kLog
+    kGuest,     // `connection` is the store's from now on: both nonces and what followed are `bytes`; see store.h
+    kLog        // `bytes`; of `proc`, or of the peer of `connection`
   } kind = kLog;
   int connection = -1;
   Proc proc = 0;
@@ -239,6 +241,9 @@ class Core {
 
   const Ends& ends() const { return ends_; }
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
+  // Returns the ranks that this process lost by the end that a kDoom or kLeft reports. Those of the other domain if
+  // that declared this one unreachable or stopped.
+  std::vector<int> lost_by(const Action& end) const;
   // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
@@ -371,6 +376,7 @@ class Core {
   bool on_frame(int connection, const Frame& frame);
   void drop(int connection, bool by_peer);
   void close(int connection);
+  void refuse(int connection, const char* reason);
 
   // Membership and liveness.
   void meet(const Event& event);
@@ -456,12 +462,13 @@ class Core {
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
+  std::uint64_t refused_ = 0;           // strangers
   std::vector<Action>* out_ = nullptr;  // in `step` only
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
                         left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, epoch_,
-                        term_, leading_, watches_, links_, peers_, seen_, rounds_, questions_)
+                        term_, leading_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control

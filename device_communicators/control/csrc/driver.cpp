@@ -72,6 +72,17 @@ bool meets_itself(int socket) {
          std::memcmp(&own, &peer, own_size) == 0;
 }
 
+std::string peer_of(int socket) {
+  sockaddr_storage peer{};
+  socklen_t size = sizeof(peer);
+  char host[NI_MAXHOST] = "?", port[NI_MAXSERV] = "?";
+  if (getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &size) == 0) {
+    getnameinfo(reinterpret_cast<sockaddr*>(&peer), size, host, sizeof(host), port, sizeof(port),
+                NI_NUMERICHOST | NI_NUMERICSERV);
+  }
+  return std::string(host) + ":" + port;
+}
+
 Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
   Event event;
   event.kind = kind;
@@ -124,6 +135,7 @@ class Driver {
   void feed(Stay* stay, Event event);
   void act(Stay* stay, const Action& action);
   void log(Stay* stay, const std::string& text, bool is_warning = false);
+  void log(Stay* stay, Action action);
 
   void dial(Stay* stay, const Action& action);
   void on_dialed(Stay* stay, int number);
@@ -133,6 +145,9 @@ class Driver {
   bool drain(Connection* connection);
   void send(Stay* stay, int number, const Bytes& bytes);
   void flush(int number, Connection* connection);
+  void flush_all();
+  void serve(Stay* stay, int number, const Bytes& bytes);
+  void reply(Stay* stay, const std::vector<Store::Output>& replies);
   void probe(Stay* stay, int number);
   void close(Stay* stay, int number);
   bool is_closed(Connection* connection, Nanos now);
@@ -258,6 +273,7 @@ void Driver::end(Stay* stay, const char* cause) noexcept {
   stay->listener.close();
   stay->board.close();
   try {
+    if (cause != nullptr && stay->rank >= 0) stay->listeners->report(stay->rank, true);
     stay->inbox.end(last_news(cause));
   } catch (...) {
     stay->inbox.end(std::move(stay->without_memory));
@@ -318,6 +334,7 @@ void Driver::tend(Stay* stay) {
   if (stay->core->is_over() && stay->listens) {
     // The core has no connections any more. Closing ones still have bytes to send; the others end now.
     stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
+    stay->store = Store();
     for (auto at = stay->connections.begin(); at != stay->connections.end();) {
       const int number = at->first;
       const bool closing = at->second.closing;
@@ -367,6 +384,10 @@ void Driver::feed(Stay* stay, Event event) {
     for (const Action& action : actions) act(stay, action);
   }
   stay->feeding = false;
+  flush_all();
+}
+
+void Driver::flush_all() {
   const auto unsent = std::exchange(unsent_, {});
   for (const auto& [of, number] : unsent) {
     const auto found = of->connections.find(number);
@@ -392,8 +413,14 @@ void Driver::act(Stay* stay, const Action& action) {
         stay->events.push_back(event_of(Event::kExiting, action.proc));
       }
       break;
-    case Action::kDoom: stay->inbox.push(Inbox::kDied, encode_news(action)); break;
-    case Action::kLeft: stay->inbox.push(Inbox::kLeft, encode_news(action)); break;
+    case Action::kDoom:
+      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, true);
+      stay->inbox.push(Inbox::kDied, encode_news(action));
+      break;
+    case Action::kLeft:
+      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, false);
+      stay->inbox.push(Inbox::kLeft, encode_news(action));
+      break;
     case Action::kVerdict: give(stay, Inbox::kVerdict, action); break;
     case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
     case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
@@ -401,7 +428,8 @@ void Driver::act(Stay* stay, const Action& action) {
       if (action.key.members != 0) give(stay, Inbox::kRefused, action);
       else stay->inbox.push(Inbox::kRefused, encode_news(action));
       break;
-    case Action::kLog: stay->inbox.push(Inbox::kLog, encode_news(action)); break;
+    case Action::kGuest: serve(stay, action.connection, action.bytes); break;
+    case Action::kLog: log(stay, action); break;
   }
 }
 
@@ -409,6 +437,12 @@ void Driver::log(Stay* stay, const std::string& text, bool is_warning) {
   Action action;
   action.flags = is_warning;
   action.bytes = text;
+  stay->inbox.push(Inbox::kLog, encode_news(action));
+}
+
+void Driver::log(Stay* stay, Action action) {
+  const auto found = stay->connections.find(action.connection);
+  if (found != stay->connections.end()) action.bytes += " (from " + peer_of(*found->second.socket) + ")";
   stay->inbox.push(Inbox::kLog, encode_news(action));
 }
 
@@ -497,13 +531,36 @@ void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
     const ssize_t size = recv(*connection->socket, bytes.data(), bytes.size(), 0);
     if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
     Event event = event_of(size > 0 ? Event::kBytes : Event::kClosed, 0, number);
-    if (size <= 0) erase(stay, number);
-    else event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
-    feed(stay, std::move(event));
+    if (size > 0) event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
+    if (size > 0 && connection->is_guest) {
+      serve(stay, number, event.bytes);
+      flush_all();
+    } else {
+      if (size <= 0) erase(stay, number);
+      feed(stay, std::move(event));
+    }
     const auto found = stay->connections.find(number);
     if (size < static_cast<ssize_t>(kReadBytes) || found == stay->connections.end() || found->second.closing) return;
     connection = &found->second;
   }
+}
+
+// Hands bytes of a guest to the store; the first are what the core handed over.
+void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
+  const auto found = stay->connections.find(number);
+  if (found == stay->connections.end()) return;
+  std::vector<Store::Output> replies;
+  const bool admitted = std::exchange(found->second.is_guest, true);
+  const bool fine =
+      admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
+  reply(stay, replies);
+  if (fine || stay->connections.count(number) == 0) return;
+  log(stay, "closed a connection to the store: malformed bytes");
+  erase(stay, number);
+}
+
+void Driver::reply(Stay* stay, const std::vector<Store::Output>& replies) {
+  for (const auto& [guest, bytes] : replies) send(stay, guest, bytes);
 }
 
 // Discards the bytes that a peer still sends; returns true at the end of the stream.
@@ -581,7 +638,12 @@ void Driver::erase(Stay* stay, int number) {
   control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
   sources_.erase(number);
   timed_.erase(number);
+  const bool was_guest = stay->connections.at(number).is_guest;
   stay->connections.erase(number);
+  if (!was_guest) return;
+  std::vector<Store::Output> replies;
+  stay->store.drop(number, &replies);
+  reply(stay, replies);
 }
 
 void Driver::check_timed(Nanos now) {
@@ -606,6 +668,7 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   const int me = event.roster->index_of(stay->proc);
   feed(stay, event);
   if (me < 0) return;
+  stay->rank = event.roster->members[me].rank;
   for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
     const Member& member = event.roster->members[index];
     const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),
@@ -694,6 +757,7 @@ bool Driver::may_close_board(Stay* stay) {
 }
 
 void Driver::finish(Stay* stay) {
+  stay->store = Store();
   while (!stay->connections.empty()) erase(stay, stay->connections.begin()->first);
   for (const auto& [number, neighbour] : stay->neighbours) sources_.erase(number);
   sources_.erase(stay->listener_number);
@@ -782,12 +846,14 @@ std::size_t Inbox::take(char* buffer, std::size_t capacity) {
   return size;
 }
 
-std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made) {
+std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
+                       std::shared_ptr<Stay>* made) {
   auto stay = std::make_shared<Stay>();
   const Bytes random = random_bytes(8);
   std::memcpy(&stay->proc, random.data(), sizeof(stay->proc));
   stay->proc |= 1;  // never 0
-  for (const char byte : random_bytes(16)) {
+  stay->token = token;
+  for (const char byte : token.empty() ? random_bytes(16) : Bytes()) {
     stay->token += "0123456789abcdef"[static_cast<unsigned char>(byte) >> 4];
     stay->token += "0123456789abcdef"[byte & 15];
   }

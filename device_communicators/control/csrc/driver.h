@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "core.h"
+#include "end_listeners.h"
 #include "machine.h"
+#include "store.h"
 #include "record.h"
 
 namespace parallel_state::control {
@@ -57,7 +59,8 @@ struct Connection {
   Descriptor socket;
   Proc dialed = 0;  // target of the dial; 0 once open
   bool closing = false;
-  bool hung_up = false;  // writing failed; reading goes on
+  bool is_guest = false;  // the store serves it
+  bool hung_up = false;   // writing failed; reading goes on
   bool polls_out = false;
   Nanos until = kNever;  // deadline of the dial or close
   Bytes out;             // bytes not yet written to the socket
@@ -88,14 +91,17 @@ struct Stay {
   Board board;
   Bytes without_memory;  // the last news if there is no memory for any other
   Inbox inbox;
+  const std::shared_ptr<EndListeners> listeners = std::make_shared<EndListeners>();
   // Guarded by the fork mutex:
   bool over = false;
   std::condition_variable_any ended;  // with the fork mutex: `over`
   // Guarded by `stepping`:
   std::mutex stepping;
   std::unique_ptr<Core> core;  // another thread may only record it
+  Store store;
   Record record;
   // The thread's:
+  int rank = -1;  // of this process; -1 until the world is met
   std::map<int, Connection> connections;
   std::map<int, Neighbour> neighbours;
   std::deque<Event> events;
@@ -108,8 +114,9 @@ struct Stay {
 };
 
 // Opens a stay that listens at `address`; returns its handle or the negative errno. `first` to `last`: the ports that
-// may be used; 0: any.
-std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made);
+// may be used; 0: any. `token`: of the listener; empty: a random one.
+std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
+                       std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
 // Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors

@@ -52,6 +52,8 @@ enum class FrameKind : std::uint16_t {
   kForget,     // decider -> members: all are done
   kQuestion,   // status: asker -> asked
   kReply,      // status: asked -> asker
+  kStoreCall,  // store: guest -> listener
+  kStoreReply  // store: listener -> guest
 };
 
 struct Frame {
@@ -235,11 +237,18 @@ class Parser {
   Result next(Hello* hello, Frame* frame);
   // Allows bodies of full size: the peer has been identified.
   void trust() { most_body_bytes_ = kMostBodyBytes; }
+  std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
+  // Goes on after the hello of an identified peer.
+  static Parser after_hello(std::string_view rest) {
+    Parser parser;
+    parser.push(rest);
+    parser.trust();
+    parser.has_hello_ = true;
+    return parser;
+  }
   PARALLEL_STATE_FIELDS(buffer_, offset_, most_body_bytes_, has_hello_, malformed_)
 
  private:
-  std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
-
   Bytes buffer_;
   std::size_t offset_ = 0;
   std::size_t most_body_bytes_ = kMostStrangerBytes;

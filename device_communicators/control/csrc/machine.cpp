@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -229,6 +230,10 @@ ProcessWatch::Found ProcessWatch::open(int pid, std::uint64_t began) {
 }
 
 bool ProcessWatch::has_exited() const {
+  if (polled_) {
+    pollfd exit{*file_, POLLIN, 0};
+    return poll(&exit, 1, 0) > 0 && (exit.revents & POLLIN) != 0;
+  }
   char byte;
   if (pread(*file_, &byte, 1, 0) < 0 && errno == ESRCH) return true;
   const auto fields = stat_fields(*file_);

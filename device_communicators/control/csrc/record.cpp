@@ -14,10 +14,11 @@ const char* const kEvents[] = {
     "tick",     "meets the world", "dialed", "refused by", "no answer from", "accepted", "closed",
     "receives", "acked",           "board",  "beats",      "ended:",         "exits:",   "call",
     "cancel",   "report",          "ask",    "reply to",   "leave"};
-const char* const kActions[] = {"dial",      "close", "send",    "probe",    "publish", "beat",   "look at",
-                                "tell dead", "left:", "verdict", "question", "reply",   "refuse", "log"};
-const char* const kFrames[] = {"",       "nonce",   "identity", "beat",   "state",    "value", "ask",
-                               "answer", "verdict", "done",     "forget", "question", "reply"};
+const char* const kActions[] = {"dial",  "close",   "send",     "probe", "publish", "beat",  "look at", "tell dead",
+                                "left:", "verdict", "question", "reply", "refuse",  "guest", "log"};
+const char* const kFrames[] = {"",       "nonce",    "identity", "beat",       "state",
+                               "value",  "ask",      "answer",   "verdict",    "done",
+                               "forget", "question", "reply",    "store call", "store reply"};
 const char* const kVerdicts[] = {"agreed", "ended", "missing", "undecided"};
 
 std::string name_of(const Core& core, Proc proc) {

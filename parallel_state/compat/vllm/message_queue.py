@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from device_communicators.base import settings
 from device_communicators.base.cores import usable_cores
 from device_communicators.base.errors import (
     CommunicationError,
@@ -33,11 +34,11 @@ from device_communicators.base.errors import (
     UsageError,
 )
 from device_communicators.base.host import local_namespace
-from device_communicators.calls.work import gather_bytes
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
+from device_communicators.liveness.health import Watcher
 from parallel_state.compat import pickles
 from parallel_state.compat.vllm.stateless import in_the_same_node_as
 
@@ -52,7 +53,6 @@ _GRACE_S = 0.5
 """The time in which a process that goes because its peer went may hear of it in its own way first."""
 _NAP_S = 0.001
 _READY = b"READY"
-_HANDLE_BYTES = 2048
 _OUT_OF_BAND_BYTES = 1 << 20
 
 
@@ -355,8 +355,8 @@ def _check_local(readers: Sequence[bool]) -> None:
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    mine = bytes(pickles.dumps(handle)).ljust(_HANDLE_BYTES, b"\0")
-    every = gather_bytes(pg, dist.get_world_size(pg), mine, lambda work: work.wait())
+    ranks = range(dist.get_world_size(pg))
+    every = Watcher().gather("queue", ranks, bytes(pickles.dumps(handle)), settings.TIMEOUT_S.get(), gloo=pg)
     return [pickles.loads(each) for each in every]
 
 
