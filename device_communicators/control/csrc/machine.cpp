@@ -246,7 +246,7 @@ bool is_ending(int pid) {
   const std::string folder = "/proc/" + std::to_string(pid) + "/task";
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());  // or a forked child keeps the folder open
   DIR* tasks = opendir(folder.c_str());
-  if (tasks == nullptr) return false;  // it has exited, or there is no /proc
+  if (tasks == nullptr) return (errno == ENOENT || errno == ESRCH) && access("/proc/self/task", F_OK) == 0;
   bool all = true;
   while (const dirent* task = readdir(tasks)) {
     if (task->d_name[0] != '.') all = all && is_thread_ending(folder + "/" + task->d_name + "/stat");
