@@ -615,6 +615,7 @@ _DESCRIPTORS: set[str] = set()
 
 
 def _note_descriptors() -> None:
+    native.load()  # its pipe for signals is a child's own
     _DESCRIPTORS.clear()
     _DESCRIPTORS.update(_descriptors())
 
