@@ -53,7 +53,8 @@ _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
 """kMostMembers of csrc/frame.h and kMostDomains of csrc/core.h: leads hold a connection to each other domain."""
-_TOKEN_BYTES = 33
+MOST_TOKEN_BYTES = 64
+"""Of a token that the program gives: HMAC hashes longer keys first."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _REVOKED, _STOPPED = 1, 2, 4, 8, 16, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_REVOKED, "revoked"), (_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
@@ -148,31 +149,41 @@ class _Waiting:
 class World:
     """This process' stay in a world. All methods may be called by any thread."""
 
-    def __init__(self, library: Any, address: str, *, limit_s: float, beat_s: float) -> None:
-        """Listens at `address`, on a port of PARALLEL_STATE_PORTS if that is set. `library`: the loaded C++ library.
+    def __init__(
+        self, library: Any, address: str, *, limit_s: float, beat_s: float, port: int | None = None, token: str = ""
+    ) -> None:
+        """Listens at `address`, and serves a key-value store to processes that prove the token; see `ControlStore`.
 
-        After `limit_s` without a sign of life a host is unreachable. Raises ResourceLimitError if descriptors, threads
-        or memory ran out, and ControlError for other errors, such as no free port.
+        `library`: the loaded C++ library. `port`: None for any, of PARALLEL_STATE_PORTS if that is set. `token`: the
+        secret of the listener, a random one if empty. After `limit_s` without a sign of life a host is unreachable.
+        Raises ResourceLimitError if descriptors, threads or memory ran out, and ControlError for other errors, such as
+        no free port.
         """
         exits.prepare()
         self._library, self._pid = library, os.getpid()
-        first, last = settings.PORTS.get() or (0, 0)
-        proc, port, board, token = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int(), (ctypes.c_char * _TOKEN_BYTES)()
+        first, last = (port, port) if port is not None else settings.PORTS.get() or (0, 0)
+        proc, bound, board = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()
+        if len(token.encode()) > MOST_TOKEN_BYTES:
+            raise InvalidArgumentError(f"the token of a world must have at most {MOST_TOKEN_BYTES} bytes")
+        shown = ctypes.create_string_buffer(token.encode(), MOST_TOKEN_BYTES + 1)
         try:
             numeric = resolve(address, 0)[0][4][0]
             self._own_handle = library.ps_control_open(
                 str(numeric).encode(), first, last, beat_s, limit_s, library.ps_version(),
-                ctypes.byref(proc), ctypes.byref(port), ctypes.byref(board), token,
+                ctypes.byref(proc), ctypes.byref(bound), ctypes.byref(board), shown,
             )  # fmt: skip
             if self._own_handle < 0:
                 raise OSError(-self._own_handle, os.strerror(-self._own_handle))
         except OSError as error:
-            of_range = f", ports {first}-{last} ({settings.PORTS.name})," if last else ""
-            advice = ". Give a larger range" if last and error.errno == errno.EADDRINUSE else ""
+            is_range = port is None and last != 0
+            of_range = (
+                f", ports {first}-{last} ({settings.PORTS.name})," if is_range else f", port {port}," if port else ""
+            )
+            advice = ". Give a larger range" if is_range and error.errno == errno.EADDRINUSE else ""
             doing = f"listening on {address}{of_range} for other ranks"
             named = name_shortage(error, doing)
             raise (ControlError(f"{doing} failed: {error}{advice}") if named is error else named) from error
-        self.endpoint = Endpoint(proc.value, address, port.value, token.value.decode(), board.value)
+        self.endpoint = Endpoint(proc.value, address, bound.value, shown.value.decode(), board.value)
         self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
@@ -199,7 +210,7 @@ class World:
         `on_change` is called for each rank that ends, and for this rank if a peer reports it.
         `on_question(rank, question)` returns the reply. One thread calls both, so they must be quick.
         """
-        if self._thread is not None:
+        if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
         members = sorted(members)
         self._procs = {member.rank: member.endpoint.proc for member in members}
@@ -221,9 +232,15 @@ class World:
         self._check(
             self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining the world"
         )
+        self.start_thread()  # last: a process without it can still report that it failed
+
+    def start_thread(self) -> None:
+        """Starts the thread that calls the callbacks and logs; `meet` does it. For a world that only serves a store."""
+        if self._thread is not None:
+            return
         thread = HelperThread("control-news", self._listen)
         with naming_shortages("starting the control plane's callback thread"):
-            thread.start()  # last: a process without it can still report that it failed
+            thread.start()
         self._thread = thread
 
     def agree(
@@ -398,7 +415,7 @@ class World:
             self._end = f"its thread failed: {_words(text)}" if flags else "this process left the world"
             if flags:
                 logger.error("the control plane of this process ended: %s", self._end)
-                self._guarded(self._on_change, Change("over", self._ranks[self.endpoint.proc], self._end))
+                self._guarded(self._on_change, Change("over", self._ranks.get(self.endpoint.proc, -1), self._end))
         elif kind == _REFUSED and digest:  # the call alone
             self._finish(self._calls, (digest, purpose, attempt), InvalidArgumentError(_words(text)))
         elif kind == _REFUSED:

@@ -33,7 +33,7 @@ def _program(name: str, patch: tuple[str, str, str] | None = None) -> Path:
         pytest.skip("there is no C++ compiler")
     program = PROGRAMS / f"control_{name}.cpp"
     flags = (*FLAGS, *SANITIZED) if name == "fuzzer" else FLAGS
-    sources = [CORE / f"{unit}.cpp" for unit in ("core", "agreement", "frame", "hmac", "record")]
+    sources = [CORE / f"{unit}.cpp" for unit in ("core", "agreement", "frame", "store", "hmac", "record")]
     if patch is not None:
         text = (CORE / patch[0]).read_text()
         assert text.count(patch[1]) == 1, f"{patch[0]} has no longer one {patch[1]!r}"
@@ -48,7 +48,7 @@ def _program(name: str, patch: tuple[str, str, str] | None = None) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=native_build.BUILD_TIMEOUT_S)
         assert done.returncode == 0, done.stderr[:5000]
 
-    read = [*sources, *(CORE / f"{unit}.h" for unit in ("core", "frame", "hmac", "record")), program]
+    read = [*sources, *(CORE / f"{unit}.h" for unit in ("core", "frame", "store", "hmac", "record")), program]
     return kept(f"control_{name}", [*compiler, *flags, patch], read, build)
 
 

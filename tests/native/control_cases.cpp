@@ -589,6 +589,152 @@ void a_leaver_whose_farewell_comes_over_another() {
   CHECK(world.knows(1, kLeft));
 }
 
+// A guest of a core, which seals what it sends.
+struct Visitor {
+  Visitor(World* world, int connection, const std::string& token = "token0") : world(world), connection(connection) {
+    const Bytes mine(kNonceBytes, 'g'), theirs(kNonceBytes, 'n');
+    world->step(event_of(Event::kAccepted, connection));
+    world->bytes(connection, encode(Hello{}) + raw(FrameKind::kNonce, mine) +
+                                 raw(FrameKind::kIdentity, prove(token, true, mine, theirs, 0, proc_of(world->self))));
+    out = Seal(token, true, mine, theirs);
+    in = Seal(token, false, mine, theirs);
+  }
+  static Bytes raw(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
+  void say(StoreCall call, const std::vector<Bytes>& parts) {
+    const Bytes body = encode_store(static_cast<std::uint8_t>(call), parts);
+    world->bytes(connection, raw(FrameKind::kStoreCall, out.seal(body)));
+  }
+  // Returns the parts of the reply that the last step sent to this guest, joined by commas; "-" if there is none.
+  std::string reply() {
+    const Action* action = world->sent(connection, FrameKind::kStoreReply);
+    if (action == nullptr) return "-";
+    Bytes body = action->bytes.substr(kHeadBytes);
+    std::uint8_t code = 0;
+    std::vector<Bytes> parts;
+    if (!in.open(&body) || !decode_store(body, &code, &parts)) return "malformed";
+    std::string text = code == 0 ? "" : "problem:";
+    for (const Bytes& part : parts) text += (&part == parts.data() ? "" : ",") + part;
+    return text;
+  }
+  std::string ask(StoreCall call, const std::vector<Bytes>& parts) {
+    say(call, parts);
+    return reply();
+  }
+  bool is_closed() const { return world->find(Action::kClose, connection) != nullptr; }
+
+  World* world;
+  int connection;
+  Seal out, in;
+};
+
+void a_guest_uses_the_store() {
+  for (const bool meets : {false, true}) {
+    World world({1, 1}, 0, meets);
+    Visitor one(&world, 3), other(&world, 4);
+    CHECK(one.ask(StoreCall::kSet, {"a", "1", "b", ""}) == "");
+    CHECK(other.ask(StoreCall::kGet, {"b", "a"}) == ",1");
+    CHECK(other.ask(StoreCall::kAdd, {"a", "-3"}) == "-2" && one.ask(StoreCall::kAdd, {"n", "5"}) == "5");
+    CHECK(one.ask(StoreCall::kAdd, {"n", "9223372036854775807"}).find("problem:") == 0);
+    CHECK(one.ask(StoreCall::kAdd, {"n", "1x"}).find("problem:") == 0);
+    CHECK(one.ask(StoreCall::kCheck, {"a", "none"}) == "0" && one.ask(StoreCall::kCheck, {"a", "b"}) == "1");
+    CHECK(one.ask(StoreCall::kCompareSet, {"c", "", "x"}) == "x");
+    CHECK(one.ask(StoreCall::kCompareSet, {"c", "", "y"}) == "x");
+    CHECK(one.ask(StoreCall::kCompareSet, {"d", "z", "y"}) == "z" && one.ask(StoreCall::kCheck, {"d"}) == "0");
+    CHECK(one.ask(StoreCall::kAppend, {"c", "x"}) == "" && one.ask(StoreCall::kGet, {"c"}) == "xx");
+    CHECK(one.ask(StoreCall::kDelete, {"c"}) == "1" && one.ask(StoreCall::kDelete, {"c"}) == "0");
+    CHECK(one.ask(StoreCall::kCount, {}) == "3" && one.ask(StoreCall::kCount, {"a"}).find("problem:") == 0);
+    CHECK(one.ask(static_cast<StoreCall>(99), {}).find("problem:") == 0);
+    CHECK(world.find(Action::kDoom) == nullptr && !one.is_closed());
+  }
+}
+
+void a_guest_is_woken_once_all_its_keys_are_set() {
+  World world({1, 1});
+  Visitor one(&world, 3), other(&world, 4), third(&world, 5);
+  CHECK(one.ask(StoreCall::kGet, {"a", "b"}) == "-" && third.ask(StoreCall::kWait, {"b"}) == "-");
+  CHECK(other.ask(StoreCall::kSet, {"a", "1"}) == "" && one.reply() == "-");
+  CHECK(other.ask(StoreCall::kDelete, {"a"}) == "1");
+  CHECK(other.ask(StoreCall::kSet, {"b", "2"}) == "" && one.reply() == "-" && third.reply() == "");
+  CHECK(other.ask(StoreCall::kSet, {"a", "3"}) == "" && one.reply() == "3,2");
+  one.say(StoreCall::kWait, {"never"});
+  world.step(event_of(Event::kClosed, 3));
+  CHECK(other.ask(StoreCall::kSet, {"never", "1"}) == "" && one.reply() == "-");
+}
+
+void a_held_key_ends_with_its_connection() {
+  World world({1, 1});
+  Visitor one(&world, 3), other(&world, 4), third(&world, 5);
+  CHECK(one.ask(StoreCall::kHold, {"a", "1"}) == "" && other.ask(StoreCall::kGet, {"a"}) == "1");
+  CHECK(one.ask(StoreCall::kHold, {"b", "2"}) == "" && one.ask(StoreCall::kDelete, {"b"}) == "1");
+  CHECK(one.ask(StoreCall::kHold, {"c", "3"}) == "" && third.ask(StoreCall::kHold, {"c", "4"}) == "");
+  CHECK(other.ask(StoreCall::kGet, {"gone/a"}) == "-");
+  world.step(event_of(Event::kClosed, 3));
+  CHECK(other.reply() == "1");
+  CHECK(other.ask(StoreCall::kCheck, {"a"}) == "0" && other.ask(StoreCall::kCheck, {"gone/b"}) == "0");
+  CHECK(other.ask(StoreCall::kGet, {"c"}) == "4" && other.ask(StoreCall::kCheck, {"gone/c"}) == "0");
+  CHECK(other.ask(StoreCall::kHold, {"d", Bytes(70'000, 'x')}).find("problem:") == 0);
+}
+
+void a_guest_is_closed_for_what_it_must_not_send() {
+  const auto refused = [](const char* token, FrameKind kind, Bytes body, bool sealed) {
+    World world({1, 1});
+    Visitor guest(&world, 3, token);
+    if (sealed) body = guest.out.seal(body);
+    if (!guest.is_closed()) world.bytes(3, Visitor::raw(kind, body));
+    return guest.is_closed();
+  };
+  const Bytes count = encode_store(static_cast<std::uint8_t>(StoreCall::kCount), {});
+  CHECK(!refused("token0", FrameKind::kStoreCall, count, true));
+  CHECK(refused("another", FrameKind::kStoreCall, count, true));
+  CHECK(refused("token0", FrameKind::kStoreCall, count + Bytes(kSealBytes, 'x'), false));
+  CHECK(refused("token0", FrameKind::kStoreCall, "", false));
+  CHECK(refused("token0", FrameKind::kStoreCall, count + "x", true));
+  CHECK(refused("token0", FrameKind::kStoreCall, encode_store(2, {"a"}).substr(0, 8), true));
+  for (int kind = 1; kind <= static_cast<int>(FrameKind::kStoreReply); ++kind) {
+    if (kind != static_cast<int>(FrameKind::kStoreCall))
+      CHECK(refused("token0", static_cast<FrameKind>(kind), "", true));
+  }
+  World world({1, 1});
+  Visitor guest(&world, 3);
+  guest.say(StoreCall::kGet, {"a"});
+  guest.say(StoreCall::kCount, {});  // it still waits
+  CHECK(guest.is_closed());
+  Visitor other(&world, 4);
+  const Bytes frame = Visitor::raw(FrameKind::kStoreCall, other.out.seal(count));
+  world.bytes(4, frame);
+  CHECK(other.reply() == "0");
+  world.bytes(4, frame);  // again
+  CHECK(other.is_closed());
+  world.accept(5, 1);
+  world.bytes(5, world.frame(FrameKind::kStoreCall, 1, count));  // a member is no guest
+  CHECK(world.find(Action::kClose, 5) != nullptr);
+}
+
+void the_oldest_stranger_makes_room() {
+  World world({1, 1});
+  Visitor guest(&world, 1);
+  int logs = 0;
+  for (int i = 0; i < 300; ++i) {
+    world.now += kMillisecond;
+    world.step(event_of(Event::kAccepted, 1000 - i));  // not in the order of the numbers
+    logs += world.find(Action::kLog) != nullptr ? 1 : 0;
+    const bool is_full = i >= 258;  // 256 and two members
+    CHECK((world.find(Action::kClose) != nullptr) == is_full);
+    if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
+  }
+  CHECK(logs == 2);  // the first and the tenth
+  CHECK(guest.ask(StoreCall::kCount, {}) == "0");
+}
+
+void guests_get_no_farewell() {
+  World world({1, 1}, 0, false);
+  Visitor guest(&world, 3);
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = world.now + kSecond;
+  world.step(leave);
+  CHECK(world.core.is_over() && guest.is_closed() && world.find(Action::kSend) == nullptr);
+}
+
 #define CASE(name) {#name, name}
 const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(vectors_of_hmac),
@@ -622,6 +768,12 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
+    CASE(a_guest_uses_the_store),
+    CASE(a_guest_is_woken_once_all_its_keys_are_set),
+    CASE(a_held_key_ends_with_its_connection),
+    CASE(a_guest_is_closed_for_what_it_must_not_send),
+    CASE(the_oldest_stranger_makes_room),
+    CASE(guests_get_no_farewell),
 };
 
 }  // namespace

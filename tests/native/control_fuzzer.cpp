@@ -35,6 +35,30 @@ struct Random {
 
 Proc proc_of(std::size_t rank) { return rank + 11; }
 
+void require(bool holds, const char* text) {
+  if (holds) return;
+  std::printf("%s\n", text);
+  std::abort();
+}
+
+Bytes mutated(Bytes bytes, Random* random) {
+  for (std::size_t count = 1 + random->below(4); count > 0; --count) {
+    const std::size_t at = random->below(bytes.size() + 1);
+    const std::size_t size = random->below(40);
+    switch (random->below(6)) {
+      case 0: bytes.insert(at, size, static_cast<char>(random->next())); break;
+      case 1: bytes.erase(at, size); break;
+      case 2: bytes.insert(at, bytes.substr(random->below(bytes.size() + 1), size)); break;
+      case 3: bytes.resize(at); break;
+      default: {  // a number that is near a bound
+        static constexpr char kNumbers[] = "\x00\x01\x02\x03\x7f\x80\xff";
+        if (at < bytes.size()) bytes[at] = random->chance(50) ? kNumbers[random->below(7)] : random->next() & 0xff;
+      }
+    }
+  }
+  return bytes;
+}
+
 struct Pipe {  // one connection; `to` holds what is on the way to each side, empty bytes for its end
   std::size_t rank[2];
   std::deque<Bytes> to[2];
@@ -148,30 +172,14 @@ class Fuzzer {
     }
   }
 
-  Bytes mutant(Bytes bytes) {
-    for (std::size_t count = 1 + random_.below(4); count > 0; --count) {
-      const std::size_t at = random_.below(bytes.size() + 1);
-      const std::size_t size = random_.below(40);
-      switch (random_.below(6)) {
-        case 0: bytes.insert(at, size, static_cast<char>(random_.next())); break;
-        case 1: bytes.erase(at, size); break;
-        case 2: bytes.insert(at, bytes.substr(random_.below(bytes.size() + 1), size)); break;
-        case 3: bytes.resize(at); break;
-        default: {  // a number that is near a bound
-          static constexpr char kNumbers[] = "\x00\x01\x02\x03\x7f\x80\xff";
-          if (at < bytes.size()) bytes[at] = random_.chance(50) ? kNumbers[random_.below(7)] : random_.next() & 0xff;
-        }
-      }
-    }
-    return bytes;
-  }
+  Bytes mutant(Bytes bytes) { return mutated(std::move(bytes), &random_); }
 
   Bytes mutant_frame(const Bytes& bytes) {
     if (bytes.size() <= kHeadBytes || bytes[0] == '\0' || random_.chance(10)) {
       return bytes.size() > kHelloBytes && random_.chance(90) ? bytes : mutant(bytes);
     }
     Bytes head = bytes.substr(0, kHeadBytes);
-    if (random_.chance(20)) head[6] = static_cast<char>(1 + random_.below(12));
+    if (random_.chance(20)) head[6] = static_cast<char>(1 + random_.below(14));
     const Bytes body = random_.chance(85) ? mutant(bytes.substr(kHeadBytes)) : Bytes();
     if (random_.chance(95)) head.replace(0, 4, Writer().number(static_cast<std::uint32_t>(body.size())).take());
     return random_.chance(20) ? bytes + head + body : head + body;  // the true one first
@@ -214,12 +222,6 @@ class Fuzzer {
     step(rank, event);
   }
 
-  static void require(bool holds, const char* text) {
-    if (holds) return;
-    std::printf("%s\n", text);
-    std::abort();
-  }
-
   Random random_;
   Nanos now_ = 1000 * kSecond;
   std::size_t mutants_ = 0;
@@ -230,11 +232,86 @@ class Fuzzer {
   std::deque<std::pair<std::size_t, Event>> local_;
 };
 
+// Guests of one core, whose requests are mutated before they are sealed: the table's parser and waits.
+class Guests {
+ public:
+  explicit Guests(std::uint64_t seed) : random_{seed}, core_(11, "token", Config()) {
+    for (int i = 0; i < 200; ++i) {
+      const int id = static_cast<int>(random_.below(4));
+      if (guests_.count(id) == 0) enter(id);
+      else if (random_.chance(5)) guests_.erase(id), step(event_of(Event::kClosed, id));
+      else ask(id);
+    }
+  }
+
+ private:
+  struct Guest {
+    Seal out, in;
+    bool waits = false;
+  };
+
+  static Event event_of(Event::Kind kind, int connection, Bytes bytes = {}) {
+    Event event;
+    event.kind = kind;
+    event.connection = connection;
+    event.bytes = std::move(bytes);
+    event.nonce = Bytes(kNonceBytes, 'n');
+    return event;
+  }
+
+  void enter(int id) {
+    const Bytes mine(kNonceBytes, 'g'), theirs(kNonceBytes, 'n');
+    guests_[id] = {Seal("token", true, mine, theirs), Seal("token", false, mine, theirs), false};
+    step(event_of(Event::kAccepted, id));
+    const Bytes proof = prove("token", true, mine, theirs, 0, 11);
+    step(event_of(Event::kBytes, id,
+                  encode(Hello{}) + encode(Frame{FrameKind::kNonce, 0, 0, 0, 0, mine}) +
+                      encode(Frame{FrameKind::kIdentity, 0, 0, 0, 0, proof})));
+  }
+
+  void ask(int id) {
+    std::vector<Bytes> parts;
+    for (std::size_t count = random_.below(5); count > 0; --count) {
+      parts.push_back(random_.chance(90) ? Bytes(1, static_cast<char>('0' + random_.below(5))) : Bytes("gone/1"));
+    }
+    Bytes body = encode_store(static_cast<std::uint8_t>(random_.below(12)), parts);
+    if (random_.chance(10)) body = mutated(std::move(body), &random_);
+    Guest& guest = guests_[id];
+    body = guest.out.seal(std::move(body));
+    guest.waits = true;
+    step(event_of(Event::kBytes, id, encode(Frame{FrameKind::kStoreCall, 0, 0, 0, 0, std::move(body)})));
+  }
+
+  void step(const Event& event) {
+    std::vector<Action> actions, again;
+    Core copy = core_;
+    core_.step(++now_, event, &actions);
+    copy.step(now_, event, &again);
+    require(copy.digest() == core_.digest() && again.size() == actions.size(), "a copy steps differently");
+    for (const Action& action : actions) {
+      if (action.kind == Action::kClose) guests_.erase(action.connection);
+      if (action.kind != Action::kSend || action.bytes.size() < kHeadBytes || action.bytes[6] != 14) continue;
+      require(guests_.count(action.connection) != 0, "a reply to nobody");
+      Guest& guest = guests_[action.connection];
+      Bytes body = action.bytes.substr(kHeadBytes);
+      std::uint8_t code = 0;
+      std::vector<Bytes> parts;
+      require(std::exchange(guest.waits, false), "a reply without a request");
+      require(guest.in.open(&body) && decode_store(body, &code, &parts) && code < 2, "a malformed reply");
+    }
+  }
+
+  Random random_;
+  Nanos now_ = 1000 * kSecond;
+  Core core_;
+  std::map<int, Guest> guests_;
+};
+
 // Bytes alone, in pieces of any size.
 void fuzz_parser(Random* random) {
   Bytes stream = encode(Hello{});
   for (int i = 0; i < 5; ++i) {
-    stream += encode(Frame{static_cast<FrameKind>(1 + random->below(11)), 7, 1, 0, 11, Bytes(random->below(200), 'x')});
+    stream += encode(Frame{static_cast<FrameKind>(1 + random->below(14)), 7, 1, 0, 11, Bytes(random->below(200), 'x')});
   }
   for (std::size_t count = random->below(4); count > 0; --count) {
     stream[random->below(stream.size())] = static_cast<char>(random->next());
@@ -268,6 +345,7 @@ int main(int argc, char** argv) {
   for (; std::chrono::steady_clock::now() < end; ++rounds, ++seed) {
     if (argc > 4) std::fprintf(stderr, "%llu\n", static_cast<unsigned long long>(seed));
     steps += Fuzzer(seed * 7919).run();
+    Guests guests(seed * 7919);
     Random random{seed};
     for (int i = 0; i < 50; ++i) fuzz_parser(&random);
   }

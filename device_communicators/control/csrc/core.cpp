@@ -9,7 +9,7 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kEntryBytes = 21;      // of an end without a text
-constexpr std::size_t kMostStrangers = 256;  // unidentified connections accepted at once, plus one per member
+constexpr std::size_t kMostStrangers = 256;  // unidentified connections, plus one per member; the oldest is closed
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
 
 // Mixes values into a number that is equal on all machines.
@@ -278,7 +278,7 @@ int Core::domain_of(Proc proc) const {
 
 // A process that isn't a member may be a member of the next epoch.
 bool Core::is_stranger(const Link& link) const {
-  return !link.dialed && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
+  return !link.dialed && !link.guest && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
 }
 
 void Core::dial(Proc proc, bool for_watch) {
@@ -342,19 +342,20 @@ void Core::greet(int connection, const Bytes& nonce) {
 Bytes Core::proof(const Link& link, bool of_dialer) const {
   const int index = link.dialed ? index_of(link.proc) : -1;
   const Bytes& token = !link.dialed ? token_ : index < 0 ? Bytes() : roster_->members[index].endpoint.token;
-  Writer writer;
-  writer.number(static_cast<std::uint8_t>(of_dialer));
-  writer.text(link.dialed ? link.nonce : link.theirs).text(link.dialed ? link.theirs : link.nonce);
-  writer.number(link.dialed ? self_ : link.proc).number(link.dialed ? link.proc : self_);
-  return hmac_sha256(token, writer.take());
+  if (link.dialed) return prove(token, of_dialer, link.nonce, link.theirs, self_, link.proc);
+  return prove(token, of_dialer, link.theirs, link.nonce, link.proc, self_);
 }
 
 void Core::on_accepted(const Event& event) {
   std::size_t strangers = 0;
-  for (const auto& [connection, link] : links_) strangers += is_stranger(link) ? 1 : 0;
-  if (strangers >= kMostStrangers + (roster_ == nullptr ? kMostMembers : roster_->members.size())) {
-    act(Action::kClose, event.connection);
-    return;
+  int oldest = -1;
+  for (const auto& [connection, link] : links_) {
+    if (!is_stranger(link)) continue;
+    if (strangers++ == 0 || link.opened < links_.at(oldest).opened) oldest = connection;
+  }
+  // The oldest: a handshake takes milliseconds, so it is the least likely to complete.
+  if (strangers >= kMostStrangers + (roster_ == nullptr ? 0 : roster_->members.size())) {
+    refuse(oldest, "too many others came before it had proved that it belongs to this job");
   }
   links_[event.connection] = Link();
   greet(event.connection, event.nonce);
@@ -405,6 +406,7 @@ void Core::on_bytes(const Event& event) {
                                                          : false;
     found = links_.find(connection);  // it may have been closed
     if (fine || found == links_.end()) continue;
+    if (is_stranger(found->second)) return refuse(connection, "malformed bytes, or another token");
     log(found->second.proc, "closed a connection: malformed bytes");
     act(Action::kClose, connection);
     drop(connection, true);
@@ -424,7 +426,7 @@ bool Core::on_hello(int connection, const Hello& hello) {
 
 bool Core::on_nonce(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  const bool is_known = link.dialed ? frame.from == link.proc : frame.from != 0 && frame.from != self_;
+  const bool is_known = link.dialed ? frame.from == link.proc : frame.from != self_;
   if (!is_known || frame.body.size() != kNonceBytes || !link.theirs.empty()) return false;
   link.proc = frame.from;
   link.theirs = frame.body;
@@ -436,15 +438,21 @@ bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
   if (link.theirs.empty() || frame.from != link.proc) return false;
   if (!equal_secrets(frame.body, proof(link, !link.dialed))) return false;
+  link.identified = true;
+  link.heard = link.sign = now_;
+  link.parser.trust();
+  if (link.proc == 0) {
+    link.guest = true;
+    link.from_guest = Seal(token_, true, link.theirs, link.nonce);
+    link.to_guest = Seal(token_, false, link.theirs, link.nonce);
+    return true;
+  }
   if (!link.dialed) {
     Peer& peer = peers_[frame.from];
     // The newest connection of a dialer replaces its older one: bytes in flight there are dropped.
     if (peer.in >= 0) close(peer.in);
     peer.in = connection;
   }
-  link.identified = true;
-  link.heard = link.sign = now_;
-  link.parser.trust();
   routed_ = dirty_ = true;
   if (!ends_.empty()) send_state(connection);
   if (link.beating) send_beat(connection);
@@ -459,10 +467,13 @@ bool Core::on_frame(int connection, const Frame& frame) {
   if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
   if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
   if (frame.from != link.proc) return false;
+  if (link.guest) return frame.kind == FrameKind::kStoreCall && on_store_call(connection, frame.body);
   link.heard = link.sign = now_;
   switch (frame.kind) {
     case FrameKind::kNonce:
-    case FrameKind::kIdentity: return false;
+    case FrameKind::kIdentity:
+    case FrameKind::kStoreCall:
+    case FrameKind::kStoreReply: return false;
     case FrameKind::kBeat: {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
@@ -489,6 +500,11 @@ void Core::drop(int connection, bool by_peer) {
   if (found == links_.end()) return;
   const Link link = std::move(found->second);
   links_.erase(found);
+  if (link.guest) {
+    std::vector<Table::Reply> replies;
+    table_.drop(connection, &replies);
+    return send_replies(replies);
+  }
   if (!link.identified && !link.dialed) return;
   Peer& peer = peers_[link.proc];
   if (peer.out == connection) peer.out = -1;
@@ -516,6 +532,31 @@ void Core::drop(int connection, bool by_peer) {
 void Core::close(int connection) {
   act(Action::kClose, connection);
   drop(connection, false);
+}
+
+// Closes a stranger's connection. Logs the first, the tenth, the hundredth: a stranger must not fill the log.
+void Core::refuse(int connection, const char* reason) {
+  std::uint64_t logged = 1;
+  while (logged < refused_ + 1) logged *= 10;
+  if (++refused_ == logged) {
+    Action& action = act(Action::kLog, connection);
+    action.flags = 1;
+    action.bytes = "refused a connection (number " + std::to_string(refused_) + "): " + reason;
+  }
+  close(connection);
+}
+
+bool Core::on_store_call(int connection, Bytes body) {
+  std::vector<Table::Reply> replies;
+  if (!links_[connection].from_guest.open(&body) || !table_.ask(connection, body, &replies)) return false;
+  send_replies(replies);
+  return true;
+}
+
+void Core::send_replies(const std::vector<Table::Reply>& replies) {
+  for (const auto& [guest, body] : replies) {
+    send(guest, FrameKind::kStoreReply, links_.at(guest).to_guest.seal(body));
+  }
 }
 
 // Membership and liveness.
@@ -570,7 +611,8 @@ void Core::try_leave() {
   if (beats_asked_ > 0 && now_ < leaving_ && !seen_.empty()) return;
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating) send_state(connection);
-    else if (link.identified) send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));
+    else if (link.identified && !link.guest)
+      send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));
     act(Action::kClose, connection);
   }
   links_.clear();
@@ -803,13 +845,13 @@ void Core::dial_domain(int domain) {
 
 // Beats on watched connections, probes silent ones, and closes dead and silent ones.
 void Core::tend_links() {
-  std::vector<int> dead, useless;
+  std::vector<int> dead, late, useless;
   for (auto& [connection, link] : links_) {
     const bool is_watched = link.beating || (link.dialed && !link.identified);
     if ((link.identified || link.dialed) && is_dead(link.proc)) {
       dead.push_back(connection);
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
-      useless.push_back(connection);
+      late.push_back(connection);
     } else if (is_watched && now_ - link.sign > config_.limit / 2) {
       // A new dial shows more: a full window or a lost NAT entry also silences a connection.
       useless.push_back(connection);
@@ -825,6 +867,7 @@ void Core::tend_links() {
     close(connection);
   }
   for (const int connection : useless) close(connection);
+  for (const int connection : late) refuse(connection, "it has not proved in time that it belongs to this job");
   dirty_ = dirty_ || !useless.empty();
 }
 
@@ -845,7 +888,7 @@ std::uint64_t Core::digest() const {
   for (const auto& [connection, link] : links_) {
     digest.add(connection, link.proc, link.nonce, link.theirs, link.dialed, link.for_watch, link.identified,
                link.beating, link.opened, link.watched, link.heard, link.sign, link.beaten, link.peer_digest,
-               link.parser.rest());
+               link.guest, link.from_guest.number(), link.to_guest.number(), link.parser.rest());
   }
   for (const auto& [proc, peer] : peers_) {
     digest.add(proc, peer.out, peer.in, peer.dialing, peer.for_watch, peer.refused, std::max(peer.next_dial, now_));
@@ -860,6 +903,7 @@ std::uint64_t Core::digest() const {
     }
   }
   for (const Question& each : questions_) digest.add(each.proc, each.id, each.deadline, each.bytes, each.sent_on);
+  digest.add(table_.content(), refused_);
   return digest.value();
 }
 

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "frame.h"
+#include "store.h"
 
 namespace parallel_state::control {
 
@@ -195,7 +196,7 @@ struct Action {
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
     kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
     kRefuse,    // `bytes`: why the configuration, or the call with `key`, is refused
-    kLog
+    kLog        // `bytes`; of `proc`, or of the peer of `connection`
   } kind = kLog;
   int connection = -1;
   Proc proc = 0;
@@ -234,12 +235,14 @@ class Core {
     bool dialed = false;
     bool for_watch = false;                    // dialed by a lead, and used for nothing else
     bool identified = false;                   // the peer has proved that it holds the token
+    bool guest = false;                        // an identified peer that is no member; see store.h
     bool beating = false;                      // one side watches it
     Nanos opened = 0, watched = 0;             // times at which it was opened, and first watched
     Nanos heard = 0;                           // when the last bytes of the process arrived
     Nanos sign = 0;                            // the last sign of its kernel
     Nanos beaten = 0;                          // the last beat or state that was sent
     std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer has, or that was sent to it
+    Seal from_guest, to_guest;
     Parser parser;
   };
 
@@ -341,6 +344,9 @@ class Core {
   bool on_frame(int connection, const Frame& frame);
   void drop(int connection, bool by_peer);
   void close(int connection);
+  void refuse(int connection, const char* reason);
+  bool on_store_call(int connection, Bytes body);
+  void send_replies(const std::vector<Table::Reply>& replies);
 
   // Membership and liveness.
   void meet(const Event& event);
@@ -427,6 +433,8 @@ class Core {
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
+  Table table_;
+  std::uint64_t refused_ = 0;           // strangers
   std::vector<Action>* out_ = nullptr;  // in `step` only
 };
 

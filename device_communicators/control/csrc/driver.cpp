@@ -71,6 +71,17 @@ bool meets_itself(int socket) {
          std::memcmp(&own, &peer, own_size) == 0;
 }
 
+std::string peer_of(int socket) {
+  sockaddr_storage peer{};
+  socklen_t size = sizeof(peer);
+  char host[NI_MAXHOST] = "?", port[NI_MAXSERV] = "?";
+  if (getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &size) == 0) {
+    getnameinfo(reinterpret_cast<sockaddr*>(&peer), size, host, sizeof(host), port, sizeof(port),
+                NI_NUMERICHOST | NI_NUMERICSERV);
+  }
+  return std::string(host) + ":" + port;
+}
+
 Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
   Event event;
   event.kind = kind;
@@ -124,6 +135,7 @@ class Driver {
   void feed(Stay* stay, Event event);
   void act(Stay* stay, const Action& action);
   void log(Stay* stay, const std::string& text, bool is_warning = false);
+  void log(Stay* stay, Action action);
 
   void dial(Stay* stay, const Action& action);
   void on_dialed(Stay* stay, int number);
@@ -393,7 +405,7 @@ void Driver::act(Stay* stay, const Action& action) {
     case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
     case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
     case Action::kRefuse: stay->inbox.push(Inbox::kRefused, encode_news(action)); break;
-    case Action::kLog: stay->inbox.push(Inbox::kLog, encode_news(action)); break;
+    case Action::kLog: log(stay, action); break;
   }
 }
 
@@ -401,6 +413,12 @@ void Driver::log(Stay* stay, const std::string& text, bool is_warning) {
   Action action;
   action.flags = is_warning;
   action.bytes = text;
+  stay->inbox.push(Inbox::kLog, encode_news(action));
+}
+
+void Driver::log(Stay* stay, Action action) {
+  const auto found = stay->connections.find(action.connection);
+  if (found != stay->connections.end()) action.bytes += " (from " + peer_of(*found->second.socket) + ")";
   stay->inbox.push(Inbox::kLog, encode_news(action));
 }
 
@@ -741,12 +759,14 @@ std::size_t Inbox::take(char* buffer, std::size_t capacity) {
   return size;
 }
 
-std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made) {
+std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
+                       std::shared_ptr<Stay>* made) {
   auto stay = std::make_shared<Stay>();
   const Bytes random = random_bytes(8);
   std::memcpy(&stay->proc, random.data(), sizeof(stay->proc));
   stay->proc |= 1;  // never 0
-  for (const char byte : random_bytes(16)) {
+  stay->token = token;
+  for (const char byte : token.empty() ? random_bytes(16) : Bytes()) {
     stay->token += "0123456789abcdef"[static_cast<unsigned char>(byte) >> 4];
     stay->token += "0123456789abcdef"[byte & 15];
   }

@@ -89,8 +89,9 @@ struct Stay {
 };
 
 // Opens a stay that listens at `address`; returns its handle or the negative errno. `first` to `last`: the ports that
-// may be used; 0: any.
-std::int64_t open_stay(const std::string& address, int first, int last, Config config, std::shared_ptr<Stay>* made);
+// may be used; 0: any. `token`: of the listener; empty: a random one.
+std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
+                       std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
 // Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors

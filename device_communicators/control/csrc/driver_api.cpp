@@ -38,7 +38,8 @@ int post_event(std::int64_t handle, Event::Kind kind, Make make) {
 extern "C" {
 
 // Listens at a numeric address, at a port from `first` to `last`, 0 for any. Returns a handle, or the negative errno,
-// and writes the process' number, its port, its board's descriptor and its token of 32 characters and a 0.
+// and writes the process' number, its port and its board's descriptor. `token`: that of the listener, at most 64
+// characters; an empty one is replaced by a random one of 32 characters.
 std::int64_t ps_control_open(const char* address, int first, int last, double beat_s, double limit_s,
                              std::uint32_t build, std::uint64_t* proc, int* port, int* board, char* token) {
   try {
@@ -47,7 +48,7 @@ std::int64_t ps_control_open(const char* address, int first, int last, double be
     config.limit = static_cast<Nanos>(limit_s * 1e9);
     config.build = build;
     std::shared_ptr<Stay> stay;
-    const std::int64_t handle = open_stay(address, first, last, config, &stay);
+    const std::int64_t handle = open_stay(address, first, last, token, config, &stay);
     if (handle < 0) return handle;
     *proc = stay->proc;
     *port = stay->port;

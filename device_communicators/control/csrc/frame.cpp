@@ -57,7 +57,7 @@ Parser::Result Parser::next(Hello* hello, Frame* frame) {
   const auto version = reader.number<std::uint16_t>();
   const auto kind = reader.number<std::uint16_t>();
   malformed_ = size > most_body_bytes_ || version != kVersion || kind < static_cast<int>(FrameKind::kNonce) ||
-               kind > static_cast<int>(FrameKind::kReply);
+               kind > static_cast<int>(FrameKind::kStoreReply);
   if (malformed_) return Result::kMalformed;
   if (rest().size() < kHeadBytes + size) {
     buffer_.erase(0, offset_);

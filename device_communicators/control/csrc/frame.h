@@ -46,6 +46,8 @@ enum class FrameKind : std::uint16_t {
   kForget,     // decider -> members: all are done
   kQuestion,   // status: asker -> asked
   kReply,      // status: asked -> asker
+  kStoreCall,  // store: guest -> listener
+  kStoreReply  // store: listener -> guest
 };
 
 struct Frame {
