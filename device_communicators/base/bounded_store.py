@@ -140,7 +140,7 @@ class BoundedStore:
         """Returns the global rank that serves the store: 0, or None for a store of a launcher, a file or a dict."""
         server = _server_of(self.raw)
         if not isinstance(server, dist.TCPStore):
-            return None
+            return getattr(server, "served_by", None)
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return None if by_agent and str(server.port) == os.environ.get("MASTER_PORT", "").strip() else 0
 

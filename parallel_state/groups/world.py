@@ -39,6 +39,7 @@ from device_communicators.base.torch_internals import (
 
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
@@ -171,6 +172,8 @@ def join_world(
         check_backend(alone_over)
         return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
+    if met is not None and isinstance(met.store.raw, ControlStore):
+        undo.callback(met.store.raw.close)  # keeps it, too: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
     if met is not None:
         undo.callback(met.reserved.close)

@@ -131,6 +131,13 @@ def advice() -> str:
     )
 
 
+def firewall_advice() -> str:
+    """Returns what to do if ranks reached the store where they met, but not each other."""
+    ports = settings.PORTS.get()
+    chosen = f"{ports[0]}-{ports[1]}" if ports else "unset: any port"
+    return f"A firewall may open that store's port only, and not those of {settings.PORTS.name} ({chosen}). {advice()}"
+
+
 def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) -> str:
     """Returns the message for what `unreachable` has found, for a rank that is `who`."""
     return (

@@ -40,7 +40,6 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:find_store": "the type of what makes a store",
     "parallel_state/startup/stores.py:_torch_rendezvous": "made by torch, within a deadline",
     "parallel_state/startup/stores.py:_serve": "made within a deadline",
-    "parallel_state/startup/stores.py:_connect_to_own_server": "made within a deadline",
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
     "parallel_state/startup/stores.py:_tcp_store": "made within a deadline",
