@@ -172,8 +172,8 @@ def join_world(
         check_backend(alone_over)
         return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
-    if met is not None and isinstance(met.store.raw, ControlStore):
-        undo.callback(met.store.raw.close)  # keeps it, too: torch's groups don't
+    if met is not None:
+        undo.callback(_close, met.launcher, met.store.raw)  # keeps them, too: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
     if met is not None:
         undo.callback(met.reserved.close)
@@ -186,6 +186,11 @@ def _take_back(exported: Mapping[str, str]) -> None:
     for name, value in exported.items():
         if os.environ.get(name) == value:
             del os.environ[name]
+
+
+def _close(_: object, store: dist.Store) -> None:
+    if isinstance(store, ControlStore):
+        store.close()
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:

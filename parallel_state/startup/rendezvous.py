@@ -102,6 +102,8 @@ class Met(NamedTuple):
     """This process' port for the store of the next world; `places` have those of all ranks."""
     watcher: Watcher
     """The world's, from its beginning."""
+    launcher: BoundedStore | None = None
+    """On rank 0: the store at which the ranks met. If rank 0 serves it, it answers at MASTER_PORT while this lives."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
@@ -150,7 +152,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
         if isinstance(store.raw, ControlStore):
             store.raw.close()  # no entry is held any longer; the next request connects again
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, reserved, watcher)
+        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, reserved, watcher, meeting.launcher)
     except BaseException as error:
         reserved.close()
         watcher.close()
@@ -173,6 +175,7 @@ class _Meeting:
 
     def __post_init__(self) -> None:
         self.places = {self.place.rank: self.own_place}
+        self.launcher: BoundedStore | None = None
         self._sizes: dict[int, int] = {}
         """The world size of each rank that entered."""
         self._published: dict[str, int] = {}
@@ -197,9 +200,10 @@ class _Meeting:
         """Opens a world as rank 0, and returns its store once all ranks came."""
         launcher = self._reach_launcher()
         world, verdict = self._gather(launcher)
-        del launcher  # the error's frames would keep its server, and the port
         if verdict[0] != _COMPLETE:
+            del launcher  # the error's frames would keep its server, and the port
             raise self._failure(verdict)
+        self.launcher = launcher
         return world
 
     def _gather(self, launcher: BoundedStore) -> tuple[BoundedStore, list[Any]]:
