@@ -175,8 +175,6 @@ def join_world(
     if met is not None:
         undo.callback(_close, met.launcher, met.store.raw)  # keeps them, too: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
-    if met is not None:
-        undo.callback(met.reserved.close)
     server = environment.store_server(init_method, place)
     watcher = None if met is None or place.world_size == 1 else met.watcher
     return Joined(place, device, True, server=server, watcher=watcher, met=met)
@@ -275,7 +273,6 @@ def make_default_group(
         named = limits.name_shortage(error, "init_process_group()")
         give_up(met.watcher, named)
         met.watcher.close()
-        met.reserved.close()
         if named is not error:
             raise named from error
         raise

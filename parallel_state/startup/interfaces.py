@@ -53,8 +53,6 @@ class Address(NamedTuple):
     pid: str = ""
     born: str = ""
     """Start time of the process, as the kernel counts: another one may have its pid later."""
-    next_store: str = ""
-    """`host:port` at which it would serve the next world's store; empty where it can't, or a launcher does."""
     endpoint: str = ""
     """Of its control plane; empty if it has none."""
     cores: str = ""

@@ -22,12 +22,13 @@ at the deadline.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import logging
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -43,15 +44,14 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host import address_towards, is_loopback, start_time
-from device_communicators.control.plane import Endpoint
+from device_communicators.control.plane import Endpoint, Verdict
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.cpu.watching import listen
-from device_communicators.liveness.health import Watcher, is_ending
+from device_communicators.liveness.health import Watcher, describe_deaths, is_ending, kind_of_deaths
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
-from parallel_state.startup.reserved import ReservedPort
 from parallel_state.startup.stores import StoreWay, find_store, looks, within
 
 E = TypeVar("E", bound=CommunicationError)
@@ -98,8 +98,6 @@ class Met(NamedTuple):
     places: dict[int, Address]
     deadline: float
     """Deadline of the whole start."""
-    reserved: ReservedPort
-    """This process' port for the store of the next world; `places` have those of all ranks."""
     watcher: Watcher
     """The world's, from its beginning."""
     launcher: BoundedStore | None = None
@@ -114,11 +112,31 @@ class Met(NamedTuple):
         several = len({place.network for place in self.places.values()}) > 1
         return own.address if several and is_loopback(towards_store) and own.address else towards_store
 
-    @property
-    def next_stores(self) -> tuple[str, ...]:
-        """Returns each rank's place for the next world's store; empty where a launcher, or a file, serves it."""
-        found = tuple(self.places[rank].next_store for rank in sorted(self.places))
-        return found if any(found) else ()
+
+@dataclass(frozen=True)
+class Start:
+    """Records how this process joined its world, for the world that follows it."""
+
+    init_method: str
+    options: Mapping[str, Any]
+    """Further arguments of init_distributed_environment."""
+    own_place: Address
+    """This process', as the other ranks know it."""
+    is_served_by_rank_0: bool
+    """True if rank 0 served the store at which they met."""
+
+
+_MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_state_met", default=None)
+
+
+@contextlib.contextmanager
+def met_before(met: Met | None) -> Iterator[None]:
+    """Within the body `meet` returns `met`: what `meet_again` returned."""
+    token = _MET.set(met)
+    try:
+        yield
+    finally:
+        _MET.reset(token)
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
@@ -130,36 +148,76 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     that ended meanwhile, ConfigMismatchError where ranks have different world sizes, InvalidArgumentError for a method
     that nobody knows.
     """
+    if (met := _MET.get()) is not None:
+        return met
     watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, ReservedPort(), watcher)
+        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, watcher)
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
-    reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
     address = own_place.address
     if not address or is_loopback(address):
         address = address_towards(environment.store_server(init_method, place) or place.master)
-    try:
-        endpoint = listen(watcher, address)
-    except BaseException:
-        reserved.close()
-        raise
-    own_place = own_place._replace(cores=binding.cores_to_share(), next_store=reserved.where, endpoint=endpoint)
+    own_place = own_place._replace(cores=binding.cores_to_share(), endpoint=listen(watcher, address))
     meeting = _Meeting(place, own_place, way, timeout_s, deadline)
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         if isinstance(store.raw, ControlStore):
             store.raw.close()  # no entry is held any longer; the next request connects again
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, reserved, watcher, meeting.launcher)
+        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.launcher)
     except BaseException as error:
-        reserved.close()
         watcher.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error
         raise
+
+
+def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
+    """Meets the `ranks` that are left of a world for the next one, in the control plane of the `old` one.
+
+    Each of them calls it. `own_place`: of this process, `rank`, in the old world. Returns None without a control plane.
+    Raises PeerDiedError if one of them exits, RendezvousError if some don't come.
+    """
+    deadline, watcher = time.monotonic() + timeout_s, Watcher()
+    host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
+    try:
+        entry = own_place._replace(endpoint=listen(watcher, host))
+        verdict = old.agree("reinitialize", 1, ranks, json.dumps(entry).encode(), timeout_s, ranks)
+        if verdict is None:
+            watcher.close()
+            return None
+        if verdict.kind != "agreed":
+            raise _not_left(old, verdict, rank, timeout_s)
+        places = {number: Address.parse(json.loads(value)) for number, value in enumerate(verdict.values)}
+        endpoint = Endpoint.parse(places[0].endpoint)
+        return Met(
+            BoundedStore(_store_at(endpoint, timeout_s)),
+            "the control plane of the world before",
+            places,
+            deadline,
+            watcher,
+        )
+    except BaseException:
+        watcher.close()
+        raise
+
+
+def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
+    """Returns the error for ranks of a world that don't meet again."""
+    missing = [each for each in verdict.ranks if each != rank]
+    deaths = old.await_death_of(missing, None if verdict.kind == "ended" else 0.0)
+    why = f"ranks {format_ranks(missing)} of the old world did not within {timeout_s:g} s"
+    return kind_of_deaths(deaths, RendezvousError)(
+        f"rank {rank} of the old world calls reinitialize(), but {describe_deaths(deaths) or why}. Each of these ranks "
+        "must call it, with the same ranks",
+        operation="rendezvous",
+        rank=rank,
+        suspect_ranks=[death.rank for death in deaths] or missing,
+        timeout_s=timeout_s,
+    )
 
 
 @dataclass
@@ -189,10 +247,7 @@ class _Meeting:
         """Returns the store of a world: that of rank 0's control plane; without one, a part of the launcher's."""
         if not name.startswith("["):
             return launcher.prefixed(name)
-        endpoint = Endpoint.parse(name)
-        address = endpoint.host, endpoint.port
-        store = WorldStore(native.load(), address, endpoint.token, _CONNECT_S, "the world's store")
-        return BoundedStore(store).until(self.deadline + LAST_WORD_S)
+        return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S)).until(self.deadline + LAST_WORD_S)
 
     # Rank 0.
 
@@ -496,6 +551,11 @@ class _Meeting:
         return kind(
             text, operation="rendezvous", rank=self.place.rank, suspect_ranks=suspects, timeout_s=self.timeout_s
         )
+
+
+def _store_at(endpoint: Endpoint, timeout_s: float) -> WorldStore:
+    address = endpoint.host, endpoint.port
+    return WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
 
 
 def _wait(store: BoundedStore, key: str, limit_s: float) -> bool:

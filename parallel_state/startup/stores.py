@@ -6,6 +6,7 @@ What the ranks do there is in `rendezvous`.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import select
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from device_communicators.base.errors import InvalidArgumentError, RendezvousError
 from device_communicators.base.host import connect_to, resolve
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
-from parallel_state.startup.reserved import interface_of, listener_at
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.answers import ForeignServiceError, ask_for_store
 from parallel_state.store.client import JOB_STORE
@@ -159,7 +159,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
     while True:
         try:
             backlog = place.world_size + 16
-            listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
+            listener = listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             stranger = _stranger_at(address) if in_use else ""
@@ -222,6 +222,21 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
         f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
         "or start rank 0 on the host that has this address",
     )
+
+
+def interface_of(host: str) -> str | None:
+    """Returns where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
+
+    A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
+    """
+    if host == "localhost":
+        return host
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((str(ipaddress.ip_address(host)), 0))
+    except (OSError, ValueError):
+        return None
+    return host
 
 
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
