@@ -173,7 +173,7 @@ def join_world(
         return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
     if met is not None:
-        undo.callback(_close, met.launcher, met.store.raw)  # keeps them, too: torch's groups don't
+        undo.callback(_close, met)  # keeps its stores, too: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
     server = environment.store_server(init_method, place)
     watcher = None if met is None or place.world_size == 1 else met.watcher
@@ -186,9 +186,10 @@ def _take_back(exported: Mapping[str, str]) -> None:
             del os.environ[name]
 
 
-def _close(_: object, store: dist.Store) -> None:
-    if isinstance(store, ControlStore):
-        store.close()
+def _close(met: Met) -> None:
+    met.served.clear()  # errors may keep the rest
+    if isinstance(met.store.raw, ControlStore):
+        met.store.raw.close()
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
@@ -273,6 +274,7 @@ def make_default_group(
         named = limits.name_shortage(error, "init_process_group()")
         give_up(met.watcher, named)
         met.watcher.close()
+        _close(met)
         if named is not error:
             raise named from error
         raise

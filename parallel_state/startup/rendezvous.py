@@ -74,7 +74,8 @@ _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near
 _GONE = "gone/"
 """Keys of the world's store; `_GONE` and the key of an entry whose rank exited."""
 _NO_WORLD = "rank 0 has not opened a world there"
-_COMPLETE, _SIZES, _MISSING, _ENDED, _UNREACHED = "complete", "sizes", "missing", "ended", "unreached"
+_COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
+_UNREACHED, _NO_LIBRARY = "unreached", "no library"
 _LOOPBACK, _SAME, _CORES = "loopback", "same", "cores"
 _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = (
     (_LOOPBACK, interfaces.unreachable), (_SAME, interfaces.shared_address), (_CORES, binding.different_cores),
@@ -100,8 +101,8 @@ class Met(NamedTuple):
     """Deadline of the whole start."""
     watcher: Watcher
     """The world's, from its beginning."""
-    launcher: BoundedStore | None = None
-    """On rank 0: the store at which the ranks met. If rank 0 serves it, it answers at MASTER_PORT while this lives."""
+    served: list[Any]
+    """On rank 0: the store at which the ranks met. If rank 0 serves it, it answers at MASTER_PORT until `clear()`."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
@@ -153,7 +154,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, watcher)
+        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, watcher, [])
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     address = own_place.address
@@ -163,10 +164,8 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     meeting = _Meeting(place, own_place, way, timeout_s, deadline)
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
-        if isinstance(store.raw, ControlStore):
-            store.raw.close()  # no entry is held any longer; the next request connects again
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.launcher)
+        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.served)
     except BaseException as error:
         watcher.close()
         if isinstance(error, dist.DistError):
@@ -233,7 +232,7 @@ class _Meeting:
 
     def __post_init__(self) -> None:
         self.places = {self.place.rank: self.own_place}
-        self.launcher: BoundedStore | None = None
+        self.served: list[Any] = []
         self._sizes: dict[int, int] = {}
         """The world size of each rank that entered."""
         self._published: dict[str, int] = {}
@@ -258,7 +257,7 @@ class _Meeting:
         if verdict[0] != _COMPLETE:
             del launcher  # the error's frames would keep its server, and the port
             raise self._failure(verdict)
-        self.launcher = launcher
+        self.served.append(launcher)
         return world
 
     def _gather(self, launcher: BoundedStore) -> tuple[BoundedStore, list[Any]]:
@@ -278,7 +277,7 @@ class _Meeting:
                 awaited = others + late if time.monotonic() < began + _LATE_S else others
                 if world.add(_HEARD, 0) + launcher.add(_HEARD + name, 0) >= awaited:
                     break
-        launcher.set(_WORLD, "")
+        launcher.compare_set(_WORLD, name, "")
         return world, verdict
 
     def _reach_launcher(self) -> BoundedStore:
@@ -330,13 +329,13 @@ class _Meeting:
         """Returns the verdict if ranks don't reach the world's store."""
         time.sleep(3 * _TOGETHER_S)
         self._survey(world)
-        rank, _, why = json.loads(launcher.get(_COMPLAINT + name))
+        kind, rank, _, why = json.loads(launcher.get(_COMPLAINT + name))
         near = [each for each, place in self.places.items() if place[:2] == self.own_place[:2]]
         for each in range(1, self.place.world_size):
             if each not in self.places and launcher.check([f"{_COMPLAINT}{each}{name}"]):
-                _, words, _ = json.loads(launcher.get(f"{_COMPLAINT}{each}{name}"))
+                *_, words, _ = json.loads(launcher.get(f"{_COMPLAINT}{each}{name}"))
                 self.places[each] = Address.parse(words)
-        return self._obstacle() or [_UNREACHED, rank, str(self.places[rank]), why, str(self.own_place), near]
+        return self._obstacle() or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
         if rank not in self.places:
@@ -406,7 +405,13 @@ class _Meeting:
                 else:
                     launcher = None
                 continue
-            if is_in and self._is_complete(world, launcher, name):
+            is_complete = False
+            try:
+                is_complete = is_in and self._is_complete(world, launcher, name)
+            finally:
+                if isinstance(world.raw, ControlStore):
+                    world.raw.close()  # this rank's entry is held no longer, though a program keeps the error
+            if is_complete:
                 return world
         raise self.not_met()
 
@@ -473,16 +478,16 @@ class _Meeting:
 
         Only after some time, as rank 0 may have exited. Raises the error of all ranks once rank 0 has answered.
         """
-        endpoint, why = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0]
-        at = f"port {endpoint.port} of {endpoint.host}"
-        self.obstacle = f"rank 0 serves the world's store at {at}, which this rank does not reach: {why}"
-        is_refused = isinstance(error.__cause__, (ConnectionRefusedError, PermissionError, ConnectionResetError))
-        has_library = not isinstance(error, native.NativeUnavailableError)
-        if not has_library:
-            self.obstacle = f"rank 0 uses the compiled library, which this rank can't load: {error}"
-        elif tried_s < (_REFUSED_S if is_refused else min(_SILENT_S, self.timeout_s / 4)):
-            return
-        content = json.dumps([self.place.rank, self.own_place, f"{why} ({at})" if has_library else self.obstacle])
+        endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
+        if isinstance(error, native.NativeUnavailableError):
+            kind, self.obstacle = _NO_LIBRARY, f"rank 0 uses the compiled part, which this rank doesn't have: {why}"
+        else:
+            why = f"{why} (port {endpoint.port} of {endpoint.host})"
+            self.obstacle = f"rank 0 serves the world's store, which this rank does not reach: {why}"
+            is_refused = isinstance(error.__cause__, (ConnectionRefusedError, PermissionError, ConnectionResetError))
+            if tried_s < (_REFUSED_S if is_refused else min(_SILENT_S, self.timeout_s / 4)):
+                return
+        content = json.dumps([kind, self.place.rank, self.own_place, why])
         with contextlib.suppress(dist.DistError):
             for key in (f"{_COMPLAINT}{self.place.rank}{name}", _COMPLAINT + name):
                 launcher.compare_set(key, "", content)
@@ -512,6 +517,13 @@ class _Meeting:
             return self._error(f"{self._name} can't start: {text}", suspects)
         if kind == _CORES:
             return ConfigMismatchError(f"{self._name} can't start: {binding.not_shared(*words)}")
+        if kind == _NO_LIBRARY:
+            rank, where, why, *_ = words
+            return self._error(
+                f"{self._name} can't start: rank {rank} on {where} doesn't have the compiled part, which rank 0 has: "
+                f"{why}. Install it on all hosts, or on none",
+                [rank],
+            )
         if kind == _UNREACHED:
             rank, where, why, of_rank_0, near = words
             return self._error(

@@ -74,7 +74,7 @@ def after_entering(then: Callable[[], object]) -> None:
 
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
-    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, Watcher())
+    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, Watcher(), [])
 
 
 def watch_no_processes() -> None:
