@@ -5,7 +5,7 @@
     python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs
     torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
 
-Peers are optional (`python -m parallel_state peers setup`). Sizes are the bytes that one rank holds. All
+Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes that one rank holds. All
 ranks run the same number of calls and the slowest one's time counts. Candidates: `op` is a torch.ops call,
 `coordinator` the method that a model calls; without "in place" the result is a new tensor. vLLM's calls work in place.
 

@@ -1,7 +1,7 @@
 """A group over several hosts beside torch.distributed over gloo, and MPI: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
-    python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `parallel_state peers setup`
+    python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores: their network is as fast
 as these cores, unless `--rate` limits what each of them sends. `--rate-of-connections` limits each connection, ours and
@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -35,12 +34,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import hosts_mpi
 import torch
 import torch.distributed as dist
 from harness import peers
 from torch import Tensor
 
 import parallel_state as ps
+from parallel_state.tools.bench.collectives import OPERATIONS as COLLECTIVES
+from parallel_state.tools.bench.collectives import ours_by_method, ping_pong, torch_by_call
+from parallel_state.tools.bench.report import circumstances
 from tests.clusters.cluster import Cluster
 from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 
@@ -74,39 +77,24 @@ def _objects(x: Tensor) -> dict[str, Any]:
 
 def _ours() -> dict[str, Callable[[Tensor], Any]]:
     group = ps.get_tp_group()
-    first, last = group.is_first_rank, group.is_last_rank
-
-    def ping(x: Tensor) -> Tensor:
-        """There and back, between ranks of the first and the last host."""
-        if first:
-            group.send(x, group.world_size - 1)
-            return group.recv(x.shape, x.dtype, group.world_size - 1)
-        if last:
-            y = group.recv(x.shape, x.dtype, 0)
-            group.send(y, 0)
-        return x
+    first, last = group.is_first_rank, group.world_size - 1
 
     def ping_dict(x: Tensor) -> Tensor:
         if first:
-            group.send_tensor_dict({"hidden": x, "residual": x}, group.world_size - 1)
-            return group.recv_tensor_dict(group.world_size - 1)["hidden"]
-        if last:
+            group.send_tensor_dict({"hidden": x, "residual": x}, last)
+            return group.recv_tensor_dict(last)["hidden"]
+        if group.is_last_rank:
             group.send_tensor_dict(group.recv_tensor_dict(0), 0)
         return x
 
     return {
-        "all_reduce": group.all_reduce,
+        **{operation: ours_by_method(group, operation)[0] for operation in COLLECTIVES},
         "all_reduce_": group.all_reduce_,
-        "all_gather": lambda x: group.all_gather(x, 0),
-        "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
-        "broadcast": lambda x: group.broadcast(x, 0),
-        "all_to_all": group.all_to_all,
         "gather": lambda x: group.gather(x, 0, 0),
         "scatter": lambda x: group.scatter(
             x if first else None, 0, 0, size=[len(x) // group.world_size], dtype=x.dtype
         ),
-        "send": ping,
-        "barrier": lambda x: group.barrier() or x,
+        "send": ping_pong(group.rank_in_group, group.send, lambda x, src: group.recv(x.shape, x.dtype, src), last),
         "broadcast_object": lambda x: group.broadcast_object(_objects(x) if first else None, 0),
         "broadcast_tensor_dict": lambda x: group.broadcast_tensor_dict({"hidden": x} if first else None, 0),
         "send_tensor_dict": ping_dict,
@@ -117,17 +105,7 @@ def _gloos() -> dict[str, Callable[[Tensor], Any]]:
     if not _GLOO:
         _GLOO.append(dist.new_group(backend="gloo"))
     group, size, rank = _GLOO[0], dist.get_world_size(), dist.get_rank()
-
-    def done(x: Tensor, work: object) -> Tensor:
-        return x
-
-    def into(count: int, call: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            out = x.new_empty(count * len(x) // size)
-            call(out, x, group=group)
-            return out
-
-        return run
+    whole = {operation: torch_by_call(operation, group, size) for operation in COLLECTIVES}
 
     def gather(x: Tensor) -> Tensor | None:
         out = x.new_empty(size, len(x)) if rank == 0 else None
@@ -139,11 +117,10 @@ def _gloos() -> dict[str, Callable[[Tensor], Any]]:
         dist.scatter(out, list(x.chunk(size)) if rank == 0 else None, 0, group=group)
         return out
 
-    def ping(x: Tensor) -> Tensor:
-        y = x.clone()
-        for at in (0, size - 1) if rank in (0, size - 1) else ():
-            (dist.send if rank == at else dist.recv)(y, size - 1 - rank, group=group)
-        return y if rank == 0 else x
+    def receive(x: Tensor, src: int) -> Tensor:
+        out = torch.empty_like(x)
+        dist.recv(out, src, group=group)
+        return out
 
     def broadcast_objects(obj: object) -> Any:
         objects = [obj]
@@ -172,16 +149,13 @@ def _gloos() -> dict[str, Callable[[Tensor], Any]]:
         return tensors["hidden"] if rank == 0 else x
 
     return {
-        "all_reduce": lambda x: done(y := x.clone(), dist.all_reduce(y, group=group)),
-        "all_reduce_": lambda x: done(x, dist.all_reduce(x, group=group)),
-        "all_gather": into(size * size, dist.all_gather_into_tensor),
-        "reduce_scatter": into(1, dist.reduce_scatter_tensor),
-        "broadcast": lambda x: done(y := x.clone(), dist.broadcast(y, 0, group=group)),
-        "all_to_all": into(size, dist.all_to_all_single),
+        **whole,
+        "all_reduce": lambda x: whole["all_reduce"](x.clone()),
+        "all_reduce_": whole["all_reduce"],
+        "broadcast": lambda x: whole["broadcast"](x.clone()),
         "gather": gather,
         "scatter": scatter,
-        "send": ping,
-        "barrier": lambda x: done(x, dist.barrier(group=group)),
+        "send": ping_pong(rank, lambda x, dst: dist.send(x, dst, group=group), receive, size - 1),
         "broadcast_object": lambda x: broadcast_objects(_objects(x) if rank == 0 else None),
         "broadcast_tensor_dict": broadcast_dict,
         "send_tensor_dict": ping_dict,
@@ -202,23 +176,15 @@ def _call(operation: str, way: str) -> Callable[[Tensor], Any]:
 
 def _check(operation: str, count: int, dtype: torch.dtype) -> None:
     size, rank = ps.get_tp_group().world_size, ps.get_tp_group().rank_in_group
-    inputs = [(torch.arange(count) % 7 + each).to(dtype) for each in range(size)]
-    total = torch.stack(inputs).sum(0).to(dtype)
-    mine = slice(rank * (count // size), (rank + 1) * (count // size))
+    first = hosts_mpi.input_of(0, count, dtype)
     expected: Any = {
-        "all_reduce": total,
-        "all_reduce_": total,
-        "all_gather": torch.cat(inputs),
-        "reduce_scatter": total[mine],
-        "broadcast": inputs[0],
-        "all_to_all": torch.cat([x[mine] for x in inputs]),
-        "gather": torch.cat(inputs) if rank == 0 else None,
-        "scatter": inputs[0][mine],
-        "broadcast_object": _objects(inputs[0]),
-        "broadcast_tensor_dict": {"hidden": inputs[0]},
-    }.get(operation, inputs[rank])
+        "gather": hosts_mpi.expected("gather", count, size, 0, dtype) if rank == 0 else None,
+        "send": hosts_mpi.input_of(rank if 0 < rank < size - 1 else 0, count, dtype),
+        "broadcast_object": _objects(first),
+        "broadcast_tensor_dict": {"hidden": first},
+    }.get(operation, hosts_mpi.expected(operation, count, size, rank, dtype))
     for way in WAYS:
-        found = _call(operation, way)(inputs[rank].clone())
+        found = _call(operation, way)(hosts_mpi.input_of(rank, count, dtype))
         if isinstance(expected, dict) and "hidden" in expected:
             same = torch.equal(found["hidden"], expected["hidden"])
         else:
@@ -401,8 +367,7 @@ def main() -> None:
             name: getattr(options, name)
             for name in ("hosts", "ranks_per_host", "rate", "connections", "rate_of_connections", "dtype")
         }
-        machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.machine(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({**facts, "machine": machine, "samples": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, **circumstances(), "samples": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

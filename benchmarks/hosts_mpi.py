@@ -14,19 +14,22 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 
-def calls_of(communicator: MPI.Comm, kind: MPI.Datatype, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns the operations, which do what those of `hosts.py` do: into new tensors but for all_reduce_."""
+def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Returns the operations, which do what those of `hosts.py` do: into new tensors but for all_reduce_.
+
+    `api`: mpi4py.MPI.
+    """
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:
         """Returns what mpi4py takes for a tensor; for one with a part for each rank it counts those of a part."""
-        return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
+        return [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
 
     def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:
         out = torch.empty(elements, dtype=dtype)
@@ -34,7 +37,7 @@ def calls_of(communicator: MPI.Comm, kind: MPI.Datatype, dtype: torch.dtype) -> 
         return out
 
     def in_place(x: Tensor) -> Tensor:
-        communicator.Allreduce(MPI.IN_PLACE, of(x))
+        communicator.Allreduce(api.IN_PLACE, of(x))
         return x
 
     def broadcast(x: Tensor) -> Tensor:
@@ -99,6 +102,8 @@ def input_of(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
+    from mpi4py import MPI  # which starts it; hosts.py, in another environment, needs the answers only
+
     operation, *numbers, cores, bfloat16 = sys.argv[1:]
     elements, rounds, calls = map(int, numbers)
     communicator = MPI.COMM_WORLD
@@ -108,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     handle = int(bfloat16, 0)
     dtype, kind = (torch.bfloat16, MPI.Datatype.fromhandle(handle)) if handle else (torch.int16, MPI.INT16_T)
-    call = calls_of(communicator, kind, dtype)[operation]
+    call = calls_of(MPI, communicator, kind, dtype)[operation]
     found = call(input_of(rank, elements, dtype))
     if not torch.equal(found, expected(operation, elements, size, rank, dtype)):
         raise RuntimeError(f"{operation} of {elements} × {dtype} is wrong on rank {rank}")

@@ -20,8 +20,6 @@ import argparse
 import importlib
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -56,6 +54,7 @@ from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.ranks import Layout
 from parallel_state.startup import stores as start_stores
+from parallel_state.tools.bench.report import circumstances
 
 TRIAL_S = 120.0
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -70,8 +69,8 @@ def main() -> None:
         print("no network of its own: from some 28 ranks on, look-ups of names may take seconds", file=sys.stderr)
     result: dict[str, Any] = {
         "benchmark": "init_scaling",
-        "commit": options.commit or commit(),
-        "machine": machine(),
+        **circumstances(),
+        "threads_at_fork": Footprint.now().threads,
         "own_network": own_network,
         "repetitions": options.repetitions,
         "steps": STEPS,
@@ -120,7 +119,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, default=1800, help="of the whole run; default %(default)g")
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")
-    parser.add_argument("--commit", help="what git says, if it can't be asked")
     options = parser.parse_args()
     if any(ranks < 2 or ranks % 2 or (ranks > 4 and ranks % 8) for ranks in options.ranks):
         parser.error("--ranks must be 2, 4, or multiples of 8, as the layouts have axes of 2")
@@ -199,27 +197,6 @@ def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[
         if before is not None:
             total.subtract(report[before])
     return {kind: count for kind, count in sorted(total.items()) if kind not in ("groups", "calls") and count}
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": round(os.getloadavg()[0], 1),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads_at_fork": Footprint.now().threads,
-    }
-
-
-def commit() -> str:
-    root = Path(__file__).resolve().parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return found.stdout.strip() or "unknown"
 
 
 def dumps(result: dict[str, Any]) -> str:

@@ -29,13 +29,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from harness.picture import Panel, draw
-from init_scaling import commit, machine, start_afresh
+from init_scaling import start_afresh
 from init_scaling_ranks import CountingStore, TrialFailedError, enter_own_network, run_ranks
 
 from parallel_state.startup import interfaces, rendezvous
 from parallel_state.startup import stores as start_stores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
+from parallel_state.tools.bench.report import circumstances
 
 RANKS = (16, 32, 64, 128, 256, 512, 1024)
 PER_HOST = 8
@@ -223,7 +224,6 @@ def main() -> None:
     parser.add_argument("--deadline-s", type=float, default=1800)
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")
-    parser.add_argument("--commit", help="what git says, if it can't be asked")
     options = parser.parse_args()
     start_afresh()
     if not enter_own_network():
@@ -243,7 +243,7 @@ def main() -> None:
         for kind in ("operations", "bytes"):
             power = growth(rows, lambda row, kind=kind: row[kind]["all"])  # type: ignore[misc]
             print(f"{kind} of all ranks grow by the power {power:.2f} of the number of ranks")
-    result = {"benchmark": "meeting_scaling", "commit": options.commit or commit(), "machine": machine(), "rows": rows}
+    result = {"benchmark": "meeting_scaling", **circumstances(), "rows": rows}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot and rows:

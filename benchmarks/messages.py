@@ -4,7 +4,7 @@
     python benchmarks/messages.py --kinds object --readers 1 --json found.json
 
 A sample is one message: from the sender's call to the last reader's return, while the readers already wait. Peers are
-optional (`python -m parallel_state peers setup`). What is received is compared before and after timing.
+optional (`python benchmarks/harness/peers.py setup`). What is received is compared before and after timing.
 
 `object` is a dict as a scheduler sends it; `many` is 1 MB of small values, `blob` 1 MB of bytes; `idle` means that the
 sender sleeps for 5 ms before each. `broadcast` sends a dict of ten tensors and some numbers, `pipeline` two tensors

@@ -1,13 +1,13 @@
-"""This library beside the peers that are there, as a page to show to a colleague: `bench` with one of these options.
+"""This library beside the peers that are there, as a page to show to a colleague.
 
-    python -m parallel_state bench --report DIR              some six minutes on two cores
-    python -m parallel_state bench --quick --report DIR      few sizes, half a minute
-    python -m parallel_state bench --against COMMIT          this tree beside a commit, as ratios
+    python benchmarks/report.py --report DIR              some six minutes on two cores
+    python benchmarks/report.py --quick --report DIR      few sizes, half a minute
+    python benchmarks/report.py --against COMMIT          this tree beside a commit, as ratios
 
 Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
 Peers are gloo through torch.distributed, NCCL by itself and through torch where there are GPUs, an MPI of this Python's
-mpi4py, and what `python -m parallel_state peers setup` has fetched: Intel MPI, MPICH, Open MPI, vLLM's CPU
+mpi4py, and what `python benchmarks/harness/peers.py setup` has fetched: Intel MPI, MPICH, Open MPI, vLLM's CPU
 ops and queue, zmq. One that can't run here is left out, and the page says why. DIR gets index.html, report.svg,
 table.txt (nccl-tests' table) and report.json; the report of an earlier run there is replaced at the end.
 
@@ -39,11 +39,11 @@ from device_communicators.base.errors import InvalidArgumentError, SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.bench import ranks as in_ranks
 from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN
-from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, complete
+from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, add_cases, complete
 from parallel_state.tools.bench.report import circumstances, recorded
 from parallel_state.tools.bench.rounds import Plan, Row
 
-PROGRAM = "python -m parallel_state bench"
+PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")
 QUICK_OPERATIONS = ("all_reduce", "all_gather")
 ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
@@ -58,13 +58,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=formatter)
     parser.add_argument("--report", type=Path, metavar="DIR", help="where the page goes; without it, the table only")
-    parser.add_argument("--quick", action="store_true", help="few sizes and rounds, to see that it works")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, or cores, from 2 to 4")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the collectives")
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
-    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank gives (on GPUs as nccl-tests count)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_cases(parser, OPERATIONS)
     parser.add_argument("--peers", type=Path, default=DEFAULT, metavar="DIR", help=f"where `{SETUP}` put them")
     parser.add_argument("--no-peers", action="store_true", help="torch.distributed only")
     parser.add_argument("--against", metavar="COMMIT", help="this tree's collectives beside that commit's, in turns")

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import resource
 import signal
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import hosts as over_hosts
+from parallel_state.tools.bench.report import circumstances
 from tests.hosts import Hosts, problem
 
 PLACEMENTS = ((0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1))
@@ -146,8 +146,7 @@ def main() -> None:
                         rest = f"{found['context_switches']:6} switches, {found['of_other_threads']:6} of other threads"
                         print(f"{placement} {operation:22} {way:5} {rest}  {calls}", flush=True)
     if options.json is not None:
-        machine = {"cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({"bytes": BYTES, "machine": machine, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"bytes": BYTES, **circumstances(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

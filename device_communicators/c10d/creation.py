@@ -1,6 +1,6 @@
 """Makes a backend of torch.distributed for one group: finds who shares memory, and loads the compiled class.
 
-The ranks find out over the group's store who shares memory with whom, so a group on one host needs no connection of its
+The ranks find out over the control plane who shares memory with whom, so a group on one host needs no connection of its
 own. Over several hosts it has the library's transport between hosts. What neither carries goes to a gloo backend, whose
 connections are made as they are needed.
 """
@@ -25,20 +25,14 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.base import settings
-from device_communicators.base.bounded_store import LAST_LOOK_S, LAST_WORD_S, BoundedStore, StoreSilentError
+from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.base.build_cache import CacheError, about_cache
 from device_communicators.base.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    PeerDiedError,
     UnsupportedError,
-    format_ranks,
-    plain,
 )
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.torch_internals import pybind_abi
 from device_communicators.c10d.group import Group, make_gloo
-from device_communicators.c10d.store_exchange import StoreExchange
 from device_communicators.c10d.world import World
 from device_communicators.cpu import native, native_build
 from device_communicators.cpu.host_memory import HostMemory
@@ -80,18 +74,13 @@ def create(options: Any, backend_options: Any = None) -> Any:
         return _over_gloo(world, store, members, timeout)
     memory = HostMemory(members, world.neighbours)
     try:
+        if size > 1 and begins:
+            world.over_gloo = world.meet(store, members, "init_process_group" if is_default else "new_group", problem)
+            if world.over_gloo:
+                return _over_gloo(world, store, members, timeout)
         if size > 1:
+            memory.attach(world.watcher, sorted(world.domain.ranks))
             if begins:
-                with _named(store, world, members):
-                    store.set(f"compiled/{rank}", problem)  # the ranks' meeting follows
-            everyone = sorted(world.domain.ranks)
-            found = _exchange_over(store, memory, world, everyone, [f"compiled/{each}" for each in range(size)])
-            if begins:
-                without = next((each for each, said in enumerate(found) if said), None)
-                if without is not None:
-                    world.over_gloo = f"global rank {ranks[without]} {found[without]}"
-                    memory.close()
-                    return _over_gloo(world, store, members, timeout)
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
     except BaseException:
@@ -114,34 +103,6 @@ def create(options: Any, backend_options: Any = None) -> Any:
     )
     _GROUPS.add(group)
     return backend
-
-
-def _exchange_over(
-    store: BoundedStore, memory: HostMemory, world: World, watched: list[int], keys: list[str]
-) -> list[str]:
-    """Finds out over the store which ranks share memory. Returns the values of `keys` if the world begins here.
-
-    The last rank to read the keys deletes them. Raises CommunicationError with the cause and the ranks.
-    """
-    members, watcher = memory.members, world.watcher
-    limit_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
-    bounded = store.until(time.monotonic() + limit_s + LAST_LOOK_S, lambda: bool(watcher.deaths_of(watched)))
-    exchange = StoreExchange(bounded, members.rank, len(members.ranks))
-
-    def explain(error: RuntimeError) -> tuple[type[CommunicationError], str, list[int]]:
-        if not isinstance(error, dist.DistError):
-            missing = [members.ranks[rank] for rank in exchange.missing()]
-            who = f"ranks {format_ranks(missing)} did not come within {limit_s:g} s" if missing else plain(error)
-            return CollectiveTimeoutError if missing else CommunicationError, who, missing
-        kind, why, suspects = watcher.explain_lost_store(store, error, watched)
-        is_closed = kind is CommunicationError and store.served_by is not None
-        return (PeerDiedError if is_closed else kind), why, suspects
-
-    memory.attach(exchange, watcher, watched, explain)
-    with _named(store, world, members):
-        found = [] if world.begun else [each.decode() for each in store.multi_get(keys)]
-    exchange.close(() if world.begun else keys)
-    return found
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ from device_communicators.cpu.native_group import (
     timed_out,
 )
 from device_communicators.hierarchical.communicator import over_hosts
-from device_communicators.liveness.health import NOTICE_S
+from device_communicators.liveness.health import NOTICE_S, UnmetError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
     ADVICE,
@@ -119,7 +119,6 @@ class Group:
         self._members = members
         self._memory = memory
         self._timeout = timeout
-        self._barriers = 0
         self._world = world
         self._is_worlds = is_worlds
         self._create = create
@@ -362,51 +361,31 @@ class Group:
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Returns once all ranks have come; rank 0 gives them `timeout`, and names the first that didn't, or all.
 
-        The ranks meet in the store, so that the group can be used further. Raises CollectiveTimeoutError.
+        The ranks meet over the control plane, so that the group can be used further. Raises CollectiveTimeoutError.
         """
-        started = time.monotonic()
-        try:
-            self._meet_in_store(timeout, wait_all_ranks, started)
-        except dist.DistError as error:
-            if isinstance(error, CommunicationError):
-                raise
-            raise self._lost_store(error, "monitored_barrier", started) from error
-
-    def _meet_in_store(self, timeout: timedelta, wait_all_ranks: bool, started: float) -> None:
-        members, method = self._members, "monitored_barrier"
+        members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = (timeout if members.rank == 0 else self._timeout).total_seconds()
-        store = self._store.until(started + limit_s + LAST_WORD_S, lambda: bool(self._context.deaths()))
-        self._barriers += 1
-        keys = [f"{method}/{self._barriers}/{rank}" for rank in range(len(members.ranks))]
-        if members.rank == 0:
-            late = (
-                []
-                if store.wait_for(keys[1:], limit_s)
-                else [i for i, k in enumerate(keys) if i and not store.check([k])]
+        what, watched = f"{method} of {members}", self._context.failure_ranks
+        try:
+            watcher.gather(
+                method, members.ranks, b"", limit_s, watched=watched, what=what, group=members, operation=method
             )
-            suspects = late if wait_all_ranks else late[:1]
-            store.set(keys[0], ",".join(map(str, suspects)))
-            if not late:
-                # All have read what the last one came to.
-                for key in (*keys[1:], f"{method}/{self._barriers - 1}/0"):
-                    store.delete_key(key)
-                return
+        except CommunicationError as error:
+            if not isinstance(error.__cause__, UnmetError) or watcher.deaths_of(watched):
+                raise as_torch_error(error) from error.__cause__
+            missing = [members.ranks.index(rank) for rank in error.__cause__.verdict.ranks]
+            suspects = missing if wait_all_ranks else missing[:1]
             text = f"Rank 0 timed out in monitoredBarrier after {timeout.total_seconds()} s"
-        else:
-            store.set(keys[members.rank], "")
-            suspects = [0]
-            if store.wait_for(keys[:1], limit_s):
-                suspects = [int(rank) for rank in store.get(keys[0]).decode().split(",") if rank]
-            if not suspects:
-                return
-            text = (
-                f"Rank {members.rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                "send/recv from rank 0"
-            )
-        who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, suspects))} failed to pass monitoredBarrier"
-        global_ranks = [members.ranks[rank] for rank in suspects]
-        text = f"{method} of {members}: {text}: {who}. The group can be used further"
-        raise as_torch_error(members.failure(CollectiveTimeoutError, text, method, suspect_ranks=global_ranks))
+            if members.rank:
+                text = (
+                    f"Rank {members.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    "send/recv from rank 0"
+                )
+            who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, suspects))} failed to pass monitoredBarrier"
+            text = f"{method} of {members}: {text}: {who} ({error.args[0]}). The group can be used further"
+            global_ranks = [members.ranks[rank] for rank in suspects]
+            failure = members.failure(type(error), text, method, suspect_ranks=global_ranks, elapsed_s=error.elapsed_s)
+            raise as_torch_error(failure) from error
 
     def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
         """Returns the backend of some of the ranks, this one among them; each of those calls it."""

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.host import address_towards
 from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.watching import listen, watch_ranks
+from device_communicators.cpu.native_group import Members
+from device_communicators.cpu.watching import know_neighbours, meet
 from device_communicators.liveness.health import FailureDomain, Watcher
 
 
@@ -28,20 +29,17 @@ class World:
     """The one of all ranks; guarded by _LOCK."""
 
     def __init__(self, store: BoundedStore, ranks: Sequence[int]) -> None:
-        """`ranks`: global. `store`: that of the group with which it begins, and ends."""
+        """`ranks`: global. `store`: that of the group with which it begins."""
         self.watcher = Watcher()
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
         """The address at which other hosts reach this process, if known."""
-        if len(ranks) > 1:
-            listen(self.watcher, self.address)
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank on this host, a bit each."""
         self.begun = False
         self.over_gloo = ""
-        """The reason that all groups are gloo's: a rank without the compiled part."""
+        """The reason that all groups are gloo's: a rank without the compiled part, or no control plane."""
         self.has_warned = False
-        self._store: BoundedStore | None = store
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
@@ -55,25 +53,29 @@ class World:
                 cls._current = made
             return made
 
+    def meet(self, store: BoundedStore, members: Members, caller: str, problem: str) -> str:
+        """Starts to watch the ranks of the group with which it begins. Each of them calls it.
+
+        Returns why all groups must go over gloo: the first `problem` of a rank, or that there is no control plane.
+        """
+        ranks = members.ranks
+        rank, limit_s = ranks[members.rank], members.timeout_s
+        notes = meet(store, rank, ranks, self.watcher, self.address, caller, note=problem, limit_s=limit_s)
+        found = next((f"global rank {rank} {note}" for rank, note in zip(ranks, notes, strict=True) if note), "")
+        return found or self.watcher.explain(ranks)
+
     def begin(self, memory: HostMemory) -> None:
-        """Watches the ranks of the group with which it begins; each of them calls it."""
+        """Notes the cores and PIDs of this host's ranks. `memory`: of the group with which it begins."""
         self.begun = True
         self.neighbours = memory.cores
-        self.watcher.open_store = self._open_store
-        watch_ranks(memory, self.watcher)
+        know_neighbours(memory, self.watcher)
 
     def close(self) -> None:
         """Ends the watch. Twice is fine."""
         with _LOCK:
             if World._current is self:
                 World._current = None
-        self._store = None
         self.watcher.close()
-
-    def _open_store(self) -> BoundedStore | None:
-        """Returns a connection of its own to the store; None if it can't give another one."""
-        own = None if self._store is None else self._store.connect_anew()
-        return None if own is None else own.prefixed("world")
 
 
 def address_of(store: Any) -> str:

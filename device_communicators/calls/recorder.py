@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,16 @@ class Operation:
         return f"{self.name} number {self.sequence}{what}{f' at {self.site}' if self.site else ''}"
 
 
-def write(folder: Path, rank: int, groups: list[dict[str, Any]]) -> Path:
-    """Writes one file for this process; the last one stays."""
+def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterable[bytes] = ()) -> Path:
+    """Writes one file for this process, and one for each record in `control`; the last ones stay."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}
     made = path.with_suffix(".part")
     made.write_text(json.dumps(content, indent=1))
     made.rename(path)
+    for number, record in enumerate(control):
+        beside = path.with_suffix(f".{number}.control")
+        beside.touch(mode=0o600)  # it has the values of agreements
+        beside.write_bytes(record)
     return path

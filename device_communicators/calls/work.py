@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
-from device_communicators.base.torch_internals import all_gather_base
-
 
 class Work(Protocol):
     """A transfer in progress, as c10d's `Work`."""
@@ -46,11 +42,3 @@ class ContinuedWork:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-def gather_bytes(cpu_group: Any, size: int, mine: bytes, wait: Callable[[Work], None]) -> list[bytes]:
-    """Returns the bytes of all `size` ranks of a gloo group, as many on each. Every rank of the group calls it."""
-    content, step = bytearray(len(mine) * size), len(mine)
-    out, x = (torch.frombuffer(each, dtype=torch.uint8) for each in (content, bytearray(mine)))
-    wait(all_gather_base(cpu_group, out, x))
-    return [bytes(content[at : at + step]) for at in range(0, len(content), step)]

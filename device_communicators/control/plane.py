@@ -41,7 +41,9 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""A larger value raises InvalidArgumentError, a larger question returns None, a larger reply is cut."""
+"""A larger value raises InvalidArgumentError."""
+MOST_STATUS_BYTES = 64 << 10
+"""A larger question gets no reply, a larger reply is cut."""
 MOST_TEXT_BYTES = 256
 """Longer purposes raise, longer causes are cut."""
 LINGER_S = 1.0
@@ -62,6 +64,8 @@ _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 """Verdict::Kind in csrc/core.h."""
+SAME = "the replay has the same digest\n"
+"""The end of `describe`'s text if a replay ends in the state that was recorded."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s44xQ")
 """The magic of the hello, and the sender of the frame."""
@@ -146,6 +150,16 @@ class _Waiting:
         self.result: Any = None
 
 
+class _Asked(_Waiting):
+    """A question to several ranks. `result`: the replies by rank."""
+
+    def __init__(self, count: int, on_replies: Callable[[dict[int, bytes]], None] | None) -> None:
+        super().__init__()
+        self.result = {}
+        self.left = count
+        self.on_replies = on_replies
+
+
 class World:
     """This process' stay in a world. All methods may be called by any thread."""
 
@@ -188,7 +202,8 @@ class World:
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._calls: dict[tuple[int, str, int], _Waiting] = {}
-        self._questions: dict[int, _Waiting] = {}
+        self._questions: dict[int, tuple[_Asked, int]] = {}
+        """By number: the question, and the rank that it was sent to."""
         self._asked = 0
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
@@ -297,21 +312,38 @@ class World:
         values = dict(zip(ordered, verdict.values, strict=True))
         return Verdict(verdict.kind, [values[rank] for rank in ranks], [])
 
-    def ask(self, rank: int, question: bytes, timeout_s: float) -> bytes | None:
-        """Returns the reply of that rank's `on_question`; None if the rank ends or the timeout passes."""
-        waiting, handle = _Waiting(), self._handle
+    def ask(
+        self,
+        ranks: Sequence[int],
+        question: bytes,
+        timeout_s: float,
+        on_replies: Callable[[dict[int, bytes]], None] | None = None,
+    ) -> dict[int, bytes]:
+        """Sends `question` to all `ranks` and returns the replies of their `on_question`, by rank.
+
+        Ranks that end, or don't reply in time, are left out. With `on_replies` it returns at once, and the callback
+        thread calls `on_replies(replies)`. That thread can't wait here itself.
+        """
+        asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
+        if on_replies is None and threading.current_thread() is self._thread:
+            raise UsageError(f"{what} can't be awaited in the control plane's callback thread; give on_replies")
         with self._lock:
-            self._asked += 1
-            number = self._asked
-            self._questions[number] = waiting
+            numbers = {self._asked + 1 + at: rank for at, rank in enumerate(ranks)}
+            self._asked += len(numbers)
+            self._questions |= {number: (asked, rank) for number, rank in numbers.items()}
         try:
-            code = self._library.ps_control_ask(handle, self._procs[rank], number, question, len(question), timeout_s)
-            self._check(code, f"a question to rank {rank}")
-            reply: bytes | None = self._wait(waiting, timeout_s, f"a question to rank {rank}")
-            return reply
-        finally:
+            for number, rank in numbers.items():
+                proc = self._procs[rank]
+                code = self._library.ps_control_ask(handle, proc, number, question, len(question), timeout_s)
+                self._check(code, what)
+            if on_replies is None and numbers:
+                self._wait(asked, timeout_s, what)
+        except BaseException:
             with self._lock:
-                self._questions.pop(number, None)
+                for number in numbers:
+                    self._questions.pop(number, None)
+            raise
+        return dict(asked.result)
 
     def report_failed(self, text: str) -> None:
         """Reports to all ranks that this rank failed."""
@@ -325,6 +357,13 @@ class World:
         """Reports ranks as unreachable, because of a silent data connection."""
         for rank in ranks:
             self._report(self._procs[rank], _UNREACHABLE, text)
+
+    def record(self) -> bytes:
+        """Returns the last 32 to 64 KiB of events of this rank's core; empty if there is no more memory.
+
+        `describe` replays it. It has no tokens, but the values of agreements.
+        """
+        return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Leaves the world and frees its resources. Further calls do nothing.
@@ -381,9 +420,12 @@ class World:
         poll.register(self._library.ps_control_eventfd(self._handle), select.POLLIN)
         buffer = ctypes.create_string_buffer(1 << 16)
         try:
+            look_at = 0.0
             while not self._end:
-                poll.poll(_LOOK_S * 1000)
-                self._guarded(self._look)
+                poll.poll(max(0.0, look_at - time.monotonic()) * 1000 + 1)
+                if time.monotonic() >= look_at:  # news may arrive more often
+                    self._guarded(self._look)
+                    look_at = time.monotonic() + _LOOK_S
                 while size := self._library.ps_control_next(self._handle, buffer, len(buffer)):
                     if size > len(buffer):
                         buffer = ctypes.create_string_buffer(size)
@@ -407,10 +449,10 @@ class World:
             ranks = sorted(self._ranks[news.number("Q")] for _ in range(news.number("I")))
             self._finish(self._calls, (digest, purpose, attempt), Verdict(verdict, values, ranks))
         elif kind == _ANSWERED:
-            self._finish(self._questions, number, None if flags else text)
+            self._take_reply(number, None if flags else text)
         elif kind == _ASKED:
             reply = self._guarded(self._on_question, rank, text) or b""
-            self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_VALUE_BYTES))
+            self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_STATUS_BYTES))
         elif kind == _OVER:
             self._end = f"its thread failed: {_words(text)}" if flags else "this process left the world"
             if flags:
@@ -436,9 +478,22 @@ class World:
             call.result = result
             call.done.set()
 
+    def _take_reply(self, number: int, reply: bytes | None) -> None:
+        with self._lock:
+            asked, rank = self._questions.pop(number, (None, -1))
+        if asked is None:
+            return
+        if reply is not None:
+            asked.result[rank] = reply
+        asked.left -= 1
+        if asked.left == 0:
+            asked.done.set()
+            if asked.on_replies is not None:
+                self._guarded(asked.on_replies, asked.result)
+
     def _end_calls(self, error: Callable[[], Exception]) -> None:
         with self._lock:
-            calls = [*self._calls.values(), *self._questions.values()]
+            calls = [*self._calls.values(), *(asked for asked, _ in self._questions.values())]
         for call in calls:
             call.result = error()
             call.done.set()
@@ -450,6 +505,20 @@ class World:
         except Exception:
             logger.exception("a callback of the control plane failed: %s", function)
             return None
+
+
+def describe(library: Any, record: bytes) -> str:
+    """Replays a record: each event and action in a line, the ends, and if the state is as it was recorded."""
+    return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
+
+
+def _filled(fill: Callable[[Any, int], int]) -> bytes:
+    """Returns what `fill` writes into a buffer of a given size. It returns the size that it needs."""
+    needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
+    while needed > len(buffer):
+        buffer = ctypes.create_string_buffer(needed)
+        needed = fill(buffer, len(buffer))
+    return ctypes.string_at(buffer, needed)
 
 
 def _kind_of(flags: int) -> str:

@@ -1,6 +1,6 @@
 """The ranks of a group that share a host, and the segment that they work in.
 
-It is attached once, when the group's gloo group is made, by all ranks together: so whether there is shared memory is
+It is attached once, when the group is made, by all ranks together: so whether there is shared memory is
 a fact of the group from its beginning, the same on every rank. Each rank makes an empty segment under a random name
 and tells it to the others; those who can open it share its maker's memory, which is the evidence, whatever the hosts
 are called. All work in the segment of a host's lowest rank, in which each of them backs its own slots with memory: the
@@ -15,35 +15,28 @@ import functools
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 from device_communicators.base import cores, limits, settings
-from device_communicators.base.errors import CommunicationError, ConfigMismatchError, plain
-from device_communicators.base.host import namespace_id, process_domain, start_time
+from device_communicators.base.errors import ConfigMismatchError
+from device_communicators.base.host import process_domain
 from device_communicators.base.limits import describe_address_space
-from device_communicators.calls.work import gather_bytes
-from device_communicators.control.plane import Endpoint
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
-from device_communicators.liveness.health import FailureDomain, Place, Watcher, describe_deaths, kind_of_deaths
+from device_communicators.liveness.health import FailureDomain, Watcher
 
 logger = logging.getLogger("parallel_state")
 
 MAX_RANKS = 64  # csrc/group.h
-_TOLD_BYTES = 1024
-_NAME_BYTES = 64
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
 _MOST_AREAS = 4  # a sum that goes along more of them comes late
-_SLICE = timedelta(milliseconds=50)
 
 
 class HostMemory:
@@ -77,8 +70,6 @@ class HostMemory:
         """By rank: whether it has PARALLEL_STATE_ROUND_BETWEEN_HOSTS on."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
-        self.places: tuple[Place, ...] = ()
-        """Of all ranks, for the control plane."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -92,46 +83,30 @@ class HostMemory:
 
     def attach(
         self,
-        cpu_group: Any,
         watcher: Watcher | None = None,
         watched: Sequence[int] = (),
-        explain: Callable[[RuntimeError], tuple[type[CommunicationError], str, list[int]]] | None = None,
+        cpu_group: Any = None,
+        purpose: str = "shared memory",
     ) -> None:
-        """Finds out who shares memory, and maps it; all ranks call it with the gloo group. Raises CommunicationError.
+        """Finds out who shares memory, and maps it. All ranks call it. Raises as `Watcher.gather` does.
 
-        `watcher`: hears of ranks that end or give up meanwhile; of `watched`, by default the group's, each ends the
-        wait. The deadline is that of the start. `explain` returns the class, the cause and the suspects of an error of
-        `cpu_group` that no known death explains.
+        The deadline is that of the start. The death of a rank of `watched`, by default the group's, ends the wait.
+        `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
         """
         if self.attached:
             return
-        limit_s = min(self.members.timeout_s, settings.START_TIMEOUT_S.get())
-        started = time.monotonic()
-        try:
-            with contextlib.ExitStack() as stack:
-                exchange = functools.partial(
-                    _wait, ranks=watched or self.members.ranks, watcher=watcher, deadline=started + limit_s
-                )
-                endpoint = None if watcher is None else watcher.endpoint
-                self._attach(_Meeting(self.members, cpu_group, stack, exchange, endpoint))
-        except RuntimeError as error:
-            if isinstance(error, CommunicationError):
-                raise
-            # A connection breaks with its rank, or a moment before that is heard of.
-            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks)
-            kind, why = kind_of_deaths(deaths, CommunicationError), describe_deaths(deaths) or plain(error)
-            suspects = [death.rank for death in deaths]
-            if not deaths and explain is not None:
-                kind, why, suspects = explain(error)
-            raise self.members.failure(
-                kind,
-                f"the ranks of {self.members} could not look for shared memory together: {why}. Look for the first "
-                "rank that failed",
-                "attach",
-                suspect_ranks=suspects,
-                elapsed_s=time.monotonic() - started,
-                timeout_s=limit_s,
-            ) from error
+        watcher, members = watcher or Watcher(), self.members
+        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get())
+
+        def gather(step: str, record: bytes) -> list[bytes]:
+            return watcher.gather(
+                f"{purpose} ({step})", members.ranks, record, deadline - time.monotonic(), watched=watched,
+                what=f"the ranks of {members} look for shared memory together", group=members, operation="attach",
+                gloo=cpu_group,
+            )  # fmt: skip
+
+        with contextlib.ExitStack() as stack:
+            self._attach(_Meeting(members, stack, gather))
         self.attached = True
 
     def _attach(self, meeting: _Meeting) -> None:
@@ -145,7 +120,6 @@ class HostMemory:
                 memory.unmap()
             raise
         self.pids = meeting.pids()
-        self.places = meeting.places()
         self.debug = meeting.debug
         self.rounding = meeting.rounding()
         self.cores = meeting.core_masks()
@@ -304,17 +278,14 @@ class _Meeting:
     def __init__(
         self,
         members: Members,
-        cpu_group: Any,
         stack: contextlib.ExitStack,
-        wait: Callable[[Any], None],
-        endpoint: Endpoint | None,
+        gather: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        self._wait = wait
-        self._endpoint = endpoint
+        """`gather(step, record)` returns the record of each rank."""
+        self._gather = gather
         self.members = members
         self.problem: str | None = None
         self.local_ranks: tuple[int, ...] = (members.rank,)
-        self._cpu_group = cpu_group
         self._stack = stack  # segments are closed, and their names taken away, at its end
         self._opened: dict[int, Segment] = {}
         self._facts: list[dict[str, Any]] = []
@@ -334,14 +305,11 @@ class _Meeting:
         except (native.NativeUnavailableError, SegmentError) as error:
             self.problem = limits.with_shortage(error, DIRECTORY)
         self._facts = self._exchange(
+            "segments",
             {
                 "name": name,
                 "pid": os.getpid(),
-                "began": start_time(os.getpid()),
-                "host": socket.gethostname()[:_NAME_BYTES],
-                "network": namespace_id("net"),
                 "processes": process_domain(),
-                "endpoint": "" if self._endpoint is None else str(self._endpoint),
                 "cores": f"{sum(1 << core for core in cores.usable_cores()):x}",
                 "areas_by": settings.AREAS.get(),
                 "area": cores.area_of(frozenset(cores.usable_cores())),
@@ -350,7 +318,7 @@ class _Meeting:
                 "beats": [settings.HEARTBEAT_S.get(), settings.HEARTBEAT_LIMIT_S.get()],
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
-            }
+            },
         )
         self._compare_beats()
         self.problem = self.problem or self._others_problem(self._facts)
@@ -428,7 +396,7 @@ class _Meeting:
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], str | None]:
         """Returns the hosts, and the reason if any rank can't share memory."""
         first, count = self.local_ranks[0], len(self.local_ranks)
-        facts = self._exchange({"first": first, "count": count, "problem": self.problem})
+        facts = self._exchange("hosts", {"first": first, "count": count, "problem": self.problem})
         hosts = tuple(
             tuple(rank for rank, each in enumerate(facts) if each["first"] == first)
             for first in sorted({each["first"] for each in facts})
@@ -461,44 +429,13 @@ class _Meeting:
             self._facts[rank]["pid"] if self._facts[rank]["processes"] == own != "" else -1 for rank in self.local_ranks
         )
 
-    def places(self) -> tuple[Place, ...]:
-        return tuple(
-            Place(
-                facts["host"],
-                facts["network"],
-                facts["processes"],
-                facts["pid"],
-                facts["began"],
-                Endpoint.parse(facts["endpoint"]) if facts["endpoint"] else None,
-            )
-            for facts in self._facts
-        )
-
     def _others_problem(self, facts: list[dict[str, Any]]) -> str | None:
         found = next(((rank, each["problem"]) for rank, each in enumerate(facts) if each["problem"]), None)
         return None if found is None else f"rank {found[0]} of the group: {found[1]}"
 
-    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def _exchange(self, step: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns every rank's facts."""
-        text = json.dumps(mine).encode()
-        if len(text) > _TOLD_BYTES:
-            text = json.dumps({**mine, "problem": str(mine["problem"])[:80]}).encode()
-        facts = gather_bytes(self._cpu_group, len(self.members.ranks), text.ljust(_TOLD_BYTES), self._wait)
-        return [json.loads(each) for each in facts]
-
-
-def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: float) -> None:
-    """Waits for a collective that gloo does, which survives the time-outs of slices; until a rank ends, at most."""
-    while True:
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError:
-            if work.is_completed():  # by a failure, or just after the slice
-                work.wait(_SLICE)
-                return
-            if time.monotonic() >= deadline or (watcher is not None and watcher.deaths_of(ranks)):
-                raise
+        return [json.loads(each) for each in self._gather(step, json.dumps(mine).encode())]
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:

@@ -175,6 +175,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_control_leave": (None, (c_int64, c_double)),
     "ps_control_next": (c_uint64, (c_int64, c_char_p, c_uint64)),
     "ps_control_eventfd": (c_int, (c_int64,)),
+    "ps_control_record": (c_uint64, (c_int64, c_char_p, c_uint64)),
+    "ps_control_describe": (c_uint64, (c_char_p, c_uint64, c_char_p, c_uint64)),
     "ps_control_close": (None, (c_int64,)),
     "ps_store_open": (c_int64, (c_char_p, c_int, c_char_p)),
     "ps_store_ask": (c_int, (c_int64, c_char_p, c_uint64, c_double)),

@@ -32,7 +32,6 @@ from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_W
 from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import all_gather_bytes
 
 logger = logging.getLogger("parallel_state")
 
@@ -344,7 +343,7 @@ def _all_have_descriptors(context: GroupContext, needed: int) -> bool:
     shortage = limits.descriptor_shortage(needed)
     if shortage:
         logger.info("%s has no connections between each two ranks: %s", context, shortage)
-    return not any(map(int, all_gather_bytes(context, b"%d" % bool(shortage), "connect")))
+    return not any(map(int, context.gather(b"%d" % bool(shortage), "descriptors")))
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

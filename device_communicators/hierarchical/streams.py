@@ -24,9 +24,9 @@ doesn't is at most one call ahead.
 Compiled code moves all of it (csrc/streams.h): a hierarchical group has the library on every rank. Here is what Python
 asks of it, and how the connections are made.
 
-Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
-of who listens, the rank of who connects, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to
-the interfaces in GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
+The ranks gather addresses, ports and tokens when the group is made. A connection begins with the token of the listener,
+the rank of the dialer, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to the interfaces in
+GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from device_communicators.base import limits, settings
-from device_communicators.base.errors import CommunicationError, plain
+from device_communicators.base.errors import CommunicationError
 from device_communicators.base.host import gloo_addresses, resolve
 from device_communicators.cpu import native
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
-from device_communicators.routing.waiting import all_gather_bytes
 
 logger = logging.getLogger("parallel_state")
 
@@ -74,7 +73,6 @@ _LOOK, _DIFFER, _FAILED = -1, -2, -4
 """Outcomes in csrc/streams.h, less the rank for the last one."""
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
-_TOLD_BYTES = 512
 _STRANGER_S = 2.0
 """The time in which a connection must say whose it is; meanwhile others may."""
 _BACKLOG = 512
@@ -383,10 +381,10 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
                     listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
                     listeners.append(stack.enter_context(listener))
             except OSError as error:
-                problem = ascii(f"{at}: {error}")[: _TOLD_BYTES // 4]
+                problem = f"{at}: {error}"
         ends = [] if problem else [each.getsockname()[:2] for each in listeners]
         place = [ends, token.hex(), wanted, settings.EARLY_BYTES.get(), problem]
-        places = _exchange_places(context, json.dumps(place).encode().ljust(_TOLD_BYTES), started)
+        places = [json.loads(each) for each in context.gather(json.dumps(place).encode(), "connect")]
         for rank, (*_, what) in enumerate(places):
             if what:
                 text = f"global rank {context.ranks[rank]} of {context} can't listen at {what}"
@@ -429,16 +427,6 @@ def _connections(context: GroupContext, peers: int) -> int:
     if shortage:
         logger.warning("%s has one connection to each rank instead of %d: %s", context, wanted, shortage)
     return 1 if shortage else wanted
-
-
-def _exchange_places(context: GroupContext, told: bytes, started: float) -> list[Any]:
-    try:
-        return [json.loads(text) for text in all_gather_bytes(context, told, "connect")]
-    except CommunicationError:
-        raise
-    except RuntimeError as error:
-        text = f"{context}: its ranks can't tell each other where they listen: {plain(error)}"
-        raise attributed(context, "connect", started, _not_connected(context, text, (), started)) from error
 
 
 def _not_connected(context: GroupContext, text: str, missing: Sequence[int], started: float) -> CommunicationError:

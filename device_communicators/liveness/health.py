@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,12 +25,17 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     HostUnreachableError,
+    ParallelStateError,
     PeerDiedError,
+    format_ranks,
+    plain,
 )
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import is_loopback
+from device_communicators.base.member import GroupMember
 from device_communicators.control.plane import Change, ControlError, Endpoint, Member, Verdict, World
 from device_communicators.liveness.condition import condition_of
+from device_communicators.liveness.gathering import in_parts, over_gloo
 
 logger = logging.getLogger("parallel_state")
 
@@ -47,6 +53,8 @@ LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
+_WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
+_OTHER_BRANCH = "Look for a rank that failed or took another branch"
 _PF_EXITING = 4
 """Of the flags in /proc/PID/stat."""
 
@@ -188,6 +196,14 @@ def _problem_of(rank: int, place: Place, spans_hosts: bool) -> str:
     return ""
 
 
+class UnmetError(Exception):
+    """An agreement of ranks ended without their values."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.kind)
+        self.verdict = verdict
+
+
 class Watcher:
     """What this process knows about the ends of one world's ranks."""
 
@@ -200,20 +216,25 @@ class Watcher:
         self._places: dict[int, Place] = {}
         """Places of all watched ranks, this one included; empty before `follow`."""
         self._problem = "the ranks have not met yet"
-        self._has_met = False
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
         """A host without a sign of life for so long is unreachable: it may miss some beats, however long they are."""
         self._pids: dict[int, int] = {}  # global rank -> PID
+        self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
         self._pid = os.getpid()
-        self.open_store: Callable[[], BoundedStore | None] | None = None
-        """Gives a connection of its own to the world's store, for questions after a failure."""
+        self.answers: dict[str, Callable[[int, bytes], bytes]] = {}
+        """By topic: returns the reply to a peer's question, from the global rank that asks and the payload.
+
+        The control plane's callback thread calls it, so it must be quick.
+        """
+        self.on_look: list[Callable[[], None]] = [self._look_at_connections]
+        """Called by the control plane's callback thread each 0.4 s. Must be quick."""
         self.on_death: list[Callable[[], None]] = []
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
-        self.stalls: Any = None
-        """The record of this process' long waits, for the others."""
+        self.status: Any = None
+        """The `Status` of this rank. None without a control plane."""
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
@@ -223,18 +244,6 @@ class Watcher:
     def pids(self) -> dict[int, int]:
         """Returns the PIDs of the other ranks of this host, by global rank."""
         return dict(self._pids)
-
-    def ask_store(self, question: Callable[[Any], Any], limit_s: float) -> Any:
-        """Returns `question(store)` over a connection of its own; None without a store, or an answer in time."""
-        open_store = self.open_store
-        if open_store is None:
-            return None
-
-        def ask() -> Any:
-            store = open_store()
-            return None if store is None else question(store)
-
-        return answer_within(limit_s, ask)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
         """Starts to listen. Returns the endpoint to publish, or None if the control plane is unavailable.
@@ -257,22 +266,11 @@ class Watcher:
                 return None
         return self._world.endpoint
 
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """Returns the endpoint to publish; None if there is none, or after `follow`."""
-        return None if self._world is None or self._places else self._world.endpoint
-
-    @property
-    def has_met(self) -> bool:
-        """True once `follow` was called."""
-        return self._has_met
-
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
 
         Only logs a warning if a rank has no endpoint that all other ranks can reach.
         """
-        self._has_met = True
         world, spans_hosts = self._world, len({place.network for place in places.values()}) > 1
         found = (_problem_of(each, place, spans_hosts) for each, place in sorted(places.items()))
         problem = next(filter(None, found), "")
@@ -289,7 +287,39 @@ class Watcher:
             for each, place in sorted(places.items())
             if place.endpoint is not None
         ]
-        world.meet(members, self._take_in, look=self._look_at_connections)
+        world.meet(members, self._take_in, self._answer, self._look)
+
+    def ask(
+        self,
+        ranks: Iterable[int],
+        topic: str,
+        payload: bytes,
+        timeout_s: float,
+        on_replies: Callable[[dict[int, bytes]], None] | None = None,
+    ) -> dict[int, bytes]:
+        """Returns the replies of `answers[topic]` on other ranks; without those that ended or were late.
+
+        Asks all ranks at once. With `on_replies` it returns at once, and the control plane's callback thread calls
+        `on_replies(replies)`. An empty topic and payload ask whether a process runs: its control plane replies, also
+        while the interpreter lock is held.
+        """
+        world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
+        asked = [rank for rank in ranks if rank in places and rank != self._rank]
+        if world is not None and asked:
+            with contextlib.suppress(ControlError):  # this process leaves
+                return world.ask(asked, question, timeout_s, on_replies)
+        if on_replies is not None:
+            on_replies({})
+        return {}
+
+    def _answer(self, rank: int, question: bytes) -> bytes:
+        topic, _, payload = question.partition(b"\0")
+        answer = self.answers.get(topic.decode(errors="replace"))
+        return b"" if answer is None else answer(rank, payload)
+
+    def _look(self) -> None:
+        for look in list(self.on_look):
+            look()
 
     def _take_in(self, change: Change) -> None:
         """Records a report of the control plane. Runs in the control plane's callback thread."""
@@ -364,6 +394,107 @@ class Watcher:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
+    def gather(
+        self,
+        purpose: str,
+        ranks: Sequence[int],
+        record: bytes,
+        timeout_s: float,
+        *,
+        watched: Iterable[int] = (),
+        what: str = "",
+        group: GroupMember | None = None,
+        operation: str = "gather",
+        gloo: Any = None,
+    ) -> list[bytes]:
+        """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
+
+        The n-th calls of all ranks with the same purpose and ranks belong together. All of them return the same
+        records, or raise for the same reason. A record takes a round trip for each 4 KiB. Raises:
+
+        - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
+        - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. After the
+          latter other ranks may have the records. The cause is an UnmetError with the verdict.
+
+        `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
+        `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
+        """
+        if len(ranks) == 1:
+            return [record]
+        started, watched, key = time.monotonic(), frozenset(watched or ranks), (purpose, tuple(ranks))
+        with self._news:
+            self._gathered[key] = attempt = self._gathered[key] + 1
+
+        def part_of_each(number: int, part: bytes) -> list[bytes]:
+            left_s = max(0.0, started + timeout_s - time.monotonic())
+            verdict = self.agree(f"{purpose} ({number})", attempt, ranks, part, left_s, watched)
+            if verdict is None and gloo is not None:
+                return over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
+            if verdict is None:
+                raise ControlError(f"there is no control plane: {self._problem}")
+            if verdict.kind != "agreed":
+                raise UnmetError(verdict)
+            return verdict.values
+
+        try:
+            return in_parts(record, part_of_each)
+        except (UnmetError, RuntimeError) as error:
+            if isinstance(error, ParallelStateError):
+                raise
+            kind, why, suspects = self._explain_unmet(error, watched, ranks, started, timeout_s)
+            text = f"{what or f'rank {self._rank} gathers {purpose}'}, but {why}"
+            facts: dict[str, Any] = {"suspect_ranks": suspects, "timeout_s": timeout_s}
+            facts["elapsed_s"] = time.monotonic() - started
+            if group is not None:
+                raise group.failure(kind, text, operation, **facts) from error
+            raise kind(text, group="world", operation=operation, rank=self._rank, **facts) from error
+
+    def _explain_unmet(
+        self,
+        error: Exception,
+        watched: Collection[int],
+        ranks: Sequence[int],
+        started: float,
+        timeout_s: float,
+    ) -> tuple[type[CommunicationError], str, list[int]]:
+        """Returns the class of the error for records that are missing, the cause in words, and the suspects."""
+        verdict = error.verdict if isinstance(error, UnmetError) else None
+        is_late = time.monotonic() >= started + timeout_s
+        # If other ranks gave up because a rank died, this one is about to receive that.
+        awaits_news = not is_late and (verdict is None or self._rank not in verdict.ranks)
+        if deaths := self.await_death_of(watched, None if awaits_news else 0.0):
+            text = f"{describe_deaths(deaths)}. {_WITHOUT_THEM}"
+            return kind_of_deaths(deaths, CommunicationError), text, [death.rank for death in deaths]
+        if verdict is not None:
+            return CollectiveTimeoutError, *self._describe_unmet(verdict, timeout_s)
+        if is_late:
+            text = f"not all of ranks {format_ranks(ranks)} came within {timeout_s:g} s. {_OTHER_BRANCH}"
+            return CollectiveTimeoutError, text, []
+        return CommunicationError, f"{plain(error)}. Look for the first rank that failed", []
+
+    def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
+        """Returns why ranks have no common result, if none of them died, and the ranks that are the cause."""
+        others = [rank for rank in verdict.ranks if rank != self._rank]
+        named = f"ranks {format_ranks(others)}"
+        if verdict.kind == "ended" and others:
+            return f"{named} left the world before they came. {_OTHER_BRANCH}", others
+        if verdict.kind == "missing" and self._rank in verdict.ranks:
+            also = f", as {named} did" if others else ""
+            return (
+                f"rank {self._rank} came too late{also}: the others had waited {timeout_s:g} s for it and gave up. "
+                "Try again on all ranks; look at what kept this one"
+            ), others
+        if not others:
+            return "this process left the world", others
+        answer = " or answer" if verdict.kind == "undecided" else ""
+        held = "".join(f"; global rank {rank} is {why}" for rank, why in self.conditions(others).items())
+        return f"{named} did not come{answer} within {timeout_s:g} s{held}. {_OTHER_BRANCH}", others
+
+    def record(self) -> bytes:
+        """Returns the last events of the control plane for `control.plane.describe`; empty without one."""
+        world = self._world
+        return b"" if world is None else world.record()
+
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
         """Stores the PIDs of this host's ranks (by global rank). `has_left(rank)` returns True for a rank that left."""
         self.has_left = has_left
@@ -382,6 +513,12 @@ class Watcher:
         if self.watches(ranks):
             return ""
         return f"exits of ranks are noticed at deadlines, or when a gloo connection breaks: {self._problem}"
+
+    def neighbours_of(self, rank: int) -> list[int]:
+        """Returns the other ranks that can watch the process of `rank` by its PID."""
+        places = self._places
+        domain = places[rank].domain if rank in places else ""
+        return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
         """Returns what keeps ranks of this host from going on, such as a signal that stopped them."""
@@ -445,14 +582,11 @@ class Watcher:
         If a suspect on another host doesn't answer, waits for up to the heartbeat limit + 2 beats: its host may have
         declared this one unreachable, which the control plane then reports.
         """
-        found, world = self.await_death_of(ranks), self._world
-        if found or world is None:
+        found = self.await_death_of(ranks)
+        if found or self._world is None:
             return found
         far = [rank for rank in suspects if rank in self._places and rank not in self._left and not self._is_near(rank)]
-        silent = []
-        for rank in far[:_MOST_ASKED]:
-            with contextlib.suppress(ControlError):  # this rank's own stay is over
-                silent += [rank] * (world.ask(rank, b"", NEWS_S) is None)
+        silent = set(far[:_MOST_ASKED]) - self.ask(far[:_MOST_ASKED], "", b"", NEWS_S).keys()
         if not silent:
             return found
         ranks, limit_s = list(ranks), self.limit_s + 2 * settings.HEARTBEAT_S.get()
@@ -496,7 +630,6 @@ class Watcher:
 
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
-        self.open_store = None  # whose server, if it is this process, must be able to go
         with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done, the last one first
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []

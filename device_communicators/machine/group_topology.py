@@ -1,7 +1,7 @@
 """The common knowledge of a group's ranks of their GPUs: the same on every rank, so communicators may decide by it.
 
 Each rank tells its GPU and how it sees those of the others; a claim about the group holds where each of its ranks
-confirms it. The exchange goes over the group's CPU group. What one machine's driver says is in `topology`. A driver may
+confirms it. What one machine's driver says is in `topology`. A driver may
 report peer access that loses data: a group whose kernels use it proves it first (`peer.group`).
 
 Ranks may share a GPU, for tests, laptops and the demo, but mostly it is a mistake that nobody sees; the end of this
@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from device_communicators.base import settings
-from device_communicators.base.errors import CommunicationError, format_ranks, plain
+from device_communicators.base.errors import format_ranks
 from device_communicators.cuda import nccl_library
 from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import all_gather_bytes
 
 _View = dict[str, Any]
 """A rank's view of the path to another GPU: `nvlinks`, `nvlink_problem` and `peer_problem` of its Path."""
@@ -167,26 +166,7 @@ def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any
 
     Raises PeerDiedError, CollectiveTimeoutError, CommunicationError.
     """
-    text = json.dumps(mine).encode()
-    if context.size == 1:
-        return [json.loads(text)]
-    try:
-        lengths = all_gather_bytes(context, len(text).to_bytes(8, "little"), operation)
-        longest = max(int.from_bytes(each, "little") for each in lengths)
-        return [json.loads(each) for each in all_gather_bytes(context, text.ljust(longest), operation)]
-    except RuntimeError as error:
-        if isinstance(error, CommunicationError):
-            raise
-        raise context.failure(
-            CommunicationError,
-            f"the ranks of {context} could not tell each other their facts ({operation}): "
-            f"{plain(error)}. Look for the first rank that failed",
-            operation,
-            timeout_s=context.timeout_s,
-        ) from error
-
-
-_UUID_BYTES = 64
+    return [json.loads(each) for each in context.gather(json.dumps(mine).encode(), operation)]
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
@@ -194,10 +174,9 @@ def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[
 
     Every rank of the group calls it with its own GPU's UUID, None for one that has none.
     """
-    mine = (uuid or "").encode()[:_UUID_BYTES].ljust(_UUID_BYTES)
-    users: dict[str, list[int]] = defaultdict(list)
-    for rank, each in zip(context.ranks, all_gather_bytes(context, mine, "comparison of GPUs"), strict=True):
-        users[each.decode(errors="replace").strip()].append(rank)
+    users: dict[str | None, list[int]] = defaultdict(list)
+    for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
+        users[each].append(rank)
     return {gpu: ranks for gpu, ranks in users.items() if gpu and len(ranks) > 1}
 
 

@@ -1,7 +1,7 @@
 """One ncclComm_t: agreed on, made with a deadline, proven, split, used by one thread at a time, ended or aborted; and
 the windows that are registered with it.
 
-Ranks first exchange a record over the group's gloo group: their versions, and where NCCL meets.
+Ranks first gather a record of each: its version, and where NCCL meets.
 
 NCCL makes a communicator in the background where it is *non-blocking*, which is the only way to have a deadline, to
 hear of a rank's end and to give up. But a non-blocking communicator starts a thread for every later call, too, and a
@@ -45,7 +45,7 @@ from device_communicators.cuda.streams import enter
 from device_communicators.nccl.deadlines import GOODBYE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died
-from device_communicators.routing.waiting import WatchedByThread, all_gather_bytes
+from device_communicators.routing.waiting import WatchedByThread
 
 _KINDS: dict[int, type[CommunicationError]] = {REMOTE_ERROR: PeerDiedError, TIMEOUT: CollectiveTimeoutError}
 _ADVICE = {
@@ -346,7 +346,7 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
     """Returns every rank's record; every rank calls it. Raises ConfigMismatchError where versions differ."""
-    everyones = all_gather_bytes(context, bytes(mine), "nccl set-up")
+    everyones = context.gather(bytes(mine), "nccl set-up")
     records = [SetUpRecord.from_buffer_copy(each) for each in everyones]
     _compare(context, context.ranks, records)
     return records

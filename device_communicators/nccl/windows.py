@@ -31,7 +31,6 @@ from device_communicators.cuda.foreign_memory import tensor_over
 from device_communicators.cuda.nccl_library import SUCCESS, NcclLibrary
 from device_communicators.cuda.streams import CudaStreams
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import all_gather_bytes
 
 logger = logging.getLogger("parallel_state")
 
@@ -43,8 +42,7 @@ WINDOW_BYTES = 16 << 20
 _GRANULE_BYTES = 2 << 20
 """ncclMemAlloc rounds up to as much."""
 _ALIGNMENT_BYTES = 512
-_TEXT_BYTES = 240
-_RECORD = struct.Struct(f"<QQQ{MOST_BLOCKS // 8}s{_TEXT_BYTES}s")
+_RECORD = struct.Struct(f"<QQQ{MOST_BLOCKS // 8}s")
 
 
 class Block(NamedTuple):
@@ -190,10 +188,10 @@ class Windows:
     def _exchange(self, size_bytes: int) -> int | None:
         """Frees what all ranks have let go of. Returns the lowest limit of a rank; None if memory is ordinary."""
         mine = sum(1 << number for number in self._free).to_bytes(MOST_BLOCKS // 8, "little")
-        own = (size_bytes, self._limit_bytes, self._ledger.digest, mine, _packed(self._own_problem()))
-        records = [_RECORD.unpack(each) for each in all_gather_bytes(self._context, _RECORD.pack(*own), "empty")]
-        sizes, limits, digests, frees, texts = zip(*records, strict=True)
-        problem = self._first_problem(texts)
+        own = _RECORD.pack(size_bytes, self._limit_bytes, self._ledger.digest, mine)
+        records = self._context.gather(own + self._own_problem().encode(), "empty")
+        sizes, limits, digests, frees = zip(*map(_RECORD.unpack_from, records), strict=True)
+        problem = self._first_problem([record[_RECORD.size :] for record in records])
         if problem is None and len(set(digests)) > 1:
             problem = "a rank was interrupted in an earlier call"
         if problem is not None:
@@ -244,10 +242,10 @@ class Windows:
         return self._first_problem(self._gather(problem))
 
     def _gather(self, text: str) -> list[bytes]:
-        return all_gather_bytes(self._context, _packed(text), "empty")
+        return self._context.gather(text.encode(errors="replace"), "empty")
 
     def _first_problem(self, texts: Sequence[bytes]) -> str | None:
-        found = ((rank, text.rstrip(b"\0").decode(errors="replace")) for rank, text in enumerate(texts))
+        found = ((rank, text.decode(errors="replace")) for rank, text in enumerate(texts))
         return next((f"global rank {self._context.ranks[rank]}: {text}" for rank, text in found if text), None)
 
     def _give_up(self, problem: str) -> None:
@@ -278,7 +276,7 @@ class Windows:
             return
         places = [self._place_of(x) or "ordinary memory" for x in symmetric]
         places += ["registered memory" if self._place_of(x) else "ordinary memory" for x in own]
-        texts = [each.rstrip(b"\0").decode() for each in self._gather(", ".join(places))]
+        texts = [each.decode() for each in self._gather(", ".join(places))]
         mine = texts[self._context.rank]
         for rank, text in zip(self._context.ranks, texts, strict=True):
             if text != mine:
@@ -333,7 +331,3 @@ def free_closed() -> None:
     """Frees the memory of closed groups that no tensor uses any more."""
     with _LOCK:
         _CLOSED[:] = [each for each in _CLOSED if not each.free_unused()]
-
-
-def _packed(text: str) -> bytes:
-    return text.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")

@@ -134,7 +134,7 @@ class PeerGroup:
         whose trap would cost the process its CUDA context; where a launch itself waits, the vote behind has time.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        self._deadline_ns = int(0.75e9 * self.context.timeout_s)
+        self._deadline_ns = int(0.6e9 * self.context.timeout_s)  # below the 0.75 after which `together` may end
         wrong = []
         with self.streams.guard():
             for what, attempt in self._proofs():

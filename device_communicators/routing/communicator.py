@@ -136,6 +136,23 @@ class GroupContext(GroupMember):
         """Returns the deaths that fail the group, in the order in which they came to be known."""
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
+    def gather(self, record: bytes, operation: str) -> list[bytes]:
+        """Returns the record of each rank of the group. Every rank calls it. Raises as `Watcher.gather` does.
+
+        Each operation has an order of its own. So if a rank missed one, other operations still fit together.
+        """
+        return (self.watcher or Watcher()).gather(
+            f"{self.channel}/{operation}",
+            self.ranks,
+            record,
+            self.timeout_s,
+            watched=self.failure_ranks,
+            what=f"{operation} of {self}",
+            group=self,
+            operation=operation,
+            gloo=self.cpu_group if self.watcher is None or not self.watcher.watches(self.ranks) else None,
+        )
+
     def check_cpu_group(self, what: str) -> None:
         """Refuses a transfer whose gloo group isn't made: two ranks can't make it, as the others would never come."""
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):

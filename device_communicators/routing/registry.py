@@ -15,7 +15,7 @@ from device_communicators.base.errors import GroupDestroyedError, GroupNotInitia
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.calls import recorder
 from device_communicators.calls.interruption import raise_interruption
-from device_communicators.routing import observers, stalls
+from device_communicators.routing import observers, status
 from device_communicators.routing.observers import METERS, measure, switch_native_meter
 from device_communicators.routing.route import Route
 
@@ -76,7 +76,8 @@ def _serve_ops() -> None:
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
     """Writes the last operations of all groups of this process into a file of `folder`; None without groups.
 
-    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. From any thread: a watchdog may
+    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. The last events of each control
+    plane are written beside it: `debug --replay FILE` shows one. From any thread: a watchdog may
     call it while another one hangs. An `OSError` of the folder is logged only.
     """
     found = routes()
@@ -91,8 +92,10 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
         }
         for route in found
     ]
+    watchers = dict.fromkeys(route.context.watcher for route in found)
+    control = [watcher.record() for watcher in watchers if watcher is not None]
     try:
-        return recorder.write(Path(folder), found[0].context.global_rank, groups)
+        return recorder.write(Path(folder), found[0].context.global_rank, groups, filter(None, control))
     except OSError as error:
         logger.warning("the record of the last operations can't be written to %s: %s", folder, error)
         return None
@@ -126,7 +129,7 @@ def register_route(route: Route) -> None:
     if former is not None:
         former.serve_ops(False)
     route.serve_ops(True)
-    stalls.watch(route)
+    status.watch(route)
     for each in (route.context.name, route.context.key, route.context.ranked_key):
         _ROUTES[each], _KNOWN_NAMES[each] = route, route.context.name
 

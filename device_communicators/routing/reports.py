@@ -1,31 +1,32 @@
-"""Reports of the ranks' calls over the store, exchanged once a wait is long or has failed.
+"""Reports of the ranks' calls, exchanged over the control plane once a wait has failed.
 
 gloo says neither who is missing nor that ranks are in different calls. When its wait has timed out on one rank it
-closes the connections, so all others that wait fail as well. Each rank that fails then writes to the store in which
-operation it was, and reads what the others wrote: who writes nothing isn't in a call of this group. It costs nothing
-before that.
+closes the connections, so all others that wait fail as well. Each rank that fails then sends to the others in which
+operation it was. A rank that sends nothing isn't in a call of this group. It costs nothing before that.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
+from device_communicators.base.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerDiedError,
+)
 from device_communicators.base.member import LOST
 from device_communicators.calls.recorder import Operation
+from device_communicators.liveness import stacks
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up
-from device_communicators.routing.states import group_key
+from device_communicators.routing.states import MOST_ASKED, State, call_in_words, describe_states, group_key
 
-_REPORTS_WAIT_S = 0.6
-"""The wait for the others' reports: they come within the 0.2 s in which a death might come to be known."""
-_LIMIT_S = 1.0
-"""A store beyond reach answers after minutes."""
-_STEP_S = 0.02
+_MOST_REPORTS = 64
+"""In larger groups a rank exchanges reports with the 32 ranks before and after it, so that connections stay few."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +48,61 @@ def explained(
 
     `before`: the group's call before that operation.
     """
-    watcher = context.watcher
-    if watcher is None or watcher.open_store is None:
+    status = _status_of(context)
+    if status is None:
         return failure
     own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError), before)
-    reports = watcher.ask_store(lambda store: _exchange(store, context, own), _LIMIT_S)
-    if reports is not None:
-        return _verdict(context, own, reports, failure)
-    return _watchers_verdict(context, failure, context.other_ranks)
+    asked = _asked(context)
+    found = status.exchange(group_key(context), asked, own)
+    reports = {context.ranks.index(rank): report for rank, report in found.items()} | {context.rank: own}
+    return _verdict(context, own, reports, failure, [rank for rank in asked if rank not in found])
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Tells ranks that ask later in which operation this rank found another call, without waiting for the store."""
-    if context.watcher is not None:
-        own = Report(operation.sequence, operation.call)
-        context.watcher.ask_store(lambda store: _write(store, context, own), 0)
+    """Sends this rank's report, of an operation that met another call, to the group's ranks. Doesn't wait."""
+    status = _status_of(context)
+    if status is not None:
+        status.publish(group_key(context), _asked(context), Report(operation.sequence, operation.call))
 
 
-def _prefix(context: GroupContext) -> str:
-    return f"report/{group_key(context)}"
+def _status_of(context: GroupContext) -> Any:
+    return None if context.watcher is None else context.watcher.status
 
 
-def _write(store: BoundedStore, context: GroupContext, own: Report) -> None:
-    store.set(f"{_prefix(context)}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out, own.before]))
+def _asked(context: GroupContext) -> list[int]:
+    """Returns the global ranks with which this one exchanges reports: all others, or the next ones in a ring."""
+    others = [*context.ranks[context.rank + 1 :], *context.ranks[: context.rank]]
+    half = _MOST_REPORTS // 2
+    return others if len(others) <= _MOST_REPORTS else [*others[:half], *others[-half:]]
+
+
+def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
+    """Adds to a failure of `operation` the states of the group's ranks that answer, its suspects first.
+
+    To a mismatch, which has both calls, it adds the lines that made them.
+    """
+    suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
+    ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
+    ranks = [rank for rank in ranks if rank != context.global_rank][:MOST_ASKED]
+    status = _status_of(context)
+    if context.watcher is None:
+        return
+    key, place, own = group_key(context), stacks.in_words(stacks.own_frames()), None
+    states: dict[int, State] = {}
+    if status is not None:
+        if operation is not None:
+            own = State(key, context.name, call_in_words(context, operation), place)
+            status.keep(own, context.timeout_s)
+        states = status.ask_states(ranks, key, own)
+        if own is not None:
+            states[context.global_rank] = own
+    if isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0]):
+        if operation is not None and operation.site:  # debug mode: the error has them
+            return
+        lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
+        failure.args = (f"{failure.args[0]}. Here at {'; '.join([place, *lines])}",)
+    elif states:
+        failure.args = (f"{failure.args[0]}. As last told, {'; '.join(describe_states(states, context))}",)
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
@@ -81,20 +114,6 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
     if watcher.await_word_of(missing, context.failure_ranks):
         return died(context, failure.operation or "an operation", started)
     return failure
-
-
-def _exchange(store: BoundedStore, context: GroupContext, own: Report) -> dict[int, Report]:
-    """Writes this rank's report, and returns those that came within `_REPORTS_WAIT_S`, by rank."""
-    reports: dict[int, Report] = {context.rank: own}
-    until = time.monotonic() + _REPORTS_WAIT_S
-    _write(store, context, own)
-    while len(reports) < context.size and time.monotonic() < until:
-        for rank in range(context.size):
-            key = f"{_prefix(context)}/{rank}"
-            if rank not in reports and store.check([key]):
-                reports[rank] = Report(*json.loads(store.get(key)))
-        time.sleep(_STEP_S)
-    return reports
 
 
 def _half_through(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
@@ -111,10 +130,16 @@ def _half_through(reports: dict[int, Report]) -> tuple[Report, list[int]] | None
 
 
 def _verdict(
-    context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
+    context: GroupContext,
+    own: Report,
+    reports: dict[int, Report],
+    failure: CommunicationError,
+    missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns `failure`, or the error that the reports tell of: with who is missing, ahead or in another call."""
-    missing = [context.ranks[rank] for rank in range(context.size) if rank not in reports]
+    """Returns `failure`, or the error that the reports tell of: with who is missing, ahead or in another call.
+
+    `reports`: by rank in the group. `missing`: global ranks without a report.
+    """
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
     # The watcher's word goes before the reports: who hears of a death writes none.

@@ -65,9 +65,9 @@ from device_communicators.routing.failures import (
     is_of_transport,
     kind_of_failure,
 )
-from device_communicators.routing.reports import explained, publish
+from device_communicators.routing.reports import add_calls, explained, publish
 from device_communicators.routing.started import Handle
-from device_communicators.routing.states import add_calls, waiting_for
+from device_communicators.routing.states import waiting_for
 from device_communicators.routing.waiting import TransferError
 
 if TYPE_CHECKING:
@@ -521,7 +521,7 @@ class Route:
             elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts:
                 error = self._explained(error, record)
             elif isinstance(error, CollectiveMismatchError) and self._spans_hosts and record is not None:
-                publish(self.context, record)  # those who wait for this rank in another way ask the store
+                publish(self.context, record)  # ranks that wait for this one in another call fail later
             if isinstance(error, CommunicationError):
                 self._add_calls(error, record)
                 if error is not self.first_failure and not isinstance(error, GroupFailedError):

@@ -19,7 +19,7 @@ import torch
 
 from device_communicators.base.errors import CommunicationError
 from device_communicators.base.helper_threads import run_in_thread
-from device_communicators.calls.work import Work, gather_bytes
+from device_communicators.calls.work import Work
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
@@ -88,11 +88,6 @@ class Watched:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-def all_gather_bytes(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
-    """Returns the bytes of every rank of a group, as many on each, with the group's deadline. Every rank calls it."""
-    return gather_bytes(context.cpu_group, context.size, mine, lambda work: Watched(work, context, operation).wait())
 
 
 class TransferError(RuntimeError):

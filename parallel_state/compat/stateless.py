@@ -1,48 +1,20 @@
 """Objects between processes that share a store and no process group: vLLM's and SGLang's StatelessProcessGroup.
 
-They travel in our codec; what it doesn't know by pickle, as in both projects, so the store must be of processes that
-may run code here.
+They travel by pickle, as in both projects: the store must be of processes that may run code here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
 import time
 from collections import deque
 from typing import Any
 
-import torch
-
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.calls.memory import as_bytes, dense
-from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.wire import bytes_of
+from parallel_state.compat import pickles
 
-_LENGTH = struct.Struct("<q")
 ANSWER_S = 1.0
-
-
-def to_bytes(obj: Any) -> bytes:
-    """Returns an object with its tensors in one piece."""
-    metadata, tensors = codec.encode(obj, allow_pickle=True)
-    bodies = (bytes_of(as_bytes(dense(each.cpu()))) for each in tensors)
-    return b"".join([_LENGTH.pack(len(metadata)), metadata, *bodies])
-
-
-def from_bytes(data: bytes) -> Any:
-    """Returns the object of `to_bytes`."""
-    at = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    message = codec.read(data[_LENGTH.size : at], allow_pickle=True)
-    tensors = []
-    for each in message.tensors:
-        tensor = torch.empty(each.shape, dtype=each.dtype, device="cpu")
-        size = tensor.numel() * tensor.element_size()
-        as_bytes(tensor).copy_(torch.frombuffer(bytearray(data[at : at + size] or b"\0"), dtype=torch.uint8)[:size])
-        tensors.append(tensor)
-        at += size
-    return message.build(tensors)
 
 
 @dataclasses.dataclass
@@ -107,8 +79,8 @@ class StoreGroup:
 
     def _put(self, key: str, obj: Any) -> None:
         self.expire_data()
-        self.bounded.set(key, to_bytes(obj))
+        self.bounded.set(key, bytes(pickles.dumps(obj)))
         self.entries.append((key, time.perf_counter()))
 
     def _get(self, key: str) -> Any:
-        return from_bytes(self.bounded.get(key))
+        return pickles.loads(self.bounded.get(key))

@@ -493,7 +493,8 @@ def create_group(
         real = cpu_group.made and len(ranks) > 1 and not fake
         memory = HostMemory(members, pool.neighbours) if real else None
         if memory is not None:
-            memory.attach(cpu_group(), pool.watcher, pool.watched_with(ranks))
+            purpose = f"shared memory {digest([acquired.keys for acquired in taken])}"
+            memory.attach(pool.watcher, pool.watched_with(ranks), cpu_group(), purpose)
             memory.end_waits_at_deaths(pool.watcher, domain)
         context = GroupContext(
             name=members.name,
@@ -533,26 +534,25 @@ def create_group(
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
     """Has the control plane watch ranks that have a process group already; each of them calls `caller`, and this."""
     from device_communicators.c10d.world import address_of  # here, as those of create_group
-    from parallel_state.startup.roster import exchange_places
+    from device_communicators.cpu.watching import meet
 
     store = default_store()
     pool.address = address_of(store.raw)
     if len(ranks) == 1 or is_fake():
         return
     store = store.prefixed(f"{pool.prefix}/start")
-    places = exchange_places(store, pool.rank, ranks, pool.watcher, pool.address, caller)
-    pool.watcher.follow(pool.rank, {rank: place.for_control for rank, place in places.items()})
+    meet(store, pool.rank, ranks, pool.watcher, pool.address, caller)
 
 
 def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    """Starts liveness checks for the ranks of a pool's first group; every one of them calls it once."""
-    from device_communicators.cpu.watching import watch_ranks
+    """Notes the cores and PIDs of this host's ranks, as a pool's first group knows them."""
+    from device_communicators.cpu.watching import know_neighbours
 
     memory = group.context.host_memory
     if memory is None:
         return
     pool.neighbours = memory.cores
-    watch_ranks(memory, pool.watcher)
+    know_neighbours(memory, pool.watcher)
 
 
 def prove(group: GroupCoordinator) -> None:

@@ -54,7 +54,6 @@ from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.rendezvous import Met, meet
-from parallel_state.startup.roster import exchange_places
 from parallel_state.startup.watch import AbandonedError, run_watched
 
 logger = logging.getLogger("parallel_state")
@@ -386,13 +385,12 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
     if place.world_size == 1 or is_fake():
         return None
     from device_communicators.c10d.world import address_of  # only where there is a group of torch's
+    from device_communicators.cpu.watching import meet as meet_over_store
 
     store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
     try:
         address = address_of(default_store().raw)
-        ranks = range(place.world_size)
-        places = exchange_places(store, place.rank, ranks, watcher, address, "init_distributed_environment")
-        watcher.follow(place.rank, {rank: each.for_control for rank, each in places.items()})
+        meet_over_store(store, place.rank, range(place.world_size), watcher, address, "init_distributed_environment")
     except BaseException as error:
         give_up(watcher, error)
         watcher.close()

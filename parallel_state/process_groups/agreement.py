@@ -1,7 +1,7 @@
 """Checks that all ranks request the same thing before any of them starts a step that waits for peers.
 
-All ranks get the requests of all, or the same verdict: which ranks are missing or exited. So all ranks raise the same
-error. A rank that asks late gets the same verdict. A rank whose decider doesn't answer gets no verdict (undecided).
+All ranks get the requests of all, or the same reason: which ranks are missing or exited. So all ranks raise the same
+error, and so does a rank that asks late. `Watcher.gather` moves the requests.
 
 Without a control plane nothing is compared: different requests fail at the first call's deadline.
 """
@@ -27,16 +27,14 @@ from device_communicators.base.errors import (
     UsageError,
     format_ranks,
 )
-from device_communicators.control.plane import Verdict
-from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
+from device_communicators.liveness.health import UnmetError, Watcher
 
 T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
 """Key of a request whose construction failed; the value is the error."""
-_VALUE_BYTES = 4000
-_WORDS = 120
-"""If a request is too long, parts longer than this are sent as their first characters and a digest."""
+_LONGEST = 400
+"""Errors show the first characters of longer parts of a request, and a digest."""
 
 
 def digest(value: object) -> str:
@@ -45,7 +43,7 @@ def digest(value: object) -> str:
 
 
 class Agreement:
-    """Runs agreements of one world and counts their attempts."""
+    """Compares requests, and names new groups, of one world."""
 
     def __init__(self, store: Any, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
         """`alone`: the other ranks are simulated and agree with this one.
@@ -57,7 +55,7 @@ class Agreement:
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
         self._rank = rank
-        self._attempts: Counter[str] = Counter()
+        self._meetings: Counter[str] = Counter()
 
     @property
     def silent_s(self) -> float:
@@ -106,15 +104,28 @@ class Agreement:
         ends the wait, because missing ranks may have failed by it.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
-        started = time.monotonic()
-        purpose = f"{self._prefix}/{digest((what, tuple(ranks)))}"
-        said = self._everyone(purpose, what, ranks, _encode(mine), timeout_s, started, {*ranks, *domain}, wrong)
-        if said is None or all(_WRONG in each for each in said):
+        if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
             if wrong is not None:
                 raise wrong
             return
-        first = said[0]
-        other = next((index for index, each in enumerate(said) if each != first), None)
+        try:
+            texts = self._watcher.gather(
+                f"{self._prefix}/{digest(what)}",
+                ranks,
+                json.dumps(mine).encode(),
+                timeout_s,
+                watched={*ranks, *domain},
+                what=f"rank {self._rank} asks for {what} ({_words(mine)})",
+                operation="new_group",
+            )
+        except CommunicationError as error:
+            if wrong is not None:
+                raise error from wrong
+            raise
+        said = [json.loads(text) for text in texts]
+        if wrong is not None and all(_WRONG in each for each in said):
+            raise wrong
+        other = next((index for index, each in enumerate(said) if each != said[0]), None)
         if wrong is not None and (other is None or not isinstance(wrong, UsageError)):
             raise wrong
         if other is None:
@@ -122,60 +133,6 @@ class Agreement:
         raise ConfigMismatchError(
             f"all ranks must ask for the same {what}, but {_difference(ranks, said, other)} (this is rank "
             f"{self._rank}); pass the same arguments, and set the same environment variables, on every rank"
-        ) from wrong
-
-    def _everyone(
-        self,
-        purpose: str,
-        what: str,
-        ranks: Sequence[int],
-        value: bytes,
-        timeout_s: float,
-        started: float,
-        watched: Collection[int],
-        wrong: Exception | None = None,
-    ) -> list[Any] | None:
-        """Returns each rank's request. Raises for ranks that are missing or ended.
-
-        None if this is the only rank or there is no control plane.
-        """
-        if len(ranks) == 1 or self.alone:
-            return None
-        attempt = self._attempts[purpose] = self._attempts[purpose] + 1
-        verdict = self._watcher.agree(purpose, attempt, ranks, value, timeout_s, watched)
-        if verdict is None:
-            return None
-        if verdict.kind == "agreed":
-            return [json.loads(each) for each in verdict.values]
-        # Where others gave up because a rank has ended, this one is about to hear of it.
-        is_early = time.monotonic() < started + timeout_s and self._rank not in verdict.ranks
-        deaths = self._watcher.await_death_of(watched, None if is_early else 0.0)
-        asks = f"rank {self._rank} asks for {what} ({_words(json.loads(value))})"
-        if deaths:
-            raise self._error(
-                f"{asks}, but of the ranks that must ask too, {describe_deaths(deaths)}. Ask for groups without them, "
-                "or start again with those that are left (reinitialize)",
-                kind_of_deaths(deaths, CommunicationError),
-                [death.rank for death in deaths],
-                started,
-                timeout_s,
-            ) from wrong
-        missing = [rank for rank in verdict.ranks if rank != self._rank]
-        if verdict.kind == "missing" and self._rank in verdict.ranks:
-            also = f" (as for ranks {format_ranks(missing)})" if missing else ""
-            text = (
-                f"rank {self._rank} came too late to ask for {what}: the others had waited {timeout_s:g} s for it{also}"
-                " and gave up. Ask again on all ranks; look at what kept this one"
-            )
-        else:
-            text = (
-                f"ranks {format_ranks(missing)} of the world {_of_missing(verdict.kind, timeout_s)} to ask for {what} "
-                f"as rank {self._rank} does; look for a rank that failed or took another branch"
-            )
-            text += "".join(f"; global rank {rank} is {why}" for rank, why in self._watcher.conditions(missing).items())
-        asked = _words(json.loads(value))
-        raise self._error(
-            f"{text}. This rank asks for {asked}", CollectiveTimeoutError, missing, started, timeout_s
         ) from wrong
 
     def meet(
@@ -189,40 +146,41 @@ class Agreement:
         A rank that is late for an attempt joins the next one. If a rank passes a `problem`, all ranks raise
         CommunicationError. Raises like `agree` if a rank is missing, or if a rank of `watched` (default: `ranks`) died.
         """
-        watched = watched or ranks
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
         key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
-        started, value = time.monotonic(), problem.encode()[:_VALUE_BYTES]
-        while True:
-            attempt = self._attempts[key] = self._attempts[key] + 1
-            name = f"{key}/{attempt}"
-            left_s = max(0.0, started + timeout_s - time.monotonic())
+        who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}"
+        started, problems = time.monotonic(), None
+        while problems is None:
+            self._meetings[key] = number = self._meetings[key] + 1
+            name, left_s = f"{key}/{number}", max(0.0, started + timeout_s - time.monotonic())
+            if not self._watcher.watches(ranks):
+                return name
             try:
-                verdict = self._watcher.agree(key, attempt, ranks, value, left_s, watched)
+                problems = self._watcher.gather(
+                    key, ranks, problem.encode(), left_s, watched=watched, what=who, operation="new_group"
+                )
+            except CommunicationError as error:
+                verdict = error.__cause__.verdict if isinstance(error.__cause__, UnmetError) else None
+                if verdict is not None and verdict.kind == "undecided":  # other ranks may go on
+                    self.fail(name, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
+                is_late = verdict is not None and verdict.kind == "missing" and self._rank in verdict.ranks
+                if not is_late or not left_s or not isinstance(error, CollectiveTimeoutError):
+                    raise
             except BaseException as error:  # an interrupt: the others needn't wait
                 self.fail(name, f"{type(error).__name__}: {error}")
                 raise
-            if verdict is None:
-                return name
-            if verdict.kind == "agreed":
-                break
-            is_late = verdict.kind == "missing" and self._rank in verdict.ranks
-            if not is_late or time.monotonic() >= started + timeout_s or self._watcher.deaths_of(watched):
-                if verdict.kind == "undecided":  # the others may have a verdict
-                    self.fail(name, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
-                raise self._nobody(what, name, ranks, verdict, watched, started, timeout_s)
-        found = (
-            (rank, each.decode(errors="replace")) for rank, each in zip(ranks, verdict.values, strict=True) if each
-        )
-        for suspect, why in found:
-            raise self._error(
-                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but global rank {suspect} "
-                f"can't: {why}",
-                suspects=(suspect,),
-                started=started,
-                timeout_s=timeout_s,
-            )
+        for suspect, text in zip(ranks, problems, strict=True):
+            if text:
+                raise CommunicationError(
+                    f"{who}, but global rank {suspect} can't: {text.decode(errors='replace')}",
+                    group="world",
+                    operation="new_group",
+                    rank=self._rank,
+                    suspect_ranks=(suspect,),
+                    elapsed_s=time.monotonic() - started,
+                    timeout_s=timeout_s,
+                )
         return name
 
     def fail(self, name: str, reason: str) -> None:
@@ -241,65 +199,6 @@ class Agreement:
                 return rank, reason
         return None
 
-    def _nobody(
-        self,
-        what: str,
-        name: str,
-        ranks: Sequence[int],
-        verdict: Verdict,
-        watched: Sequence[int],
-        started: float,
-        timeout_s: float,
-    ) -> CommunicationError:
-        """Returns the error for a meeting without agreement."""
-        who, missing = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but", verdict.ranks
-        is_early = time.monotonic() < started + timeout_s and self._rank not in missing
-        if deaths := self._watcher.await_death_of(watched, None if is_early else 0.0):
-            return self._error(
-                f"{who} {describe_deaths(deaths)}. Make groups without it, or start again with those that are left "
-                "(reinitialize)",
-                kind_of_deaths(deaths, CommunicationError),
-                [death.rank for death in deaths],
-                started,
-                timeout_s,
-            )
-        failure = self.failure(name)
-        if failure is not None and failure[0] != self._rank:
-            return self._error(
-                f"{who} global rank {failure[0]} could not ({failure[1]}). Look at the log of that rank; all of them "
-                "may try again",
-                suspects=(failure[0],),
-                started=started,
-                timeout_s=timeout_s,
-            )
-        held = "".join(f"; global rank {rank} is {why}" for rank, why in self._watcher.conditions(missing).items())
-        return self._error(
-            f"{who} ranks {format_ranks(missing)} {_of_missing(verdict.kind, timeout_s)}{held}; look for a rank that "
-            "failed or makes its groups in another order",
-            CollectiveTimeoutError,
-            missing,
-            started,
-            timeout_s,
-        )
-
-    def _error(
-        self,
-        text: str,
-        kind: type[CommunicationError] = CommunicationError,
-        suspects: Sequence[int] = (),
-        started: float = 0.0,
-        timeout_s: float = 0.0,
-    ) -> CommunicationError:
-        return kind(
-            text,
-            group="world",
-            operation="new_group",
-            rank=self._rank,
-            suspect_ranks=tuple(suspects),
-            elapsed_s=time.monotonic() - started,
-            timeout_s=timeout_s,
-        )
-
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
         """Deletes this rank's gloo address of the previous attempt from the store.
 
@@ -312,32 +211,20 @@ class Agreement:
                 self.store.within(LAST_WORD_S).delete_key(key)
 
 
-def _encode(request: Request) -> bytes:
-    """Encodes a request. Digests replace long parts if it exceeds 4000 bytes."""
-    text = json.dumps(request).encode()
-    if len(text) <= _VALUE_BYTES:
-        return text
-    cut = {
-        name: each if len(each) <= _WORDS else f"{each[:_WORDS]}... ({digest(each)})" for name, each in request.items()
-    }
-    text = json.dumps(cut).encode()
-    return text if len(text) <= _VALUE_BYTES else json.dumps({"request": f"{len(cut)} parts ({digest(cut)})"}).encode()
-
-
 def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> str:
     first, request = said[0], said[other]
     names = [name for name in {**first, **request} if name != _WRONG]
     name = next(name for name in names if first.get(name) != request.get(name))
-    sides = [each.get(name) or _words(each) for each in (first, request)]
+    sides = [_short(each.get(name) or _words(each)) for each in (first, request)]
     return f"the {name} is {sides[0]} on rank {ranks[0]} and {sides[1]} on rank {ranks[other]}"
 
 
-def _of_missing(kind: str, timeout_s: float) -> str:
-    """Returns what ranks did that a verdict names, if it isn't that they died."""
-    if kind == "ended":
-        return "left the world before they came"
-    return f"did not come{' or answer' if kind == 'undecided' else ''} within {timeout_s:g} s"
+def _short(text: str) -> str:
+    """Returns a text that fits into an error: a long one's first characters, and a digest by which it differs."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({digest(text)})"
 
 
 def _words(request: Request) -> str:
-    return f"wrong ({request[_WRONG]})" if _WRONG in request else ", ".join(f"{k} {v}" for k, v in request.items())
+    if _WRONG in request:
+        return f"wrong ({request[_WRONG]})"
+    return ", ".join(f"{name} {_short(value)}" for name, value in request.items())

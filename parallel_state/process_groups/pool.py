@@ -117,7 +117,6 @@ class ProcessGroupPool:
         self.prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
-        self.watcher.open_store = self.private_store
         store = BoundedStore(dist.HashStore()) if alone_over else default_store()
         self.agreement = Agreement(store, self.prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
@@ -220,14 +219,6 @@ class ProcessGroupPool:
     def _taken(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
         self._users.update(keys)
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
-
-    def private_store(self) -> BoundedStore | None:
-        """Returns a new connection to the store of this world; None if the store can't give another one."""
-        try:
-            own = default_store().connect_anew()
-        except (RuntimeError, ValueError):
-            return None
-        return None if own is None else own.prefixed(self.prefix)
 
     def next_channel(self, ranks: Sequence[int]) -> int:
         """Returns a number that no other user of a group of these ranks has: their transfers have other tags.

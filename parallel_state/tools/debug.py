@@ -1,6 +1,7 @@
 """`python -m parallel_state debug FOLDER`: the ranks' records side by side. Who is at which operation, who is missing.
 
-With `--live PID` or `--live JOB` it asks the ranks of a running job instead: see `live`.
+With `--live PID` or `--live JOB` it asks the ranks of a running job instead: see `live`. With `--replay FILE` it runs
+the control plane's core on the events in a `.control` file that a rank wrote, and prints each event and its actions.
 
 A rank writes its record when one of its groups fails while PARALLEL_STATE_DEBUG_DIR names a folder, or when the program
 calls `write_record(folder)`. Operations of a group that involve all its ranks have numbers, the same on each rank that
@@ -19,6 +20,8 @@ from typing import Any
 
 from device_communicators.base.errors import format_ranks
 from device_communicators.calls.recorder import PAIRS
+from device_communicators.control import plane
+from device_communicators.cpu import native
 from parallel_state.tools import flight_recorder, live
 
 _SHOWN = 3
@@ -52,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--live", metavar="PID|JOB", help="ask the ranks of a running job, without stopping them: the PID of a rank of "
         "this host or of its launcher, or the job's id (SLURM's, torchrun's, an MPI's)",
     )  # fmt: skip
+    which.add_argument(
+        "--replay", metavar="FILE", type=Path, help="run the control plane's core on a rank's last events, and print "
+        "them and its actions: a .control file of the folder",
+    )  # fmt: skip
     parser.add_argument(
         "--flight-recorder", metavar="OUT", type=Path, help="write the folder's records in the format of torch's "
         "flight recorder, a file a rank, for torchfrtrace",
@@ -61,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.live is not None:
         return live.show(options.live, stacks=options.stacks, as_json=options.json)
+    if options.replay is not None:
+        return replay(options.replay)
     folder: Path = options.folder
     groups = read(folder)
     if not groups:
@@ -74,6 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ranks, views in groups.items():
         print("\n".join(describe(ranks, views)), end="\n\n")
     return 0
+
+
+def replay(path: Path) -> int:
+    """Prints a control plane's record in words. Returns 0 if it ends as recorded, else 1; 2 if it can't be replayed."""
+    try:
+        text = plane.describe(native.load(), path.read_bytes())
+    except (native.NativeUnavailableError, OSError) as error:
+        print(f"{path} can't be replayed: {error}")
+        return 2
+    print(text, end="")
+    return 0 if text.endswith(plane.SAME) else 1
 
 
 def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:

@@ -1,7 +1,7 @@
 """`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
 
-A thread of each rank of this host answers over a socket (`liveness.questions`), with its stacks. Of other hosts' ranks
-is known what they publish in the store: those that wait, or make no call, for longer than a second. Nobody is stopped.
+A thread of each rank of this host answers over a socket (`liveness.questions`), with its stacks. One of them asks the
+ranks of other hosts over the control plane. Nobody is stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.states import SILENT, State
 
 _ANSWER_S = 0.5
-_PUBLISHED_S = 0.7
+_STATES_S = 1.0
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID_JOB")
 _MOST_SHOWN = 256
 
@@ -80,7 +80,7 @@ def _states_of(job: dict[int, Any]) -> tuple[list[int], dict[int, State]]:
     states: dict[int, State] = {}
     if set(world) - set(pids):
         first = next(iter(job))
-        told = questions.ask({first: first}, "published", _PUBLISHED_S).get(first) or {}
+        told = questions.ask({first: first}, "states", _STATES_S).get(first) or {}
         states = {int(rank): State(*state) for rank, state in told.items() if int(rank) not in pids}
     for rank, pid in pids.items():
         obstacle = condition_of(pid)
@@ -89,7 +89,7 @@ def _states_of(job: dict[int, Any]) -> tuple[list[int], dict[int, State]]:
         elif not os.path.exists(f"/proc/{pid}"):
             states[rank] = State(obstacle=f"not there any more (pid {pid} has ended)")
         else:
-            states[rank] = State(obstacle=obstacle or SILENT.format(pid=pid))
+            states[rank] = State(obstacle=obstacle or SILENT)
     return world, states
 
 
@@ -102,7 +102,7 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
         state = states.get(rank)
         who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
         lines.append(
-            f"  {who} is {'on another host, and has told of no long wait' if state is None else state.in_words()}"
+            f"  {who} {'is on another host, and does not answer' if state is None else f'is {state.in_words()}'}"
         )
         threads = pids[rank][1]["threads"] if stacks and rank in pids else []
         for thread in threads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -50,6 +50,15 @@ def write_chosen(
             raise
         parser.error(f"cannot write {error.filename}: {error.strerror}")
     return STDOUT in chosen.values()
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
+    """Yields the rows with their cells in columns; `right` are those that are aligned there."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (text.rjust(width) if at in right else text.ljust(width)
+                 for at, (text, width) in enumerate(zip(row, widths, strict=True)))  # fmt: skip
+        yield "  ".join(cells).rstrip()
 
 
 def html_page(title: str, style: str, body: str, scripts: str = "") -> str:

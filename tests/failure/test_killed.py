@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt
+from parallel_state.__main__ import main
+from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.calls import calls_on
 from tests.failure.ranks import KILLED, Ranks
@@ -288,3 +290,26 @@ def test_row_17_later_calls_fail_at_once_and_other_groups_go_on(ranks: Ranks, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     for found in results.values():
         assert max(found.values()) < POISONED_WITHIN_S, found
+
+
+def records_after_a_kill(folder: str) -> list[str]:
+    with environment(PARALLEL_STATE_DEBUG_DIR=folder), world_over("shared memory", None, LONG_TIMEOUT_S) as group:
+        group.barrier()
+        if group.rank == 3:
+            kill_me()
+        assert until_it_fails(group, group.barrier).outcome.kind == "PeerDiedError"
+        return [str(path) for path in Path(folder).glob(f"rank-{group.rank}-*.control")]
+
+
+def test_the_record_of_a_survivor_replays(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = ranks.survivors(records_after_a_kill, str(tmp_path), timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 1, 2]
+    for (path,) in results.values():
+        assert Path(path).stat().st_mode & 0o077 == 0
+        assert main(["debug", "--replay", path]) == 0
+        text = capsys.readouterr().out
+        assert re.search(r"^\d+\.\d+ ended: rank 3$", text, re.MULTILINE), text
+        assert "    tell dead rank 3, flags 2" in text
+        assert text.endswith("rank 3 ended, flags 2: \nthe replay has the same digest\n")
+    assert main(["debug", "--replay", str(tmp_path)]) == 2
+    assert "can't be replayed" in capsys.readouterr().out

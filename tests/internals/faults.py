@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.c10d.store_exchange import StoreExchange
+from device_communicators.c10d import world as c10d_world
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
@@ -39,7 +39,7 @@ STAGES: dict[str, Place] = {
     "default group": (world, "_init_process_group"),
     "shared memory": (HostMemory, "attach"),
     "first call": (state, "prove"),
-    "exchange of the backend": (StoreExchange, "_allgather_base"),
+    "exchange of the backend": (c10d_world, "meet"),
 }
 """By stage of a start the function at whose call a rank is killed."""
 ENDS: dict[str, Place] = {

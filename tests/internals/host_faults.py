@@ -9,7 +9,7 @@ from typing import Any
 
 from device_communicators import GroupContext
 from device_communicators.base import limits
-from device_communicators.hierarchical import hosts, lanes, streams
+from device_communicators.hierarchical import hosts, lanes
 from device_communicators.hierarchical.communicator import LEAST_CHUNK_ELEMENTS
 from parallel_state import GroupCoordinator
 
@@ -65,16 +65,16 @@ def at_chunk(stage: str, number: int, then: Callable[[], object]) -> None:
 @contextmanager
 def when_connecting(then: Callable[[], object]) -> Iterator[None]:
     """Calls `then` once the ranks of a group have said where they listen."""
-    exchange = streams.all_gather_bytes
+    gather = GroupContext.gather
 
-    def and_then(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
-        found = exchange(context, mine, operation)
+    def and_then(context: GroupContext, record: bytes, operation: str) -> list[bytes]:
+        found = gather(context, record, operation)
         if operation == "connect":
             then()
         return found
 
-    streams.all_gather_bytes = and_then
+    GroupContext.gather = and_then  # type: ignore[method-assign]
     try:
         yield
     finally:
-        streams.all_gather_bytes = exchange
+        GroupContext.gather = gather  # type: ignore[method-assign]

@@ -7,11 +7,11 @@ from typing import Any
 
 from device_communicators.cpu.channels import SHAPE, TENSORS
 from device_communicators.cpu.message_queue import _Sending
-from device_communicators.routing.states import SLOW_S, State, call_in_words
+from device_communicators.routing.states import State, call_in_words
 from parallel_state import GroupCoordinator
 from parallel_state.messages.messenger import Messenger
 
-__all__ = ["RING_BYTES", "SLOT_BYTES", "SLOW_S", "calls_in_words", "carried_calls", "count_waiting", "encode_slowly",
+__all__ = ["RING_BYTES", "SLOT_BYTES", "calls_in_words", "carried_calls", "count_waiting", "encode_slowly",
            "is_busy", "is_past_python", "note_writers", "only_sender", "state_in_words", "stop_writing"]  # fmt: skip
 RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 

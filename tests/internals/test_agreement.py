@@ -17,7 +17,7 @@ from device_communicators.base.errors import (
     UnsupportedError,
     UsageError,
 )
-from device_communicators.control.plane import Change
+from device_communicators.control.plane import Change, ControlError
 from device_communicators.cpu import native
 from device_communicators.liveness.health import Place, Watcher
 from parallel_state.process_groups.agreement import Agreement
@@ -114,6 +114,34 @@ def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> No
     assert len(set(names)) == 1 and str(names[0]).endswith("/2"), names
 
 
+def test_records_of_any_size_come_whole(world: World) -> None:
+    """Each rank sends another size, below, at and above what one agreement carries, and in the order of the call."""
+    sizes, order = (0, 4092, 4093, 20_000), (2, 0, 3, 1)
+    records = [bytes([rank]) * size for rank, size in enumerate(sizes)]
+    for _ in range(2):
+        found = world.each(lambda agreement, rank: agreement._watcher.gather("what", order, records[rank], 20.0))
+        assert found == [[records[rank] for rank in order]] * 4
+
+
+def test_a_rank_that_left_is_named(world: World) -> None:
+    world.watchers[3].close()
+
+    def gather(agreement: Agreement, rank: int) -> object:
+        return agreement._watcher.gather("what", EVERYONE, b"", 20.0, what=f"rank {rank} counts")
+
+    for rank, outcome in enumerate(world.each(gather, EVERYONE[:3])):
+        assert isinstance(outcome, CollectiveTimeoutError) and outcome.suspect_ranks == (3,)
+        assert f"rank {rank} counts, but ranks [3] left the world before they came" in str(outcome)
+
+
+def test_gathering_without_a_control_plane_and_gloo_says_why() -> None:
+    watcher = Watcher()
+    assert watcher.gather("what", (0,), b"mine", 1.0) == [b"mine"]
+    watcher.listen("it was not compiled", "127.0.0.1")
+    with pytest.raises(ControlError, match="there is no control plane: it was not compiled"):
+        watcher.gather("what", (0, 1), b"mine", 1.0)
+
+
 def test_a_watch_whose_control_plane_ended_reports_this_rank(world: World) -> None:
     watcher = world.watchers[1]
     assert watcher.watches([0, 2])
@@ -141,9 +169,11 @@ def test_a_rank_without_a_reachable_endpoint_leaves_all_unwatched(caplog: pytest
     own = watcher.listen(native.load(), "127.0.0.1")
     places = {rank: Place("", f"network {rank}", "", 0, "", own) for rank in range(2)}
     watcher.follow(0, places)
-    assert not watcher.watches([0, 1]) and watcher.endpoint is None
+    assert not watcher.watches([0, 1])
     assert "rank 0 can be reached on its own host only, at 127.0.0.1" in caplog.text
     assert watcher.agree("what", 1, (0, 1), b"", 5.0, (0, 1)) is None
+    with pytest.raises(ControlError, match="rank 0 can be reached on its own host only"):
+        watcher.gather("what", (0, 1), b"", 5.0)
     watcher.close()
 
 

@@ -1,4 +1,4 @@
-"""`python -m parallel_state bench` as a user starts it: a page, whatever fails; times are not looked at."""
+"""`python -m parallel_state bench` and `benchmarks/report.py` as a user starts them; times are not looked at."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import report
 import torch
 from harness import page
 from harness.messages import KINDS
 from harness.page import FILES
 from harness.peers import VLLM_TORCH
 
-from parallel_state.__main__ import main
 from parallel_state.tools.bench import command
 from tests.extent import LONG
 from tests.internals.test_bench import findings
@@ -36,6 +37,12 @@ report.QUICK_PLAN = replace(report.QUICK_PLAN, rounds=3, round_s=0.0, repeat_s=0
 through_torch._WIDTH, through_torch._DEPTH = 64, 2
 """
 """Imports once what the ranks of a team would import each. Each candidate runs, no time is looked at."""
+
+
+def report_of(words: Sequence[str]) -> str:
+    """Code that runs benchmarks/report.py, and forks the scripts that it starts."""
+    run = f"sys.exit(report.main({[*words]!r}))"
+    return f"import sys, report\nfrom tests.programs import fork_scripts\nfork_scripts()\n{run}"
 
 
 def environment() -> dict[str, str]:
@@ -63,19 +70,6 @@ def test_what_every_installation_has(tmp_path: Path) -> None:
     assert "object, there and back, 2 ranks, bfloat16: us" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "script"),
-    [("bench --report DIR", "report"), ("bench --against=HEAD", "report"), ("peers setup", "harness/peers")],
-)
-def test_what_needs_a_checkout_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, script: str
-) -> None:
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    assert main(words.split()) == 2
-    said = f"this needs a checkout of parallel_state: `python benchmarks/{script}.py …` there"
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith(VLLM_TORCH), reason="a peer for another torch isn't started")
 def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
@@ -86,7 +80,7 @@ def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "report"
     arguments = ("--quick", "--ranks", 2, "--sizes", 1000, 65536, "--operations", "all_reduce", "reduce_scatter")
     words = [*map(str, arguments), "--peers", str(tmp_path / "peers"), "--report", str(folder)]
-    program = Program(BEFORE + module("parallel_state", ["bench", *words]), environment())
+    program = Program(BEFORE + report_of(words), environment())
     out, err = program.communicate(DEADLINE_S)
     assert program.returncode == 0, out + err
     assert {each.name for each in folder.iterdir()} == set(FILES)
@@ -115,8 +109,8 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
 
     page.write(tmp_path, findings())
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
-    words = ["bench", "--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
-    process = Program("import os\nos.setsid()\n" + module("parallel_state", words), environment())
+    words = ["--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
+    process = Program("import os\nos.setsid()\n" + report_of(words), environment())
     workers: list[int] = []
     deadline = time.monotonic() + 120
     while len(workers) < 4 and time.monotonic() < deadline:
@@ -133,20 +127,21 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "said"),
+    ("run", "arguments", "variables", "said"),
     [
-        ("--report setup.py", {}, "--report: setup.py is no folder"),
-        ("--ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
-        ("--sizes 0", {}, "--sizes must be positive"),
-        ("--no-peers", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
-        ("", RANK, "LOCAL_RANK is not"),
-        ("--no-peers --ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
+        (report.main, "--report setup.py", {}, "--report: setup.py is no folder"),
+        (command.main, "--ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
+        (command.main, "--sizes 0", {}, "--sizes must be positive"),
+        (report.main, "--no-peers", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
+        (command.main, "", RANK, "LOCAL_RANK is not"),
+        (report.main, "--no-peers --ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
     ],
     ids=["report", "ranks", "sizes", "launcher", "half a launcher", "ranks of a page"],
 )
 def test_what_cannot_work_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    run: Callable[[list[str]], int],
     arguments: str,
     variables: dict[str, str],
     said: str,
@@ -157,7 +152,7 @@ def test_what_cannot_work_is_told_in_one_line(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments.split()])
+        run(arguments.split())
     assert ended.value.code == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert said in last
@@ -165,14 +160,14 @@ def test_what_cannot_work_is_told_in_one_line(
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_a_commit_that_isnt_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--against", "no-such-commit", "--device", "cpu"]) == 2
+    assert report.main(["--against", "no-such-commit", "--device", "cpu"]) == 2
     assert "--against must name a commit that is here, but 'no-such-commit' isn't" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not LONG or not (ROOT / ".git").exists(), reason="compiles the last commit; needs a checkout")
 def test_this_tree_beside_the_last_commit(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "bench --against HEAD --quick --device cpu --ranks 2 --operations all_reduce --sizes 8192"
-    code = main(words.split())
+    words = "--against HEAD --quick --device cpu --ranks 2 --operations all_reduce --sizes 8192"
+    code = report.main(words.split())
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith("all_reduce 8 KiB, coordinator ")]
     assert len(rows) == 1

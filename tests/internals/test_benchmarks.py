@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from harness.teams import Team, started
 
-from device_communicators.cpu import native_build
 from parallel_state.tools.bench.rounds import Plan, measure
 from tests.extent import LONG
-from tests.internals.compiled import plain_library
 from tests.programs import Program, script
 
 pytestmark = pytest.mark.slow
@@ -158,21 +156,6 @@ def test_failure_costs(tmp_path: Path) -> None:
     assert names(content, part="mode") == calls | {f"{name}, debug mode" for name in calls}
     for size in (8, 65536):
         assert names(content, part="gloo", bytes=size) == {"torch.distributed", "all_reduce", "all_reduce_"}
-
-
-def test_kernels() -> None:
-    """Each is checked before it is timed. Without optimisation, as no time is looked at."""
-    compiler = native_build.find_compiler()
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    collectives = ("all_reduce", "all_reduce_symmetric", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-    options = ["--rounds", "1", "--budget", "1", "--sizes", "1K,512K", "--collectives", ",".join(collectives)]
-    options += ["--library", str(plain_library(compiler))]
-    program = Program(script(ROOT / "benchmarks" / "kernels.py", options), {**os.environ, "PYTHONPATH": str(ROOT)})
-    out, err = program.communicate(DEADLINE_S)
-    assert program.returncode == 0, out + err
-    timed = [tuple(line.split()[:4]) for line in out.splitlines() if "ours" in line]
-    assert timed == [(name, size, "KiB", "ours") for name in collectives for size in ("1", "512")]
 
 
 def leave_out(fault: str) -> None:

@@ -52,7 +52,7 @@ def _built(flags: tuple[str, ...]) -> Path:
     "flags", [ADDRESS, THREAD] if LONG else [ADDRESS], ids=lambda flags: flags[0].rpartition("=")[2]
 )
 @pytest.mark.parametrize(
-    "arguments", [("worlds", "20"), ("throws",), ("neighbours",), ("ports",)], ids=lambda words: words[0]
+    "arguments", [("worlds", "20"), ("throws",), ("neighbours",), ("ports",), ("guests",)], ids=lambda words: words[0]
 )
 def test_sanitizers_find_nothing(flags: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     environment = {**os.environ, "TSAN_OPTIONS": "exitcode=66 die_after_fork=0", "ASAN_OPTIONS": "detect_leaks=0"}

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import queue
 import random
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ import pytest
 
 from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UsageError
 from device_communicators.base.host import start_time
-from device_communicators.control.plane import ControlError, Endpoint, Member, World
+from device_communicators.control.plane import MOST_STATUS_BYTES, ControlError, Endpoint, Member, World
 from device_communicators.cpu import native
 from tests.extent import LONG
 from tests.failure.leftovers import nothing_left_after
@@ -406,13 +408,17 @@ def test_without_descriptors_the_limit_is_named() -> None:
     assert len(_descriptors()) <= before
 
 
-def test_callbacks_that_raise_end_nothing(alone: World) -> None:
+def test_callbacks_that_raise_end_nothing() -> None:
     def fail(*_: object) -> bytes:
         raise ValueError("mine")
 
-    alone._on_question = fail
-    assert alone.ask(0, b"?", 2.0) in (b"", None)
-    assert alone.agree("after", 0, [0], b"value", 5.0).kind == "agreed"
+    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    members = [Member(rank, "", os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    for each in worlds:
+        each.meet(members, fail, fail, fail)
+    assert worlds[0].ask([1], b"?", 5.0) == worlds[0].ask([1], b"again", 5.0) == {1: b""}
+    for each in worlds:
+        each.leave()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
@@ -428,24 +434,61 @@ def test_addresses(address: str) -> None:
     members = [Member(rank, "", os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
     for each in worlds:
         each.meet(members, lambda change: None)
-    assert worlds[0].ask(1, b"?", 5.0) == b""
+    assert worlds[0].ask([1], b"?", 5.0) == {1: b""}
     for each in worlds:
         each.leave()
 
 
-def _ask(rank: int, timeout_s: float) -> bytes | None:
-    return world().ask(rank, b"where?", timeout_s)
+def _ask(ranks: list[int], question: bytes, timeout_s: float) -> dict[int, bytes]:
+    return world().ask(ranks, question, timeout_s)
+
+
+def _ask_without_waiting(ranks: list[int]) -> dict[int, bytes]:
+    replies: queue.SimpleQueue[tuple[dict[int, bytes], str]] = queue.SimpleQueue()
+    none = world().ask(ranks, b"?", 5.0, lambda found: replies.put((found, threading.current_thread().name)))
+    found, thread = replies.get(timeout=6.0)
+    assert thread == "parallel_state-control-news" and none == {}
+    return found
 
 
 def test_questions(pool: Ranks) -> None:
     party = _joined(pool, TWO)
-    for asked in (1, 4):
-        assert party.each([0, 5], _ask, asked, 5.0) == {0: b"0: where?", 5: b"5: where?"}
+    others = [1, 2, 3, 4]
+    assert party.each([0, 5], _ask, others, b"where?", 5.0) == {
+        rank: dict.fromkeys(others, f"{rank}: where?".encode()) for rank in (0, 5)
+    }
+    assert party.each([0], _ask_without_waiting, others) == {0: dict.fromkeys(others, b"0: ?")}
     party.signal(signal.SIGSTOP, 4)
     began_s = time.monotonic()
-    assert party.each([0], _ask, 4, 0.3) == {0: None}
+    assert party.each([0], _ask, others, b"where?", 0.3) == {0: dict.fromkeys([1, 2, 3], b"0: where?")}
     assert time.monotonic() - began_s < 2.0
     party.signal(signal.SIGCONT, 4)
+    party.each(ALL, leave)
+
+
+def test_long_replies(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    question = b"x" * (MOST_STATUS_BYTES - 10)
+    assert party.each([0], _ask, [1, 4], question, 5.0) == {0: dict.fromkeys([1, 4], b"0: " + question)}
+    assert party.each([0], _ask, [1], question + 11 * b"x", 5.0) == {0: {}}
+    party.each(ALL, leave)
+
+
+def _ask_in_the_callback_thread() -> str:
+    errors: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(_: dict[int, bytes]) -> None:
+        with pytest.raises(UsageError) as error:
+            world().ask([1], b"?", 5.0)
+        errors.put(str(error.value))
+
+    world().ask([1], b"?", 5.0, ask)
+    return errors.get(timeout=6.0)
+
+
+def test_the_callback_thread_does_not_wait_for_replies(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    assert "give on_replies" in party.each([0], _ask_in_the_callback_thread)[0]
     party.each(ALL, leave)
 
 

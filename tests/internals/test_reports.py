@@ -1,40 +1,17 @@
-"""What ranks conclude from each other's reports after a failure, without a store."""
+"""What ranks conclude from each other's reports after a failure, without a control plane."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
 
 import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.calls.recorder import Operation
-from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.reports import Report, _verdict, explained
-
-
-class Store:
-    """As much of a store as reports need, and of the watcher that has it."""
-
-    open_store = True
-
-    def __init__(self) -> None:
-        self._kept: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self._kept[key] = value
-
-    def get(self, key: str) -> str:
-        return self._kept[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._kept for key in keys)
-
-    def ask_store(self, ask: Callable[[Store], Any], limit_s: float) -> Any:
-        return ask(self)
+from device_communicators.routing.reports import _MOST_REPORTS, Report, _asked, _verdict, explained
+from tests.internals.peers import Peers
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:
@@ -42,7 +19,8 @@ def _conclude(rank: int, **calls: str) -> CommunicationError:
     told = {int(name[1:]): [*words.split(), ""] for name, words in calls.items()}
     reports = {each: Report(int(words[0]), words[1], before=words[2]) for each, words in told.items()}
     context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0)
-    return _verdict(context, reports[rank], reports, CommunicationError("it broke."))
+    missing = [each for each in range(4) if each not in reports]
+    return _verdict(context, reports[rank], reports, CommunicationError("it broke."), missing)
 
 
 def test_who_reports_nothing_is_missing() -> None:
@@ -80,12 +58,13 @@ def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
 
 def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
     """Ranks 0 and 1 are through the third operation, with which all had come."""
-    store = Store()
+    peers = Peers()
+    watchers = [peers.join(rank) for rank in range(4)]
 
     def fail(rank: int) -> CommunicationError:
         name, before = ("gather", "barrier") if rank > 1 else ("barrier", "gather")
         operation = Operation(3 if rank > 1 else 4, name, "", (), 0.0)
-        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=cast(Watcher, store))
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=watchers[rank])
         return explained(context, operation, CommunicationError("it broke."), before)
 
     with ThreadPoolExecutor(4) as threads:
@@ -98,3 +77,30 @@ def test_ranks_that_are_ahead_by_another_call_are_a_mismatch(ahead: str) -> None
     found = _conclude(2, r0=ahead, r1=ahead, r2="3 gather barrier", r3="3 gather barrier")
     assert isinstance(found, CollectiveMismatchError)
     assert found.suspect_ranks == (0, 1)
+
+
+def test_the_report_of_a_rank_that_left_is_known() -> None:
+    peers = Peers()
+    watchers = [peers.join(rank) for rank in range(4)]
+
+    def fail(rank: int, call: str) -> CommunicationError:
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=watchers[rank])
+        return explained(context, Operation(3, call, "", (), 0.0), CommunicationError("it broke."))
+
+    fail(3, "gather")
+    peers.leave(3)
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(fail, range(3), ["barrier"] * 3):
+            assert isinstance(found, CollectiveMismatchError)
+            assert found.suspect_ranks == (3,)
+            assert "global rank 3 in gather number 3" in str(found)
+
+
+@pytest.mark.parametrize("size", [2, 65, 66, 1000])
+def test_ranks_of_large_groups_exchange_reports_with_some_others(size: int) -> None:
+    def asked(rank: int) -> list[int]:
+        return _asked(GroupContext("test", tuple(range(size)), rank, torch.device("cpu"), 1.0))
+
+    assert len(set(asked(0))) == len(asked(0)) == min(size - 1, _MOST_REPORTS)
+    for rank in asked(0):
+        assert 0 in asked(rank)

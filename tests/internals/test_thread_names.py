@@ -106,7 +106,7 @@ def test_threads_of_a_world(shared_memory: bool) -> None:
     env = {} if shared_memory else {"PARALLEL_STATE_SHARED_MEMORY": "off"}
     _check(
         ps.launch(_names_in_a_world, 2, env=env, timeout=DEADLINE_S),
-        {"ps-control", "ps-control-news", "ps-stalls", "ps-answers", "ps-metrics"},
+        {"ps-control", "ps-control-news", "ps-answers", "ps-metrics"},
         ("gloo", "pt_gloo"),
     )
 

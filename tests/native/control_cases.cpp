@@ -436,14 +436,14 @@ void too_long_questions_and_replies() {
   world.accept(3, 1);
   Event ask = event_of(Event::kAsk, -1, proc_of(1));
   ask.deadline = world.now + kSecond;
-  ask.bytes = Bytes(4097, 'x');
+  ask.bytes = Bytes(kMostStatusBytes + 1, 'x');
   world.step(ask);
   CHECK(world.find(Action::kReply) != nullptr && world.find(Action::kReply)->flags == 1);
   Event reply = event_of(Event::kReply, -1, proc_of(1));
-  reply.bytes = Bytes(5000, 'x');
+  reply.bytes = Bytes(kMostStatusBytes + 1, 'x');
   world.step(reply);
   const Action* sent = world.sent(3, FrameKind::kReply);
-  CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + 4096);
+  CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + kMostStatusBytes);
 }
 
 void an_empty_question_is_answered_without_the_program() {
@@ -589,130 +589,156 @@ void a_leaver_whose_farewell_comes_over_another() {
   CHECK(world.knows(1, kLeft));
 }
 
-// A guest of a core, which seals what it sends.
-struct Visitor {
-  Visitor(World* world, int connection, const std::string& token = "token0") : world(world), connection(connection) {
-    const Bytes mine(kNonceBytes, 'g'), theirs(kNonceBytes, 'n');
-    world->step(event_of(Event::kAccepted, connection));
-    world->bytes(connection, encode(Hello{}) + raw(FrameKind::kNonce, mine) +
-                                 raw(FrameKind::kIdentity, prove(token, true, mine, theirs, 0, proc_of(world->self))));
-    out = Seal(token, true, mine, theirs);
-    in = Seal(token, false, mine, theirs);
+// Guests of one store, which seal what they send.
+struct Visits {
+  struct Guest {
+    Seal out, in;
+    Bytes reply;
+    bool closed = false;
+  };
+  explicit Visits(int count) {
+    const Bytes theirs(kNonceBytes, 'g'), mine(kNonceBytes, 'n');
+    for (int id = 0; id < count; ++id) {
+      guests.push_back({Seal("token", true, theirs, mine), Seal("token", false, theirs, mine), {}, false});
+      CHECK(store.admit(id, "token", theirs + mine, &out));
+    }
+  }
+  void bytes(int id, const Bytes& bytes) {
+    for (Guest& guest : guests) guest.reply.clear();
+    guests[id].closed = !store.take(id, bytes, &out);
+    if (guests[id].closed) store.drop(id, &out);
+    take();
+  }
+  void drop(int id) {
+    for (Guest& guest : guests) guest.reply.clear();
+    store.drop(id, &out);
+    take();
+  }
+  void take() {
+    for (const auto& [id, bytes] : std::exchange(out, {})) guests[id].reply += bytes;
   }
   static Bytes raw(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
-  void say(StoreCall call, const std::vector<Bytes>& parts) {
-    const Bytes body = encode_store(static_cast<std::uint8_t>(call), parts);
-    world->bytes(connection, raw(FrameKind::kStoreCall, out.seal(body)));
+  static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
+    return encode_store(static_cast<std::uint8_t>(call), parts);
   }
-  // Returns the parts of the reply that the last step sent to this guest, joined by commas; "-" if there is none.
-  std::string reply() {
-    const Action* action = world->sent(connection, FrameKind::kStoreReply);
-    if (action == nullptr) return "-";
-    Bytes body = action->bytes.substr(kHeadBytes);
+  // Returns the reply of the last step, its parts joined by commas; "-" if there is none.
+  std::string reply(int id) {
+    if (guests[id].reply.empty()) return "-";
+    Bytes body = guests[id].reply.substr(kHeadBytes);
     std::uint8_t code = 0;
     std::vector<Bytes> parts;
-    if (!in.open(&body) || !decode_store(body, &code, &parts)) return "malformed";
+    if (!guests[id].in.open(&body) || !decode_store(body, &code, &parts)) return "malformed";
     std::string text = code == 0 ? "" : "problem:";
     for (const Bytes& part : parts) text += (&part == parts.data() ? "" : ",") + part;
     return text;
   }
-  std::string ask(StoreCall call, const std::vector<Bytes>& parts) {
-    say(call, parts);
-    return reply();
+  std::string ask(int id, StoreCall kind, const std::vector<Bytes>& parts) {
+    bytes(id, raw(FrameKind::kStoreCall, guests[id].out.seal(call(kind, parts))));
+    return reply(id);
   }
-  bool is_closed() const { return world->find(Action::kClose, connection) != nullptr; }
 
-  World* world;
-  int connection;
-  Seal out, in;
+  Store store;
+  std::vector<Guest> guests;
+  std::vector<Store::Output> out;
 };
 
 void a_guest_uses_the_store() {
-  for (const bool meets : {false, true}) {
-    World world({1, 1}, 0, meets);
-    Visitor one(&world, 3), other(&world, 4);
-    CHECK(one.ask(StoreCall::kSet, {"a", "1", "b", ""}) == "");
-    CHECK(other.ask(StoreCall::kGet, {"b", "a"}) == ",1");
-    CHECK(other.ask(StoreCall::kAdd, {"a", "-3"}) == "-2" && one.ask(StoreCall::kAdd, {"n", "5"}) == "5");
-    CHECK(one.ask(StoreCall::kAdd, {"n", "9223372036854775807"}).find("problem:") == 0);
-    CHECK(one.ask(StoreCall::kAdd, {"n", "1x"}).find("problem:") == 0);
-    CHECK(one.ask(StoreCall::kCheck, {"a", "none"}) == "0" && one.ask(StoreCall::kCheck, {"a", "b"}) == "1");
-    CHECK(one.ask(StoreCall::kCompareSet, {"c", "", "x"}) == "x");
-    CHECK(one.ask(StoreCall::kCompareSet, {"c", "", "y"}) == "x");
-    CHECK(one.ask(StoreCall::kCompareSet, {"d", "z", "y"}) == "z" && one.ask(StoreCall::kCheck, {"d"}) == "0");
-    CHECK(one.ask(StoreCall::kAppend, {"c", "x"}) == "" && one.ask(StoreCall::kGet, {"c"}) == "xx");
-    CHECK(one.ask(StoreCall::kDelete, {"c"}) == "1" && one.ask(StoreCall::kDelete, {"c"}) == "0");
-    CHECK(one.ask(StoreCall::kCount, {}) == "3" && one.ask(StoreCall::kCount, {"a"}).find("problem:") == 0);
-    CHECK(one.ask(static_cast<StoreCall>(99), {}).find("problem:") == 0);
-    CHECK(world.find(Action::kDoom) == nullptr && !one.is_closed());
-  }
+  Visits visits(2);
+  const auto ask = [&](StoreCall call, const std::vector<Bytes>& parts) { return visits.ask(0, call, parts); };
+  CHECK(ask(StoreCall::kSet, {"a", "1", "b", ""}) == "");
+  CHECK(visits.ask(1, StoreCall::kGet, {"b", "a"}) == ",1");
+  CHECK(visits.ask(1, StoreCall::kAdd, {"a", "-3"}) == "-2" && ask(StoreCall::kAdd, {"n", "5"}) == "5");
+  CHECK(ask(StoreCall::kAdd, {"n", "9223372036854775807"}).find("problem:") == 0);
+  CHECK(ask(StoreCall::kAdd, {"n", "1x"}).find("problem:") == 0);
+  CHECK(ask(StoreCall::kCheck, {"a", "none"}) == "0" && ask(StoreCall::kCheck, {"a", "b"}) == "1");
+  CHECK(ask(StoreCall::kCompareSet, {"c", "", "x"}) == "x" && ask(StoreCall::kCompareSet, {"c", "", "y"}) == "x");
+  CHECK(ask(StoreCall::kCompareSet, {"d", "z", "y"}) == "z" && ask(StoreCall::kCheck, {"d"}) == "0");
+  CHECK(ask(StoreCall::kAppend, {"c", "x"}) == "" && ask(StoreCall::kGet, {"c"}) == "xx");
+  CHECK(ask(StoreCall::kDelete, {"c"}) == "1" && ask(StoreCall::kDelete, {"c"}) == "0");
+  CHECK(ask(StoreCall::kCount, {}) == "3" && ask(StoreCall::kCount, {"a"}).find("problem:") == 0);
+  CHECK(ask(static_cast<StoreCall>(99), {}).find("problem:") == 0);
 }
 
 void a_guest_is_woken_once_all_its_keys_are_set() {
-  World world({1, 1});
-  Visitor one(&world, 3), other(&world, 4), third(&world, 5);
-  CHECK(one.ask(StoreCall::kGet, {"a", "b"}) == "-" && third.ask(StoreCall::kWait, {"b"}) == "-");
-  CHECK(other.ask(StoreCall::kSet, {"a", "1"}) == "" && one.reply() == "-");
-  CHECK(other.ask(StoreCall::kDelete, {"a"}) == "1");
-  CHECK(other.ask(StoreCall::kSet, {"b", "2"}) == "" && one.reply() == "-" && third.reply() == "");
-  CHECK(other.ask(StoreCall::kSet, {"a", "3"}) == "" && one.reply() == "3,2");
-  one.say(StoreCall::kWait, {"never"});
-  world.step(event_of(Event::kClosed, 3));
-  CHECK(other.ask(StoreCall::kSet, {"never", "1"}) == "" && one.reply() == "-");
+  Visits visits(3);
+  CHECK(visits.ask(0, StoreCall::kGet, {"a", "b"}) == "-" && visits.ask(2, StoreCall::kWait, {"b"}) == "-");
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "1"}) == "" && visits.reply(0) == "-");
+  CHECK(visits.ask(1, StoreCall::kDelete, {"a"}) == "1");
+  CHECK(visits.ask(1, StoreCall::kSet, {"b", "2"}) == "" && visits.reply(0) == "-" && visits.reply(2) == "");
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "3"}) == "" && visits.reply(0) == "3,2");
+  CHECK(visits.ask(0, StoreCall::kWait, {"never"}) == "-");
+  visits.drop(0);
+  CHECK(visits.ask(1, StoreCall::kSet, {"never", "1"}) == "" && visits.reply(0) == "-");
 }
 
 void a_held_key_ends_with_its_connection() {
-  World world({1, 1});
-  Visitor one(&world, 3), other(&world, 4), third(&world, 5);
-  CHECK(one.ask(StoreCall::kHold, {"a", "1"}) == "" && other.ask(StoreCall::kGet, {"a"}) == "1");
-  CHECK(one.ask(StoreCall::kHold, {"b", "2"}) == "" && one.ask(StoreCall::kDelete, {"b"}) == "1");
-  CHECK(one.ask(StoreCall::kHold, {"c", "3"}) == "" && third.ask(StoreCall::kHold, {"c", "4"}) == "");
-  CHECK(other.ask(StoreCall::kGet, {"gone/a"}) == "-");
-  world.step(event_of(Event::kClosed, 3));
-  CHECK(other.reply() == "1");
-  CHECK(other.ask(StoreCall::kCheck, {"a"}) == "0" && other.ask(StoreCall::kCheck, {"gone/b"}) == "0");
-  CHECK(other.ask(StoreCall::kGet, {"c"}) == "4" && other.ask(StoreCall::kCheck, {"gone/c"}) == "0");
-  CHECK(other.ask(StoreCall::kHold, {"d", Bytes(70'000, 'x')}).find("problem:") == 0);
+  Visits visits(3);
+  CHECK(visits.ask(0, StoreCall::kHold, {"a", "1"}) == "" && visits.ask(1, StoreCall::kGet, {"a"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kHold, {"b", "2"}) == "" && visits.ask(0, StoreCall::kDelete, {"b"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kHold, {"c", "3"}) == "" && visits.ask(2, StoreCall::kHold, {"c", "4"}) == "");
+  CHECK(visits.ask(1, StoreCall::kGet, {"gone/a"}) == "-");
+  visits.drop(0);
+  CHECK(visits.reply(1) == "1");
+  CHECK(visits.ask(1, StoreCall::kCheck, {"a"}) == "0" && visits.ask(1, StoreCall::kCheck, {"gone/b"}) == "0");
+  CHECK(visits.ask(1, StoreCall::kGet, {"c"}) == "4" && visits.ask(1, StoreCall::kCheck, {"gone/c"}) == "0");
+  CHECK(visits.ask(1, StoreCall::kHold, {"d", Bytes(70'000, 'x')}).find("problem:") == 0);
 }
 
 void a_guest_is_closed_for_what_it_must_not_send() {
-  const auto refused = [](const char* token, FrameKind kind, Bytes body, bool sealed) {
-    World world({1, 1});
-    Visitor guest(&world, 3, token);
-    if (sealed) body = guest.out.seal(body);
-    if (!guest.is_closed()) world.bytes(3, Visitor::raw(kind, body));
-    return guest.is_closed();
+  const auto refused = [](FrameKind kind, Bytes body, bool sealed) {
+    Visits visits(1);
+    if (sealed) body = visits.guests[0].out.seal(body);
+    visits.bytes(0, Visits::raw(kind, body));
+    return visits.guests[0].closed;
   };
-  const Bytes count = encode_store(static_cast<std::uint8_t>(StoreCall::kCount), {});
-  CHECK(!refused("token0", FrameKind::kStoreCall, count, true));
-  CHECK(refused("another", FrameKind::kStoreCall, count, true));
-  CHECK(refused("token0", FrameKind::kStoreCall, count + Bytes(kSealBytes, 'x'), false));
-  CHECK(refused("token0", FrameKind::kStoreCall, "", false));
-  CHECK(refused("token0", FrameKind::kStoreCall, count + "x", true));
-  CHECK(refused("token0", FrameKind::kStoreCall, encode_store(2, {"a"}).substr(0, 8), true));
+  const Bytes count = Visits::call(StoreCall::kCount, {});
+  CHECK(!refused(FrameKind::kStoreCall, count, true));
+  CHECK(refused(FrameKind::kStoreCall, count + Bytes(kSealBytes, 'x'), false));
+  CHECK(refused(FrameKind::kStoreCall, "", false));
+  CHECK(refused(FrameKind::kStoreCall, count + "x", true));
+  CHECK(refused(FrameKind::kStoreCall, Visits::call(StoreCall::kGet, {"a"}).substr(0, 8), true));
   for (int kind = 1; kind <= static_cast<int>(FrameKind::kStoreReply); ++kind) {
-    if (kind != static_cast<int>(FrameKind::kStoreCall))
-      CHECK(refused("token0", static_cast<FrameKind>(kind), "", true));
+    if (kind != static_cast<int>(FrameKind::kStoreCall)) CHECK(refused(static_cast<FrameKind>(kind), count, true));
   }
-  World world({1, 1});
-  Visitor guest(&world, 3);
-  guest.say(StoreCall::kGet, {"a"});
-  guest.say(StoreCall::kCount, {});  // it still waits
-  CHECK(guest.is_closed());
-  Visitor other(&world, 4);
-  const Bytes frame = Visitor::raw(FrameKind::kStoreCall, other.out.seal(count));
-  world.bytes(4, frame);
-  CHECK(other.reply() == "0");
-  world.bytes(4, frame);  // again
-  CHECK(other.is_closed());
-  world.accept(5, 1);
-  world.bytes(5, world.frame(FrameKind::kStoreCall, 1, count));  // a member is no guest
-  CHECK(world.find(Action::kClose, 5) != nullptr);
+  Visits visits(2);
+  CHECK(visits.ask(0, StoreCall::kGet, {"a"}) == "-");
+  visits.ask(0, StoreCall::kCount, {});  // it still waits
+  CHECK(visits.guests[0].closed);
+  const Bytes frame = Visits::raw(FrameKind::kStoreCall, visits.guests[1].out.seal(count));
+  visits.bytes(1, frame);
+  CHECK(visits.reply(1) == "0");
+  visits.bytes(1, frame);  // again
+  CHECK(visits.guests[1].closed);
+}
+
+void a_guest_is_handed_to_the_store() {
+  for (const bool meets : {false, true}) {
+    World world({1, 1}, 0, meets);
+    const auto come = [&](int connection, const std::string& token, const Bytes& then) {
+      const Bytes mine(kNonceBytes, 'g');
+      world.step(event_of(Event::kAccepted, connection));
+      world.bytes(connection, encode(Hello{}) + Visits::raw(FrameKind::kNonce, mine) +
+                                  Visits::raw(FrameKind::kIdentity,
+                                              prove(token, true, mine, Bytes(kNonceBytes, 'n'), 0, proc_of(0))) +
+                                  then);
+    };
+    come(3, "token0", "then");
+    const Action* guest = world.find(Action::kGuest, 3);
+    CHECK(guest != nullptr && guest->bytes == Bytes(kNonceBytes, 'g') + Bytes(kNonceBytes, 'n') + "then");
+    CHECK(world.find(Action::kClose) == nullptr);
+    world.bytes(3, "not the core's");
+    world.pass(10 * kSecond);
+    CHECK(world.find(Action::kClose, 3) == nullptr);
+    come(4, "another", "");
+    CHECK(world.find(Action::kGuest) == nullptr && world.find(Action::kClose, 4) != nullptr);
+    world.accept(5, 1);
+    world.bytes(5, world.frame(FrameKind::kStoreCall, 1, ""));  // a member is no guest
+    CHECK(world.find(Action::kClose, 5) != nullptr);
+  }
 }
 
 void the_oldest_stranger_makes_room() {
   World world({1, 1});
-  Visitor guest(&world, 1);
   int logs = 0;
   for (int i = 0; i < 300; ++i) {
     world.now += kMillisecond;
@@ -723,16 +749,6 @@ void the_oldest_stranger_makes_room() {
     if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
   }
   CHECK(logs == 2);  // the first and the tenth
-  CHECK(guest.ask(StoreCall::kCount, {}) == "0");
-}
-
-void guests_get_no_farewell() {
-  World world({1, 1}, 0, false);
-  Visitor guest(&world, 3);
-  Event leave = event_of(Event::kLeave);
-  leave.deadline = world.now + kSecond;
-  world.step(leave);
-  CHECK(world.core.is_over() && guest.is_closed() && world.find(Action::kSend) == nullptr);
 }
 
 #define CASE(name) {#name, name}
@@ -772,8 +788,8 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_guest_is_woken_once_all_its_keys_are_set),
     CASE(a_held_key_ends_with_its_connection),
     CASE(a_guest_is_closed_for_what_it_must_not_send),
+    CASE(a_guest_is_handed_to_the_store),
     CASE(the_oldest_stranger_makes_room),
-    CASE(guests_get_no_farewell),
 };
 
 }  // namespace

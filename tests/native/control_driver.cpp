@@ -4,6 +4,7 @@
 //   control_driver throws             memory runs out in the thread: its worlds end, and another one can be opened
 //   control_driver neighbours         a process that can't be watched at first, and one whose pid another has now
 //   control_driver ports              the port of a stay that was left is used again at once
+//   control_driver guests             threads use a stay's store, with large values; a key is held; the stay is left
 //
 // Prints "all holds", or what doesn't, and returns 1.
 #include <netinet/in.h>
@@ -28,6 +29,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "guest.h"
 
 using namespace parallel_state::control;
 
@@ -60,7 +62,7 @@ struct Opened {
 
 Opened open_one() {
   Opened one;
-  one.handle = open_stay("127.0.0.1", 0, 0, Config{}, &one.stay);
+  one.handle = open_stay("127.0.0.1", 0, 0, "", Config{}, &one.stay);
   check(one.handle > 0, "a stay can't be opened");
   return one;
 }
@@ -270,11 +272,60 @@ void run_ports() {
   leave(first);
   reader.join();
   std::shared_ptr<Stay> again;
-  const std::int64_t handle = open_stay("127.0.0.1", port, port, Config{}, &again);
+  const std::int64_t handle = open_stay("127.0.0.1", port, port, "", Config{}, &again);
   check(handle > 0, "the port of a stay that was left can't be used again");
   std::shared_ptr<Stay> other;
-  check(open_stay("127.0.0.1", port, port, Config{}, &other) == -EADDRINUSE, "two stays listen at one port");
+  check(open_stay("127.0.0.1", port, port, "", Config{}, &other) == -EADDRINUSE, "two stays listen at one port");
   leave({handle, again});
+}
+
+// Returns the reply of a new guest's request, or an empty text and the errno.
+Bytes asked(Guest* guest, StoreCall call, const std::vector<Bytes>& parts, int* code) {
+  *code = guest->ask(encode_store(static_cast<std::uint8_t>(call), parts));
+  const Nanos until = monotonic_now() + 20 * kSecond;
+  while (*code == 0 || *code == EAGAIN || *code == EINPROGRESS) {
+    *code = guest->wait(monotonic_now() + kSecond / 50);
+    if (*code == 0) return guest->text;
+    if (monotonic_now() > until) break;
+  }
+  return {};
+}
+
+void run_guests() {
+  const Opened one = open_one();
+  const auto dialed = [&](const std::string& token) {
+    auto guest = std::make_unique<Guest>();
+    check(guest->dial("127.0.0.1", one.stay->port, token) == 0, "a guest can't dial");
+    return guest;
+  };
+  const Bytes done = encode_store(0, {});
+  int code = 0;
+  asked(dialed("another").get(), StoreCall::kCount, {}, &code);
+  check(code == EKEYREJECTED, "a guest believes a listener that holds another token");
+  auto holder = dialed(one.stay->token);
+  check(asked(holder.get(), StoreCall::kHold, {"held", "1"}, &code) == done, "a key can't be held");
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      const auto guest = dialed(one.stay->token);
+      const Bytes key = std::to_string(thread), next = std::to_string((thread + 1) % 4), large(3 << 20, 'x');
+      int mine = 0;
+      for (int i = 0; i < 50; ++i) asked(guest.get(), StoreCall::kAdd, {"sum", "1"}, &mine);
+      check(asked(guest.get(), StoreCall::kSet, {key, large}, &mine) == done, "a value can't be set");
+      check(asked(guest.get(), StoreCall::kGet, {next}, &mine) == encode_store(0, {large}), "a wrong value");
+      check(asked(guest.get(), StoreCall::kSet, {"ready" + key, ""}, &mine) == done, "a value can't be set");
+      asked(guest.get(), StoreCall::kGet, {"never"}, &mine);
+      check(mine == ECONNRESET || mine == ESTALE, "a guest doesn't notice that the stay is left");
+    });
+  }
+  const auto other = dialed(one.stay->token);
+  holder.reset();
+  check(asked(other.get(), StoreCall::kWait, {"gone/held", "ready0", "ready1", "ready2", "ready3"}, &code) == done,
+        "a held key stays");
+  check(asked(other.get(), StoreCall::kGet, {"sum"}, &code) == encode_store(0, {"200"}), "a wrong sum");
+  leave(one);
+  for (std::thread& thread : threads) thread.join();
+  check(other->ask(done) == ESTALE, "a kept connection to a stay that was left isn't stale");
 }
 
 }  // namespace
@@ -284,6 +335,7 @@ int main(int count, char** words) {
   if (word == "throws") run_throws();
   else if (word == "neighbours") run_neighbours();
   else if (word == "ports") run_ports();
+  else if (word == "guests") run_guests();
   else run_worlds(count > 2 ? std::atoi(words[2]) : 10);
   std::printf("all holds\n");
   return 0;

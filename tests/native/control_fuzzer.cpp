@@ -232,14 +232,14 @@ class Fuzzer {
   std::deque<std::pair<std::size_t, Event>> local_;
 };
 
-// Guests of one core, whose requests are mutated before they are sealed: the table's parser and waits.
+// Guests of one store, whose calls are mutated before they are sealed: the table's parser and waits.
 class Guests {
  public:
-  explicit Guests(std::uint64_t seed) : random_{seed}, core_(11, "token", Config()) {
+  explicit Guests(std::uint64_t seed) : random_{seed} {
     for (int i = 0; i < 200; ++i) {
       const int id = static_cast<int>(random_.below(4));
       if (guests_.count(id) == 0) enter(id);
-      else if (random_.chance(5)) guests_.erase(id), step(event_of(Event::kClosed, id));
+      else if (random_.chance(5)) drop(id);
       else ask(id);
     }
   }
@@ -250,23 +250,16 @@ class Guests {
     bool waits = false;
   };
 
-  static Event event_of(Event::Kind kind, int connection, Bytes bytes = {}) {
-    Event event;
-    event.kind = kind;
-    event.connection = connection;
-    event.bytes = std::move(bytes);
-    event.nonce = Bytes(kNonceBytes, 'n');
-    return event;
+  void enter(int id) {
+    const Bytes theirs(kNonceBytes, 'g'), mine(kNonceBytes, 'n');
+    guests_[id] = {Seal("token", true, theirs, mine), Seal("token", false, theirs, mine), false};
+    require(store_.admit(id, "token", theirs + mine, &out_), "a guest isn't admitted");
   }
 
-  void enter(int id) {
-    const Bytes mine(kNonceBytes, 'g'), theirs(kNonceBytes, 'n');
-    guests_[id] = {Seal("token", true, mine, theirs), Seal("token", false, mine, theirs), false};
-    step(event_of(Event::kAccepted, id));
-    const Bytes proof = prove("token", true, mine, theirs, 0, 11);
-    step(event_of(Event::kBytes, id,
-                  encode(Hello{}) + encode(Frame{FrameKind::kNonce, 0, 0, 0, 0, mine}) +
-                      encode(Frame{FrameKind::kIdentity, 0, 0, 0, 0, proof})));
+  void drop(int id) {
+    guests_.erase(id);
+    store_.drop(id, &out_);
+    take();
   }
 
   void ask(int id) {
@@ -279,32 +272,28 @@ class Guests {
     Guest& guest = guests_[id];
     body = guest.out.seal(std::move(body));
     guest.waits = true;
-    step(event_of(Event::kBytes, id, encode(Frame{FrameKind::kStoreCall, 0, 0, 0, 0, std::move(body)})));
+    Bytes frame = encode(Frame{FrameKind::kStoreCall, 0, 0, 0, 0, std::move(body)});
+    if (random_.chance(5)) frame = mutated(std::move(frame), &random_);
+    const bool fine = store_.take(id, frame, &out_);
+    take();
+    if (!fine) drop(id);
   }
 
-  void step(const Event& event) {
-    std::vector<Action> actions, again;
-    Core copy = core_;
-    core_.step(++now_, event, &actions);
-    copy.step(now_, event, &again);
-    require(copy.digest() == core_.digest() && again.size() == actions.size(), "a copy steps differently");
-    for (const Action& action : actions) {
-      if (action.kind == Action::kClose) guests_.erase(action.connection);
-      if (action.kind != Action::kSend || action.bytes.size() < kHeadBytes || action.bytes[6] != 14) continue;
-      require(guests_.count(action.connection) != 0, "a reply to nobody");
-      Guest& guest = guests_[action.connection];
-      Bytes body = action.bytes.substr(kHeadBytes);
+  void take() {
+    for (const auto& [id, bytes] : std::exchange(out_, {})) {
+      require(guests_.count(id) != 0, "a reply to nobody");
+      Bytes body = bytes.substr(kHeadBytes);
       std::uint8_t code = 0;
       std::vector<Bytes> parts;
-      require(std::exchange(guest.waits, false), "a reply without a request");
-      require(guest.in.open(&body) && decode_store(body, &code, &parts) && code < 2, "a malformed reply");
+      require(std::exchange(guests_[id].waits, false), "a reply without a call");
+      require(guests_[id].in.open(&body) && decode_store(body, &code, &parts) && code < 2, "a malformed reply");
     }
   }
 
   Random random_;
-  Nanos now_ = 1000 * kSecond;
-  Core core_;
+  Store store_;
   std::map<int, Guest> guests_;
+  std::vector<Store::Output> out_;
 };
 
 // Bytes alone, in pieces of any size.

@@ -55,6 +55,7 @@ struct Process {
   bool left = false;
   bool left_early = false;  // it knew that all had heard of it
   Nanos leaves_by = -1;
+  bool calls = false;     // is a member of an agreement
   bool declared = false;  // some core took it for dead
   Nanos ran_since = 0;    // without a stop
   Nanos died = -1;
@@ -62,8 +63,7 @@ struct Process {
   Nanos local_at = 0;  // events of the own host arrive in order
   std::deque<Event> backlog;
   std::unique_ptr<Record> record;
-  std::uint64_t beats = 0;
-  std::map<int, std::uint64_t> seen;
+  std::vector<std::uint64_t> seen;  // the board beats of its host's ranks when it last read them
   long frames = 0, dials = 0, connections = 0;
 };
 
@@ -80,9 +80,14 @@ struct Agreement {
   std::vector<int> members;
   std::map<int, Nanos> called;    // when
   std::map<int, Nanos> deadline;  // by the process' clock
-  std::map<int, std::shared_ptr<const Verdict>> verdicts;
-  std::map<int, std::uint64_t> epochs;  // of the verdicts: calls of two epochs are two agreements
-  Nanos decided = -1;                   // the first verdict
+  struct Given {
+    std::uint64_t epoch;  // calls of two epochs are two agreements
+    std::shared_ptr<const Verdict> verdict;
+    std::vector<int> ranks;
+  };
+  std::vector<Given> given;  // the different verdicts
+  std::set<int> ended;       // ranks that have one
+  Nanos decided = -1;        // the first verdict
 };
 
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
@@ -108,6 +113,7 @@ class Simulator {
       faults_.insert(name);
       plan(name);
     }
+    is_counted_ = faults_ == std::set<std::string>{"none"} || storm_ >= 0;
     if (faults_.count("storm") == 0) {
       const int agreements = 1 + static_cast<int>(random_.below(3));
       for (int i = 0; i < agreements; ++i) plan_agreement();
@@ -141,15 +147,8 @@ class Simulator {
   }
   long steps() const { return steps_; }
 
-  void record(int rank) {
-    processes_[rank].record = std::make_unique<Record>(proc_of(rank), roster_->members[rank].endpoint.token, config_);
-  }
-  // Returns the record, and prints the digest that a replay must end with.
-  Bytes take_record(int rank) const {
-    const Process& process = processes_[rank];
-    std::printf("digest %llx\n", static_cast<unsigned long long>(process.core.digest()));
-    return process.record->bytes();
-  }
+  void record(int rank) { processes_[rank].record = std::make_unique<Record>(); }
+  Bytes take_record(int rank) const { return processes_[rank].record->bytes(processes_[rank].core); }
 
  private:
   struct Item {
@@ -176,6 +175,8 @@ class Simulator {
     roster_ = std::make_shared<const Roster>(std::move(members));
     on_host_.resize(static_cast<std::size_t>(hosts_));
     for (int rank = 0; rank < ranks_; ++rank) on_host_[static_cast<std::size_t>(processes_[rank].host)].push_back(rank);
+    for (Process& process : processes_) process.seen.resize(on_host_[static_cast<std::size_t>(process.host)].size());
+    beats_.resize(static_cast<std::size_t>(ranks_));
     up_.assign(static_cast<std::size_t>(hosts_), true);
     for (int host = 0; host < hosts_; ++host) clock_.push_back(kSecond + random_.below(1000 * kSecond));
     for (int rank = 0; rank < ranks_; ++rank) joins_at_.push_back(random_.below(100 * kMillisecond));
@@ -339,6 +340,7 @@ class Simulator {
     for (int rank = static_cast<int>(random_.below(step)); rank < ranks_; rank += step)
       agreement->members.push_back(rank);
     if (ranks_ > 200 && agreement->members.size() > 200) agreement->members.resize(200);
+    for (const int rank : agreement->members) processes_[rank].calls = true;
     const Nanos when = 200 * kMillisecond + random_.below(1800 * kMillisecond);
     const std::size_t number = agreements_.size();
     agreements_.push_back(agreement);
@@ -368,7 +370,7 @@ class Simulator {
       const Process& caller = processes_[rank];
       const bool ran =
           caller.alive && !caller.exiting && !caller.left && caller.runs && now_ - caller.ran_since > kSecond;
-      if (ran && faults_.count("clock") == 0 && agreements_[number]->verdicts.count(rank) == 0) {
+      if (ran && faults_.count("clock") == 0 && agreements_[number]->ended.count(rank) == 0) {
         fail("rank " + std::to_string(rank) + ": agreement " + std::to_string(number) + " goes on after its deadline");
       }
     });
@@ -653,8 +655,8 @@ class Simulator {
     std::vector<Action> actions;
     std::swap(actions, spare_);
     actions.clear();
+    if (process.record != nullptr) process.record->add(process.core, now_ + clock_[process.host], event);
     process.core.step(now_ + clock_[process.host], event, &actions);
-    if (process.record != nullptr) process.record->add(now_ + clock_[process.host], event);
     if (trace_) print(rank, event, actions);
     for (Action& action : actions) carry_out(rank, action);
     actions.clear();
@@ -692,6 +694,7 @@ class Simulator {
         Connection& connection = connections_[action.connection];
         const int side = connection.side[0] == rank ? 0 : 1;
         ++process.frames;
+        check_count(rank);
         Event event;
         event.kind = Event::kBytes;
         event.bytes = std::move(action.bytes);
@@ -723,13 +726,15 @@ class Simulator {
         }
         break;
       case Action::kBeat: {
-        ++process.beats;
+        const auto& mates = on_host_[process.host];
+        ++beats_[rank];
         Event event;
         event.kind = Event::kBeats;
-        for (const int mate : on_host_[process.host]) {
-          std::uint64_t& seen = process.seen[mate];
-          if (mate != rank && processes_[mate].beats != seen) event.procs.push_back(proc_of(mate));
-          seen = processes_[mate].beats;
+        event.procs.reserve(mates.size());
+        for (std::size_t i = 0; i < mates.size(); ++i) {
+          const std::uint64_t beats = beats_[mates[i]];
+          if (mates[i] != rank && beats != process.seen[i]) event.procs.push_back(proc_of(mates[i]));
+          process.seen[i] = beats;
         }
         post_local(rank, std::move(event));
         break;
@@ -877,9 +882,8 @@ class Simulator {
 
   void check_verdict(int rank, const Action& action) {
     Agreement& agreement = *agreements_[std::stoul(action.key.purpose)];
-    if (agreement.verdicts.count(rank) != 0) return fail("rank " + std::to_string(rank) + " has two verdicts");
-    agreement.verdicts[rank] = action.verdict;
-    agreement.epochs[rank] = action.key.epoch;
+    if (!agreement.ended.insert(rank).second) return fail("rank " + std::to_string(rank) + " has two verdicts");
+    check_equal(&agreement, rank, action);
     if (agreement.decided < 0) agreement.decided = now_;
     const Verdict& verdict = *action.verdict;
     if (verdict.kind == Verdict::kAgreed && agreement.called.size() < agreement.members.size()) {
@@ -906,21 +910,26 @@ class Simulator {
     }
   }
 
-  void check_end() {
-    for (std::size_t number = 0; number < agreements_.size(); ++number) {
-      std::map<std::uint64_t, const Verdict*> firsts;
-      for (const auto& [rank, verdict] : agreements_[number]->verdicts) {
-        if (!is_survivor(rank) || verdict->kind == Verdict::kUndecided ||
-            cut_hosts_.count(processes_[rank].host) != 0) {
-          continue;
-        }
-        const Verdict*& first = firsts[agreements_[number]->epochs[rank]];
-        if (first == nullptr) first = verdict.get();
-        if (first->kind != verdict->kind || first->values != verdict->values || first->culprits != verdict->culprits) {
-          fail("agreement " + std::to_string(number) + " has two verdicts among survivors");
-        }
-      }
+  // Survivors have equal verdicts at any time.
+  void check_equal(Agreement* agreement, int rank, const Action& action) {
+    if (action.verdict->kind == Verdict::kUndecided) return;
+    auto same = std::find_if(agreement->given.begin(), agreement->given.end(), [&](const Agreement::Given& each) {
+      return each.epoch == action.key.epoch && each.verdict->kind == action.verdict->kind &&
+             each.verdict->values == action.verdict->values && each.verdict->culprits == action.verdict->culprits;
+    });
+    if (same == agreement->given.end()) {
+      same = agreement->given.insert(same, {action.key.epoch, action.verdict, {}});
     }
+    same->ranks.push_back(rank);
+    const auto survivors = std::count_if(agreement->given.begin(), agreement->given.end(), [&](const auto& each) {
+      return each.epoch == action.key.epoch && std::any_of(each.ranks.begin(), each.ranks.end(), [&](int one) {
+               return is_survivor(one) && cut_hosts_.count(processes_[one].host) == 0;
+             });
+    });
+    if (survivors > 1) fail("agreement " + action.key.purpose + " has two verdicts among survivors");
+  }
+
+  void check_end() {
     for (int dead = 0; dead < ranks_; ++dead) {
       if (processes_[dead].died < 0) continue;
       for (int rank = 0; rank < ranks_; ++rank) {
@@ -933,30 +942,21 @@ class Simulator {
         }
       }
     }
-    check_counts();
   }
 
-  void check_counts() {
-    const bool quiet = faults_ == std::set<std::string>{"none"};
-    if (!quiet && storm_ < 0) return;
-    std::set<int> called;
-    for (const auto& agreement : agreements_) called.insert(agreement->members.begin(), agreement->members.end());
-    for (int rank = 0; rank < ranks_; ++rank) {
-      const Process& process = processes_[rank];
-      const bool lead = on_host_[process.host].front() == rank;
-      if (called.count(rank) != 0) continue;
-      const std::string counts = std::to_string(process.connections) + " connections, " +
-                                 std::to_string(process.frames) + " frames, " + std::to_string(process.dials) +
-                                 " dials";
-      if (!lead && (process.connections > 0 || process.frames > 0)) {
-        return fail("rank " + std::to_string(rank) + ", which is no lead, has " + counts);
-      }
-      const double beats = static_cast<double>(storm_ >= 0 ? storm_ : now_) / static_cast<double>(config_.beat);
-      // A greeting of four frames, the beats, and in a storm the farewell.
-      if (process.connections > hosts_ - 1 || process.frames > (hosts_ - 1) * (beats + 7)) {
-        return fail("rank " + std::to_string(rank) + ", a lead, has " + counts);
-      }
-    }
+  // Without faults, and in a storm, a lead has one connection to each other host, and other ranks have none.
+  void check_count(int rank) {
+    const Process& process = processes_[rank];
+    if (!is_counted_ || process.calls) return;
+    const bool lead = on_host_[process.host].front() == rank;
+    const double beats =
+        static_cast<double>(storm_ >= 0 ? std::min(storm_, now_) : now_) / static_cast<double>(config_.beat);
+    // A greeting of four frames, the beats, and in a storm the farewell.
+    const bool few = process.connections < hosts_ && static_cast<double>(process.frames) <= (hosts_ - 1) * (beats + 7);
+    if (lead ? few : process.connections == 0 && process.frames == 0) return;
+    fail("rank " + std::to_string(rank) + (lead ? ", a lead, has " : ", which is no lead, has ") +
+         std::to_string(process.connections) + " connections, " + std::to_string(process.frames) + " frames, " +
+         std::to_string(process.dials) + " dials");
   }
 
   void print(int rank, const Event& event, const std::vector<Action>& actions) const {
@@ -978,12 +978,14 @@ class Simulator {
   Config config_;
   Nanos now_ = 0, storm_ = -1;
   long steps_ = 0;
+  bool is_counted_ = false;
   int slow_percent_ = 0;
   std::uint64_t order_ = 0, nonces_ = 0, questions_ = 0;
   std::set<std::uint64_t> waiting_;
   std::shared_ptr<const Roster> roster_;
   std::deque<Process> processes_;
   std::vector<std::vector<int>> on_host_;
+  std::vector<std::uint64_t> beats_;  // of each rank's board
   std::vector<bool> up_;
   std::vector<Nanos> clock_, joins_at_;
   std::map<std::pair<int, int>, std::pair<Nanos, Nanos>> cuts_;
@@ -1003,14 +1005,9 @@ class Simulator {
 int replay_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   const Bytes bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  std::uint64_t digest = 0;
-  const bool holds = replay(bytes, [&](Nanos now, const Event& event, const auto& actions, const Core& core) {
-    std::printf("%.6f event %d, %zu actions\n", now / 1e9, event.kind, actions.size());
-    digest = core.digest();
-  });
-  std::printf(holds ? "digest %llx\n" : "the record is malformed after digest %llx\n",
-              static_cast<unsigned long long>(digest));
-  return holds ? 0 : 1;
+  const std::string text = describe(bytes);
+  std::printf("%s", text.c_str());
+  return text.find("same digest") == std::string::npos ? 1 : 0;
 }
 
 }  // namespace

@@ -23,12 +23,12 @@ MAY_PICKLE = (
     "parallel_state/messages/codec/values.py",
     "parallel_state/launch/",
     "parallel_state/compat/vllm/__init__.py",
-    "parallel_state/compat/vllm/message_queue.py",
+    "parallel_state/compat/pickles.py",
     "parallel_state/tools/flight_recorder.py",
 )
-"""By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and vLLM's queue,
-whose callers pass any object: it is taken by who asks for vLLM's names, of which `pickle` is one. What torch's
-flight recorder analyser reads is written, and not read."""
+"""By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and what
+the engines pickle themselves: messages of vLLM's queue, objects of store groups, tagged objects. vLLM's module has the
+name `pickle`. What torch's flight recorder analyser reads is written, and not read."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own way of sending objects, between processes that it starts itself."""
 

@@ -16,54 +16,21 @@ constexpr std::size_t kMostUncalledBytes = 32U << 20;
 // Older agreements that are over here are erased, even if members are not done.
 constexpr std::size_t kMostKept = 256;
 
-void put(Writer* writer, const std::vector<Proc>& procs) {
-  writer->number(static_cast<std::uint32_t>(procs.size()));
-  for (const Proc proc : procs) writer->number(proc);
-}
-
-std::vector<Proc> get_procs(Reader* reader) {
-  std::vector<Proc> procs(reader->count(kMostMembers, sizeof(Proc)));
-  for (Proc& proc : procs) proc = reader->number<Proc>();
-  return procs;
-}
-
 Bytes encode(const Message& message) {
   Writer writer;
-  writer.number(message.key.members).text(message.key.purpose).number(message.key.attempt);
-  writer.number(message.seat).number(message.ballot).number(message.remaining).text(message.value);
-  put(&writer, message.members);
-  writer.number(static_cast<std::uint8_t>(message.verdict != nullptr));
-  if (message.verdict == nullptr) return writer.take();
-  writer.number(static_cast<std::uint8_t>(message.verdict->kind));
-  writer.number(static_cast<std::uint32_t>(message.verdict->values.size()));
-  for (const Bytes& value : message.verdict->values) writer.text(value);
-  put(&writer, message.verdict->culprits);
+  put(&writer, message);
   return writer.take();
 }
 
 bool decode(const Frame& frame, Message* message) {
   Reader reader(frame.body);
+  get(&reader, message);
   message->key.epoch = frame.epoch;
-  message->key.members = reader.number<std::uint64_t>();
-  message->key.purpose = reader.text(kMostTextBytes);
-  message->key.attempt = reader.number<std::uint32_t>();
-  message->seat = reader.number<std::uint32_t>();
-  message->ballot = reader.number<std::uint32_t>();
-  message->remaining = reader.number<Nanos>();
-  message->value = reader.text(kMostValueBytes);
-  message->members = get_procs(&reader);
+  const auto& verdict = message->verdict;
+  if (!reader.finished() || message->key.purpose.size() > kMostTextBytes) return false;
   if (!message->members.empty() && Core::digest_of(message->members) != message->key.members) return false;
-  const bool must_have = frame.kind == FrameKind::kVerdict;
-  if (reader.number<std::uint8_t>() == 0) return reader.finished() && !must_have;
-  auto verdict = std::make_shared<Verdict>();
-  verdict->kind = static_cast<Verdict::Kind>(reader.number<std::uint8_t>());
-  verdict->values.resize(reader.count(kMostMembers, sizeof(std::uint32_t)));
-  for (Bytes& value : verdict->values) value = reader.text(kMostValueBytes);
-  verdict->culprits = get_procs(&reader);
-  const bool is_decision = verdict->kind < Verdict::kUndecided;
-  if (!is_decision && (frame.kind != FrameKind::kVerdict || verdict->kind != Verdict::kUndecided)) return false;
-  message->verdict = std::move(verdict);
-  return reader.finished();
+  if (frame.kind == FrameKind::kVerdict) return verdict != nullptr && verdict->kind <= Verdict::kUndecided;
+  return verdict == nullptr || verdict->kind < Verdict::kUndecided;
 }
 
 bool contains(const std::vector<Proc>& procs, Proc proc) {
@@ -469,7 +436,7 @@ void Core::advance_all() {
 void Core::on_ask(const Event& event) {
   const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
   const bool is_peer = event.proc != self_ && index_of(event.proc) >= 0;
-  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostValueBytes) {
+  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostStatusBytes) {
     return answer_question(question, nullptr);
   }
   questions_.push_back(question);
@@ -504,9 +471,9 @@ void Core::advance_questions() {
 }
 
 bool Core::on_question(int connection, const Frame& frame) {
-  Reader reader(frame.body);
+  Reader reader(frame.body, kMostStatusBytes);
   const auto id = reader.number<std::uint64_t>();
-  const Bytes bytes = reader.text(kMostValueBytes);
+  const Bytes bytes = reader.text();
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
   if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // whether this process runs: no program need be asked

@@ -8,46 +8,13 @@
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kEntryBytes = 21;      // of an end without a text
 constexpr std::size_t kMostStrangers = 256;  // unidentified connections, plus one per member; the oldest is closed
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
 
-// Mixes values into a number that is equal on all machines.
-class Digest {
- public:
-  template <typename... T>
-  Digest& add(const T&... values) {
-    (mix(values), ...);
-    return *this;
-  }
-  std::uint64_t value() const { return value_; }
-
- private:
-  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T> || std::is_enum_v<T>>>
-  void mix(T value) {
-    value_ = (value_ ^ static_cast<std::uint64_t>(value)) * 0x9e3779b97f4a7c15;
-    value_ ^= value_ >> 29;
-  }
-  void mix(std::string_view text) {
-    mix(text.size());
-    for (const char each : text) mix(static_cast<unsigned char>(each));
-  }
-  void mix(const Bytes& text) { mix(std::string_view(text)); }
-  template <typename T>
-  void mix(const std::vector<T>& values) {
-    mix(values.size());
-    for (const T& value : values) mix(value);
-  }
-  void mix(const std::shared_ptr<const Verdict>& verdict) {
-    mix(verdict != nullptr);
-    if (verdict != nullptr) add(verdict->kind, verdict->values, verdict->culprits);
-  }
-
-  std::uint64_t value_ = 1;
-};
-
 std::uint64_t entry_digest(Proc proc, const End& end) {
-  return Digest().add(proc, end.flags, end.reporter, end.text).value();
+  Digest digest;
+  put(&digest, std::tie(proc, end));
+  return digest.value();
 }
 
 // A sum: a changed entry updates it without the others.
@@ -59,30 +26,31 @@ std::uint64_t state_digest(const Ends& ends) {
 
 Bytes encode(const Ends& ends) {
   Writer writer;
-  writer.number(static_cast<std::uint32_t>(ends.size()));
-  for (const auto& [proc, end] : ends) writer.number(proc).number(end.flags).number(end.reporter).text(end.text);
+  put(&writer, ends);
   return writer.take();
 }
 
 bool decode(const Bytes& bytes, Ends* ends) {
-  Reader reader(bytes);
-  const std::size_t count = reader.count(kMostMembers, kEntryBytes);
-  for (std::size_t i = 0; i < count && reader.ok(); ++i) {
-    const auto proc = reader.number<Proc>();
-    End end{reader.number<std::uint8_t>(), 0, {}};
-    end.reporter = reader.number<Proc>();
-    end.text = reader.text(kMostTextBytes);
-    if (!ends->empty() && ends->rbegin()->first >= proc) return false;
-    if (proc == 0 || end.flags == 0 || (end.flags & ~kAllFlags) != 0) return false;
-    ends->emplace_hint(ends->end(), proc, std::move(end));
+  Reader reader(bytes, kMostTextBytes);
+  get(&reader, ends);
+  Proc last = 0;
+  for (const auto& [proc, end] : *ends) {
+    if (std::exchange(last, proc) >= proc || end.flags == 0 || (end.flags & ~kAllFlags) != 0) return false;
   }
   return reader.finished();
+}
+
+// Returns true if the join of both is `one`.
+bool covers(const End& one, const End& other) {
+  return (other.flags & ~one.flags) == 0 && one.reporter <= other.reporter && one.text >= other.text;
 }
 
 End joined(const End& one, const End& other) {
   return {static_cast<std::uint8_t>(one.flags | other.flags), std::min(one.reporter, other.reporter),
           std::max(one.text, other.text)};
 }
+
+bool is_before(const std::pair<Proc, End>& entry, Proc proc) { return entry.first < proc; }
 
 std::string versions(const Hello& hello, std::uint32_t build) {
   return "the control plane here has version " + std::to_string(kVersion) + " (build " + std::to_string(build) +
@@ -99,6 +67,7 @@ Roster::Roster(std::vector<Member> all) : members(std::move(all)) {
     const int index = static_cast<int>(domain_of.size());
     const int domain = numbers.emplace(member.domain, static_cast<int>(numbers.size())).first->second;
     if (domain == static_cast<int>(domains.size())) domains.emplace_back();
+    place_of.push_back(static_cast<int>(domains[domain].size()));
     domains[domain].push_back(index);
     domain_of.push_back(domain);
     indices[member.proc] = index;
@@ -159,8 +128,8 @@ void Core::handle(const Event& event) {
     case Event::kBeats:
       beats_asked_ = std::max(beats_asked_ - 1, 0);
       for (const Proc proc : event.procs) {
-        const auto found = seen_.find(proc);
-        if (found != seen_.end()) found->second = now_;
+        const int index = index_of(proc);
+        if (index >= 0 && domain_of(proc) == roster_->domain_of[me_]) seen_[roster_->place_of[index]] = now_;
       }
       break;
     // Every process of the domain detects this exit itself, so it isn't published. The reporter is the process itself,
@@ -176,7 +145,7 @@ void Core::handle(const Event& event) {
     case Event::kAsk: on_ask(event); break;
     case Event::kReply: {
       const int connection = link_to(event.proc);
-      const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostValueBytes);
+      const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostStatusBytes);
       // Without a connection the reply is dropped; the asker repeats its question.
       if (connection >= 0) send(connection, FrameKind::kReply, Writer().number(event.id).text(bytes).take());
       break;
@@ -206,8 +175,8 @@ void Core::log(Proc proc, std::string text) {
 // State of ends.
 
 const End* Core::end_of(Proc proc) const {
-  const auto at = ends_.find(proc);
-  return at == ends_.end() ? nullptr : &at->second;
+  const auto at = std::lower_bound(ends_.begin(), ends_.end(), proc, is_before);
+  return at == ends_.end() || at->first != proc ? nullptr : &at->second;
 }
 
 void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
@@ -216,20 +185,23 @@ void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
 
 // A peer sends its state to all leads, and a board is read by the whole domain: neither is passed on.
 void Core::join(const Ends& other, Source source) {
+  auto at = ends_.begin();
   for (const auto& [proc, end] : other) {
+    at = std::lower_bound(at, ends_.end(), proc, is_before);
+    const bool is_new = at == ends_.end() || at->first != proc;
+    if (!is_new && covers(at->second, end)) continue;
     if (roster_ == nullptr ? ends_.size() >= kMostMembers : index_of(proc) < 0) continue;
-    const auto [entry, is_new] = ends_.try_emplace(proc, end);
     End before;
-    if (!is_new) before = std::exchange(entry->second, joined(entry->second, end));
-    const std::uint64_t change = entry_digest(proc, entry->second) - (is_new ? 0 : entry_digest(proc, before));
-    ends_digest_ += change;
-    if (change != 0 && source != Source::kBoard) unpublished_ = true;
-    if (entry->second.flags == before.flags) continue;
+    if (is_new) at = ends_.emplace(at, proc, end);
+    else before = std::exchange(at->second, joined(at->second, end));
+    ends_digest_ += entry_digest(proc, at->second) - (is_new ? 0 : entry_digest(proc, before));
+    if (source != Source::kBoard) unpublished_ = true;
+    if (at->second.flags == before.flags) continue;
     dirty_ = routed_ = true;
-    const bool died = entry->second.is_death() && !before.is_death();
+    const bool died = at->second.is_death() && !before.is_death();
     if (died && source != Source::kPeer) urgent_ = true;
     if (died && source != Source::kBoard) publish_at_once_ = true;
-    announce(proc, entry->second, before);
+    announce(proc, at->second, before);
   }
 }
 
@@ -254,8 +226,8 @@ void Core::announce(Proc proc, const End& end, const End& before) {
 // Publishes unpublished ends: deaths at once, others with the next tick.
 void Core::publish() {
   publish_at_once_ = false;
-  if (unpublished_ && !seen_.empty()) act(Action::kBoard).bytes = encode(ends_);
-  unpublished_ = unpublished_ && seen_.empty();
+  if (unpublished_ && !is_alone()) act(Action::kBoard).bytes = encode(ends_);
+  unpublished_ = unpublished_ && is_alone();
 }
 
 // Sends a death of this domain on all watched connections.
@@ -278,7 +250,7 @@ int Core::domain_of(Proc proc) const {
 
 // A process that isn't a member may be a member of the next epoch.
 bool Core::is_stranger(const Link& link) const {
-  return !link.dialed && !link.guest && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
+  return !link.dialed && (!link.identified || (roster_ != nullptr && index_of(link.proc) < 0));
 }
 
 void Core::dial(Proc proc, bool for_watch) {
@@ -437,14 +409,11 @@ bool Core::on_nonce(int connection, const Frame& frame) {
 bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
   if (link.theirs.empty() || frame.from != link.proc) return false;
-  if (!equal_secrets(frame.body, proof(link, !link.dialed))) return false;
-  link.identified = true;
-  link.heard = link.sign = now_;
-  link.parser.trust();
-  if (link.proc == 0) {
-    link.guest = true;
-    link.from_guest = Seal(token_, true, link.theirs, link.nonce);
-    link.to_guest = Seal(token_, false, link.theirs, link.nonce);
+  if (link.dialed && index_of(link.proc) < 0) return false;  // no member any more
+  if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
+  if (link.proc == 0) {  // a guest: the store serves it
+    act(Action::kGuest, connection).bytes = link.theirs + link.nonce + Bytes(link.parser.rest());
+    links_.erase(connection);
     return true;
   }
   if (!link.dialed) {
@@ -453,6 +422,9 @@ bool Core::on_identity(int connection, const Frame& frame) {
     if (peer.in >= 0) close(peer.in);
     peer.in = connection;
   }
+  link.identified = true;
+  link.heard = link.sign = now_;
+  link.parser.trust();
   routed_ = dirty_ = true;
   if (!ends_.empty()) send_state(connection);
   if (link.beating) send_beat(connection);
@@ -467,7 +439,6 @@ bool Core::on_frame(int connection, const Frame& frame) {
   if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
   if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
   if (frame.from != link.proc) return false;
-  if (link.guest) return frame.kind == FrameKind::kStoreCall && on_store_call(connection, frame.body);
   link.heard = link.sign = now_;
   switch (frame.kind) {
     case FrameKind::kNonce:
@@ -500,11 +471,6 @@ void Core::drop(int connection, bool by_peer) {
   if (found == links_.end()) return;
   const Link link = std::move(found->second);
   links_.erase(found);
-  if (link.guest) {
-    std::vector<Table::Reply> replies;
-    table_.drop(connection, &replies);
-    return send_replies(replies);
-  }
   if (!link.identified && !link.dialed) return;
   Peer& peer = peers_[link.proc];
   if (peer.out == connection) peer.out = -1;
@@ -546,19 +512,6 @@ void Core::refuse(int connection, const char* reason) {
   close(connection);
 }
 
-bool Core::on_store_call(int connection, Bytes body) {
-  std::vector<Table::Reply> replies;
-  if (!links_[connection].from_guest.open(&body) || !table_.ask(connection, body, &replies)) return false;
-  send_replies(replies);
-  return true;
-}
-
-void Core::send_replies(const std::vector<Table::Reply>& replies) {
-  for (const auto& [guest, body] : replies) {
-    send(guest, FrameKind::kStoreReply, links_.at(guest).to_guest.seal(body));
-  }
-}
-
 // Membership and liveness.
 
 void Core::meet(const Event& event) {
@@ -580,11 +533,7 @@ void Core::meet(const Event& event) {
   me_ = me;
   leading_ = false;
   watches_.assign(hosts, Watch());
-  const auto seen = std::exchange(seen_, {});
-  for (const int index : own_domain()) {
-    const auto at = seen.find(proc_at(index));
-    if (index != me) seen_.emplace(proc_at(index), at == seen.end() ? now_ : at->second);
-  }
+  seen_.assign(own_domain().size(), now_);
   forget_older_epochs();
   const Ends known = std::exchange(ends_, {});
   ends_digest_ = kEmptyDigest;
@@ -608,11 +557,10 @@ void Core::try_leave() {
     publish();
     ask_beats();  // once answered, this process has read all that its domain published before
   }
-  if (beats_asked_ > 0 && now_ < leaving_ && !seen_.empty()) return;
+  if (beats_asked_ > 0 && now_ < leaving_) return;
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating) send_state(connection);
-    else if (link.identified && !link.guest)
-      send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));
+    else if (link.identified) send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));
     act(Action::kClose, connection);
   }
   links_.clear();
@@ -651,7 +599,7 @@ void Core::excuse(Nanos late) {
     shift(&link.sign, config_.limit / 2);
     shift(&link.opened, config_.stranger);
   }
-  for (auto& [proc, seen] : seen_) shift(&seen, config_.stale);
+  for (Nanos& seen : seen_) shift(&seen, config_.stale);
   for (auto& [proc, peer] : peers_) {
     if (peer.refused != kNever) shift(&peer.refused, config_.settle);
   }
@@ -673,8 +621,8 @@ bool Core::all_gone(const std::vector<int>& indices) const {
 }
 
 // After a death of this domain beats are faster, so that a stopped lead is replaced in time to report it.
-bool Core::is_stale(Proc proc) const {
-  const Nanos seen = seen_.at(proc);
+bool Core::is_stale(int index) const {
+  const Nanos seen = seen_[roster_->place_of[index]];
   return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
@@ -683,7 +631,7 @@ bool Core::is_lead() const {
   if (is_dead(self_)) return false;
   for (const int index : own_domain()) {
     if (index == me_) break;
-    if (!is_gone(proc_at(index)) && !is_stale(proc_at(index))) return false;
+    if (!is_gone(proc_at(index)) && !is_stale(index)) return false;
   }
   return true;
 }
@@ -744,7 +692,7 @@ void Core::tend() {
 }
 
 void Core::ask_beats() {
-  if (seen_.empty()) return;
+  if (is_alone()) return;
   ++beats_asked_;
   act(Action::kBeat);
 }
@@ -755,9 +703,9 @@ void Core::tend_domains(bool ticked) {
   leading_ = leads;
   if (!leads) return;
   for (const int index : own_domain()) {
-    const Proc proc = proc_at(index);
-    if (ticked && index != me_ && !is_gone(proc) && is_stale(proc)) {
-      act(Action::kLook).proc = proc;  // a large process frees its memory for seconds before its descriptors close
+    if (ticked && index != me_ && !is_gone(proc_at(index)) && is_stale(index)) {
+      act(Action::kLook).proc =
+          proc_at(index);  // a large process frees its memory for seconds before its descriptors close
     }
   }
   find_watched_links();
@@ -882,29 +830,18 @@ void Core::forget_peers() {
 
 std::uint64_t Core::digest() const {
   Digest digest;
-  digest.add(self_, ends_digest_, alarm_, next_tick_, alert_, leaving_, waits_until_, skew_, beats_asked_, said_left_,
-             left_, unpublished_, world_, epoch_, term_, leading_);
-  for (const Watch& watch : watches_) digest.add(watch.sign, watch.heard, watch.dial_at, watch.hunt);
-  for (const auto& [connection, link] : links_) {
-    digest.add(connection, link.proc, link.nonce, link.theirs, link.dialed, link.for_watch, link.identified,
-               link.beating, link.opened, link.watched, link.heard, link.sign, link.beaten, link.peer_digest,
-               link.guest, link.from_guest.number(), link.to_guest.number(), link.parser.rest());
-  }
-  for (const auto& [proc, peer] : peers_) {
-    digest.add(proc, peer.out, peer.in, peer.dialing, peer.for_watch, peer.refused, std::max(peer.next_dial, now_));
-  }
-  for (const auto& [proc, seen] : seen_) digest.add(proc, seen);
-  for (const auto& [key, round] : rounds_) {
-    digest.add(key.epoch, key.members, key.purpose, key.attempt, round.called, round.delivered, round.promised,
-               round.deadline, round.decide_by, round.expires, round.value, round.verdict, round.hint, round.hinted,
-               round.sent_on, round.sent_to, round.sent_done);
-    for (const Round::Seat& seat : round.seats) {
-      digest.add(seat.has_value, seat.answered, seat.done, seat.told, seat.connection, seat.asked_on, seat.value);
-    }
-  }
-  for (const Question& each : questions_) digest.add(each.proc, each.id, each.deadline, each.bytes, each.sent_on);
-  digest.add(table_.content(), refused_);
+  put(&digest, *this);
   return digest.value();
+}
+
+void Core::write(Writer* writer) const {
+  put(writer, *this);
+  put(writer, std::tie(now_, config_, roster_, me_, rounds_opened_));
+}
+
+void Core::read(Reader* reader) {
+  get(reader, this);
+  get(reader, std::tie(now_, config_, roster_, me_, rounds_opened_));
 }
 
 }  // namespace parallel_state::control

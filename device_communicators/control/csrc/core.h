@@ -39,7 +39,9 @@ inline constexpr std::uint64_t kEmptyDigest = 1;  // of a state without ends
 struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
-  std::string token;  // secret of the listener; a peer proves by HMAC that it holds it. At most 64 bytes.
+  // Secret of the listener; a peer proves by HMAC that it holds it. At most 64 bytes. Not written.
+  std::string token;
+  PARALLEL_STATE_FIELDS(host, port)
 };
 
 struct Member {
@@ -51,6 +53,7 @@ struct Member {
   // For the driver, which watches the processes of its own domain:
   int pid = 0;
   std::uint64_t began = 0;  // its start time, as field 22 of /proc/PID/stat; 0: unknown
+  PARALLEL_STATE_FIELDS(rank, proc, domain, endpoint, pid, began)
 };
 
 // The members of one epoch, in rank order. Shared by all copies of a core.
@@ -60,9 +63,19 @@ struct Roster {
 
   std::vector<Member> members;
   std::vector<std::vector<int>> domains;  // indices into `members`, ascending
-  std::vector<int> domain_of;             // by index
+  std::vector<int> domain_of, place_of;   // by index; `place_of` in its domain
   std::unordered_map<Proc, int> indices;
 };
+
+template <typename Sink>
+void put(Sink* sink, const std::shared_ptr<const Roster>& roster) {
+  put(sink, roster == nullptr ? std::vector<Member>() : roster->members);
+}
+inline void get(Reader* reader, std::shared_ptr<const Roster>* roster) {
+  std::vector<Member> members;
+  get(reader, &members);
+  if (!members.empty()) *roster = std::make_shared<const Roster>(std::move(members));
+}
 
 struct Config {
   Nanos tick = 200 * kMillisecond;      // board beats are written, and timers checked, this often
@@ -77,6 +90,7 @@ struct Config {
   Nanos pause = 500 * kMillisecond;  // if a step is this late, this process was paused
   Nanos stranger = 5 * kSecond;      // an accepted connection must identify itself within this time
   std::uint32_t build = 0;
+  PARALLEL_STATE_FIELDS(tick, stale, beat, limit, patience, settle, redial, margin, pause, stranger, build)
 };
 
 enum EndFlag : std::uint8_t {
@@ -93,6 +107,7 @@ struct End {
   std::uint8_t flags = 0;
   Proc reporter = 0;  // the lowest that reported it
   std::string text;   // the greatest of the causes reported
+  PARALLEL_STATE_FIELDS(flags, reporter, text)
 
   // An exit after a farewell is no death.
   bool is_death() const {
@@ -101,18 +116,16 @@ struct End {
   }
 };
 
-using Ends = std::map<Proc, End>;
+using Ends = std::vector<std::pair<Proc, End>>;  // sorted
 
 struct AgreementKey {
   std::uint64_t epoch = 0;
   std::uint64_t members = 0;  // digest of the list
   std::string purpose;
   std::uint32_t attempt = 0;
+  PARALLEL_STATE_FIELDS(epoch, members, purpose, attempt)
 
-  bool operator<(const AgreementKey& other) const {
-    return std::tie(epoch, members, purpose, attempt) <
-           std::tie(other.epoch, other.members, other.purpose, other.attempt);
-  }
+  bool operator<(const AgreementKey& other) const { return fields() < other.fields(); }
 };
 
 struct Verdict {
@@ -124,6 +137,7 @@ struct Verdict {
   } kind = kUndecided;
   std::vector<Bytes> values;
   std::vector<Proc> culprits;
+  PARALLEL_STATE_FIELDS(kind, values, culprits)
 };
 
 // All frames of an agreement have one layout. Unused fields are zero or empty.
@@ -135,6 +149,7 @@ struct Message {
   Bytes value = {};
   std::vector<Proc> members = {};  // for a receiver that may not know the agreement yet
   std::shared_ptr<const Verdict> verdict = {};
+  PARALLEL_STATE_FIELDS(key.members, key.purpose, key.attempt, seat, ballot, remaining, value, members, verdict)
 };
 
 struct Call {
@@ -143,6 +158,7 @@ struct Call {
   std::vector<Proc> members;  // in rank order, the same on all
   Bytes value;
   Nanos deadline = 0;
+  PARALLEL_STATE_FIELDS(purpose, attempt, members, value, deadline)
 };
 
 // All that can happen to a process.
@@ -178,6 +194,8 @@ struct Event {
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
+  PARALLEL_STATE_FIELDS(kind, connection, proc, world, epoch, term, id, flags, deadline, age, bytes, nonce, procs,
+                        roster, call)
 };
 
 // All that a core may request of its driver.
@@ -196,6 +214,7 @@ struct Action {
     kQuestion,  // of `proc`: `id`, `bytes`; answered by the event kReply
     kReply,     // to the question `id` of this process: `bytes`, or flags 1 for none by the deadline
     kRefuse,    // `bytes`: why the configuration, or the call with `key`, is refused
+    kGuest,     // `connection` is the store's from now on: both nonces and what followed are `bytes`; see store.h
     kLog        // `bytes`; of `proc`, or of the peer of `connection`
   } kind = kLog;
   int connection = -1;
@@ -210,7 +229,8 @@ struct Action {
 
 class Core {
  public:
-  // `self`: this process' stay in one world. `token`: the secret that peers must prove to hold.
+  // `self`: this process' stay in one world. `token`: the secret that peers must prove to hold; empty in the replay of
+  // a record, which has no tokens: there each peer that is known is identified.
   Core(Proc self, std::string token, Config config);
 
   // Takes in one event at `now`, a time that every process of the domain shares, and appends actions. Never blocks.
@@ -221,10 +241,15 @@ class Core {
   std::uint64_t digest() const;
 
   const Ends& ends() const { return ends_; }
+  bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
   // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
   static std::uint64_t digest_of(const std::vector<Proc>& members);
+  // Writes and reads all but the token: a core goes on from what another one wrote.
+  void write(Writer* writer) const;
+  void read(Reader* reader);
+  const Roster* roster() const { return roster_.get(); }
 
  private:
   enum class Source { kOwn, kPeer, kBoard };  // of a state
@@ -235,15 +260,15 @@ class Core {
     bool dialed = false;
     bool for_watch = false;                    // dialed by a lead, and used for nothing else
     bool identified = false;                   // the peer has proved that it holds the token
-    bool guest = false;                        // an identified peer that is no member; see store.h
     bool beating = false;                      // one side watches it
     Nanos opened = 0, watched = 0;             // times at which it was opened, and first watched
     Nanos heard = 0;                           // when the last bytes of the process arrived
     Nanos sign = 0;                            // the last sign of its kernel
     Nanos beaten = 0;                          // the last beat or state that was sent
     std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer has, or that was sent to it
-    Seal from_guest, to_guest;
     Parser parser;
+    PARALLEL_STATE_FIELDS(proc, nonce, theirs, dialed, for_watch, identified, beating, opened, watched, heard, sign,
+                          beaten, peer_digest, parser)
   };
 
   // Connections with one process. At most one per direction: no tie-break is needed.
@@ -253,6 +278,7 @@ class Core {
     bool for_watch = false;
     Nanos refused = kNever;  // when its port first refused in this hunt
     Nanos next_dial = 0;
+    PARALLEL_STATE_FIELDS(out, in, dialing, for_watch, refused, next_dial)
   };
 
   // What a lead knows of another domain's liveness. A hunt dials all living processes of a domain at once.
@@ -263,6 +289,7 @@ class Core {
     Nanos hunt = -1;      // start of the hunt; -1: none
     int link = -1;        // the connection that isn't silent to the lowest process
     bool linked = false;  // there is a connection, silent or not
+    PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
   };
 
   // One agreement. A member's index is its ballot as a decider.
@@ -287,11 +314,14 @@ class Core {
       int connection = -1;  // on which the member was last received in this round
       int asked_on = -1;
       Bytes value;
+      PARALLEL_STATE_FIELDS(has_value, answered, done, told, connection, asked_on, value)
     };
     std::vector<Seat> seats;  // at the decider, by index; else empty
     std::size_t values = 0, bytes = 0;
     bool hinted = false;
     std::uint64_t checked = 0;  // the digest of the ends when they were last compared with the members
+    PARALLEL_STATE_FIELDS(members, me, number, called, delivered, promised, deadline, decide_by, expires, value,
+                          verdict, hint, sent_on, sent_to, sent_done, seats, values, bytes, hinted, checked)
     // Returns true if this process needs it no more. It is kept for members that have not received the verdict.
     bool is_over() const { return verdict != nullptr && (delivered || !called); }
   };
@@ -302,6 +332,7 @@ class Core {
     Nanos deadline = 0;
     Bytes bytes;
     int sent_on = -1;
+    PARALLEL_STATE_FIELDS(proc, id, deadline, bytes, sent_on)
   };
 
   using RoundEntry = std::pair<const AgreementKey, Round>;
@@ -314,7 +345,6 @@ class Core {
 
   // State of ends.
   const End* end_of(Proc proc) const;
-  bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
   bool is_dead(Proc proc) const { return is_gone(proc) && end_of(proc)->is_death(); }
   void report(Proc proc, std::uint8_t flags, const std::string& text);
   void join(const Ends& other, Source source);
@@ -345,8 +375,6 @@ class Core {
   void drop(int connection, bool by_peer);
   void close(int connection);
   void refuse(int connection, const char* reason);
-  bool on_store_call(int connection, Bytes body);
-  void send_replies(const std::vector<Table::Reply>& replies);
 
   // Membership and liveness.
   void meet(const Event& event);
@@ -354,10 +382,11 @@ class Core {
   void try_leave();
   void excuse(Nanos late);
   const std::vector<int>& own_domain() const { return roster_->domains[roster_->domain_of[me_]]; }
+  bool is_alone() const { return seen_.size() < 2; }  // in its domain
   Proc proc_at(int index) const { return roster_->members[index].proc; }
   bool all_gone(const std::vector<int>& indices) const;
   bool is_alert() const { return now_ < alert_ + kAlert; }
-  bool is_stale(Proc proc) const;
+  bool is_stale(int index) const;
   bool is_lead() const;
   void start_leading();
   void tend();
@@ -429,13 +458,17 @@ class Core {
   std::vector<Watch> watches_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
-  std::map<Proc, Nanos> seen_;  // of the domain: when its board beat last moved
+  std::vector<Nanos> seen_;  // by place in this domain: when the board beat last moved
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
-  Table table_;
   std::uint64_t refused_ = 0;           // strangers
   std::vector<Action>* out_ = nullptr;  // in `step` only
+
+ public:
+  PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
+                        left_, dirty_, routed_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_,
+                        epoch_, term_, leading_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control

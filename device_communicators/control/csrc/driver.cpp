@@ -145,6 +145,9 @@ class Driver {
   bool drain(Connection* connection);
   void send(Stay* stay, int number, const Bytes& bytes);
   void flush(int number, Connection* connection);
+  void flush_all();
+  void serve(Stay* stay, int number, const Bytes& bytes);
+  void reply(Stay* stay, const std::vector<Store::Output>& replies);
   void probe(Stay* stay, int number);
   void close(Stay* stay, int number);
   bool is_closed(Connection* connection, Nanos now);
@@ -330,6 +333,7 @@ void Driver::tend(Stay* stay) {
   if (stay->core->is_over() && stay->listens) {
     // The core has no connections any more. Closing ones still have bytes to send; the others end now.
     stay->listens = !control(EPOLL_CTL_DEL, 0, *stay->listener, 0);
+    stay->store = Store();
     for (auto at = stay->connections.begin(); at != stay->connections.end();) {
       const int number = at->first;
       const bool closing = at->second.closing;
@@ -370,10 +374,19 @@ void Driver::feed(Stay* stay, Event event) {
     const Event next = std::move(stay->events.front());
     stay->events.pop_front();
     actions.clear();
-    stay->core->step(monotonic_now(), next, &actions);
+    {
+      const std::lock_guard<std::mutex> lock(stay->stepping);
+      const Nanos now = monotonic_now();
+      stay->record.add(*stay->core, now, next);
+      stay->core->step(now, next, &actions);
+    }
     for (const Action& action : actions) act(stay, action);
   }
   stay->feeding = false;
+  flush_all();
+}
+
+void Driver::flush_all() {
   const auto unsent = std::exchange(unsent_, {});
   for (const auto& [of, number] : unsent) {
     const auto found = of->connections.find(number);
@@ -405,6 +418,7 @@ void Driver::act(Stay* stay, const Action& action) {
     case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
     case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
     case Action::kRefuse: stay->inbox.push(Inbox::kRefused, encode_news(action)); break;
+    case Action::kGuest: serve(stay, action.connection, action.bytes); break;
     case Action::kLog: log(stay, action); break;
   }
 }
@@ -505,13 +519,36 @@ void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
     const ssize_t size = recv(*connection->socket, bytes.data(), bytes.size(), 0);
     if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
     Event event = event_of(size > 0 ? Event::kBytes : Event::kClosed, 0, number);
-    if (size <= 0) erase(stay, number);
-    else event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
-    feed(stay, std::move(event));
+    if (size > 0) event.bytes.assign(bytes, 0, static_cast<std::size_t>(size));
+    if (size > 0 && connection->is_guest) {
+      serve(stay, number, event.bytes);
+      flush_all();
+    } else {
+      if (size <= 0) erase(stay, number);
+      feed(stay, std::move(event));
+    }
     const auto found = stay->connections.find(number);
     if (size < static_cast<ssize_t>(kReadBytes) || found == stay->connections.end() || found->second.closing) return;
     connection = &found->second;
   }
+}
+
+// Hands bytes of a guest to the store; the first are what the core handed over.
+void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
+  const auto found = stay->connections.find(number);
+  if (found == stay->connections.end()) return;
+  std::vector<Store::Output> replies;
+  const bool admitted = std::exchange(found->second.is_guest, true);
+  const bool fine =
+      admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
+  reply(stay, replies);
+  if (fine || stay->connections.count(number) == 0) return;
+  log(stay, "closed a connection to the store: malformed bytes");
+  erase(stay, number);
+}
+
+void Driver::reply(Stay* stay, const std::vector<Store::Output>& replies) {
+  for (const auto& [guest, bytes] : replies) send(stay, guest, bytes);
 }
 
 // Discards the bytes that a peer still sends; returns true at the end of the stream.
@@ -589,7 +626,12 @@ void Driver::erase(Stay* stay, int number) {
   control(EPOLL_CTL_DEL, number, *stay->connections.at(number).socket, 0);
   sources_.erase(number);
   timed_.erase(number);
+  const bool was_guest = stay->connections.at(number).is_guest;
   stay->connections.erase(number);
+  if (!was_guest) return;
+  std::vector<Store::Output> replies;
+  stay->store.drop(number, &replies);
+  reply(stay, replies);
 }
 
 void Driver::check_timed(Nanos now) {
@@ -656,7 +698,7 @@ void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
       problem = " can't be watched, so its exit isn't noticed";
     }
   }
-  if (problem.empty() || stay->core->ends().count(neighbour->proc) != 0) return;
+  if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;
   neighbour->attach_at = monotonic_now() + kAttach;
   if (std::exchange(neighbour->warned, true)) return;
   if (code != 0) problem += std::string(": ") + std::strerror(code);
@@ -702,6 +744,7 @@ bool Driver::may_close_board(Stay* stay) {
 }
 
 void Driver::finish(Stay* stay) {
+  stay->store = Store();
   while (!stay->connections.empty()) erase(stay, stay->connections.begin()->first);
   for (const auto& [number, neighbour] : stay->neighbours) sources_.erase(number);
   sources_.erase(stay->listener_number);
@@ -805,6 +848,11 @@ bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> board
   if (own.driver == nullptr) return false;
   own.driver->post({stay, std::move(event), std::move(boards)});
   return true;
+}
+
+Bytes record_of(Stay* stay) {
+  const std::lock_guard<std::mutex> lock(stay->stepping);
+  return stay->record.bytes(*stay->core);
 }
 
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline) {

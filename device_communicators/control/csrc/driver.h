@@ -14,6 +14,8 @@
 
 #include "core.h"
 #include "machine.h"
+#include "store.h"
+#include "record.h"
 
 namespace parallel_state::control {
 
@@ -42,7 +44,8 @@ struct Connection {
   Descriptor socket;
   Proc dialed = 0;  // target of the dial; 0 once open
   bool closing = false;
-  bool hung_up = false;  // writing failed; reading goes on
+  bool is_guest = false;  // the store serves it
+  bool hung_up = false;   // writing failed; reading goes on
   bool polls_out = false;
   Nanos until = kNever;  // deadline of the dial or close
   Bytes out;             // bytes not yet written to the socket
@@ -76,8 +79,12 @@ struct Stay {
   // Guarded by the fork mutex:
   bool over = false;
   std::condition_variable_any ended;  // with the fork mutex: `over`
+  // Guarded by `stepping`:
+  std::mutex stepping;
+  std::unique_ptr<Core> core;  // another thread may only record it
+  Store store;
+  Record record;
   // The thread's:
-  std::unique_ptr<Core> core;
   std::map<int, Connection> connections;
   std::map<int, Neighbour> neighbours;
   std::deque<Event> events;
@@ -97,6 +104,8 @@ void close_stay(std::int64_t handle);
 // Hands an event to the thread; returns false and sets errno if the stay is over. `boards`, with kMeet: the descriptors
 // of the members' boards, in rank order.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
+// Returns the record of the last events.
+Bytes record_of(Stay* stay);
 // Leaves the world. Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most 1 s
 // after the deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);

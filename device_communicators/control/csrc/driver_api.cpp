@@ -32,6 +32,12 @@ int post_event(std::int64_t handle, Event::Kind kind, Make make) {
   }
 }
 
+// Copies as much as fits, and returns the size.
+std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity) {
+  std::memcpy(buffer, bytes.data(), std::min<std::uint64_t>(bytes.size(), capacity));
+  return bytes.size();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -66,7 +72,7 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
   try {
     const std::shared_ptr<Stay> stay = find_stay(handle);
     if (stay == nullptr) return -ESRCH;
-    Reader reader({members, static_cast<std::size_t>(size)});
+    Reader reader(std::string_view(members, static_cast<std::size_t>(size)));
     std::vector<Member> all(static_cast<std::size_t>(count));
     std::vector<int> boards;
     for (Member& member : all) {
@@ -77,8 +83,8 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
       member.began = reader.number<std::uint64_t>();
       boards.push_back(reader.number<int>());
       member.endpoint.port = reader.number<std::uint16_t>();
-      member.endpoint.host = reader.text(kMostTextBytes);
-      member.endpoint.token = reader.text(kMostTextBytes);
+      member.endpoint.host = reader.text();
+      member.endpoint.token = reader.text();
     }
     if (!reader.finished()) return -EINVAL;
     Event event;
@@ -150,6 +156,25 @@ std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t c
 int ps_control_eventfd(std::int64_t handle) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
   return stay == nullptr ? -1 : stay->inbox.number();
+}
+
+// Writes the record of the last events into `buffer`, and returns its size; 0 for an unknown handle.
+std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t capacity) {
+  try {
+    const std::shared_ptr<Stay> stay = find_stay(handle);
+    return stay == nullptr ? 0 : copy_out(record_of(stay.get()), buffer, capacity);
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+}
+
+// Writes a record's replay in words into `buffer`, and returns its size.
+std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) {
+  try {
+    return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
 }
 
 // Frees a stay that was left.

@@ -6,8 +6,13 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace parallel_state::control {
@@ -21,11 +26,12 @@ inline constexpr std::uint16_t kOldestVersion = 1;
 inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 40;
 inline constexpr std::size_t kNonceBytes = 16;
-inline constexpr std::size_t kMostBodyBytes = 32U << 20;  // of a frame
-inline constexpr std::size_t kMostStrangerBytes = 64;     // of a frame before the peer is identified
-inline constexpr std::size_t kMostValueBytes = 4096;      // of one member in an agreement, and of a status
-inline constexpr std::size_t kMostTextBytes = 256;        // of a cause or a name
-inline constexpr std::size_t kMostMembers = 4096;         // of a world
+inline constexpr std::size_t kMostBodyBytes = 32U << 20;   // of a frame
+inline constexpr std::size_t kMostStrangerBytes = 64;      // of a frame before the peer is identified
+inline constexpr std::size_t kMostValueBytes = 4096;       // of one member in an agreement
+inline constexpr std::size_t kMostStatusBytes = 64 << 10;  // of a question or a reply
+inline constexpr std::size_t kMostTextBytes = 256;         // of a cause or a name
+inline constexpr std::size_t kMostMembers = 4096;          // of a world
 
 struct Hello {
   std::uint16_t version = kVersion;
@@ -82,10 +88,31 @@ class Writer {
   Bytes bytes_;
 };
 
+// Mixes values into a number that is equal on all machines.
+class Digest {
+ public:
+  template <typename T>
+  Digest& number(T value) {
+    value_ = (value_ ^ static_cast<std::uint64_t>(value)) * 0x9e3779b97f4a7c15;
+    value_ ^= value_ >> 29;
+    return *this;
+  }
+  Digest& text(std::string_view value) {
+    number(value.size());
+    for (const char each : value) number(static_cast<unsigned char>(each));
+    return *this;
+  }
+  std::uint64_t value() const { return value_; }
+
+ private:
+  std::uint64_t value_ = 1;
+};
+
 // Reads values from a body. After the first value that doesn't fit, all are zero or empty, and `ok` is false.
 class Reader {
  public:
-  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
+  explicit Reader(std::string_view bytes, std::size_t most_bytes = kMostValueBytes, std::size_t most = kMostMembers)
+      : bytes_(bytes), most_bytes_(most_bytes), most_(most) {}
 
   template <typename T>
   T number() {
@@ -95,17 +122,17 @@ class Reader {
     bytes_.remove_prefix(sizeof(T));
     return static_cast<T>(value);
   }
-  Bytes text(std::size_t most_bytes) {
+  Bytes text() {
     const auto size = number<std::uint32_t>();
-    if (size > most_bytes || !has(size)) return fail();
+    if (size > most_bytes_ || !has(size)) return fail();
     Bytes value(bytes_.substr(0, size));
     bytes_.remove_prefix(size);
     return value;
   }
-  // Returns a count of items that take at least `item_bytes` each: no larger than what is left can hold.
-  std::size_t count(std::size_t most, std::size_t item_bytes) {
+  // Returns a count of items: no larger than what is left can hold.
+  std::size_t count() {
     const auto value = number<std::uint32_t>();
-    if (value > most || value > bytes_.size() / item_bytes) return fail(), 0;
+    if (value > most_ || value > bytes_.size()) return fail(), 0;
     return value;
   }
   bool ok() const { return ok_; }
@@ -124,8 +151,81 @@ class Reader {
   }
 
   std::string_view bytes_;
+  std::size_t most_bytes_, most_;  // of a text; items of a list
   bool ok_ = true;
 };
+
+// Lists the members of a struct that `put` and `get` pass, in this order.
+#define PARALLEL_STATE_FIELDS(...)                \
+  auto fields() { return std::tie(__VA_ARGS__); } \
+  auto fields() const { return std::tie(__VA_ARGS__); }
+
+// Passes a value to a Writer or a Digest.
+template <typename Sink, typename T>
+void put(Sink* sink, const T& value) {
+  if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) sink->number(value);
+  else put(sink, value.fields());
+}
+template <typename Sink, typename... T>
+void put(Sink* sink, const std::tuple<T...>& values) {
+  std::apply([&](const auto&... each) { (put(sink, each), ...); }, values);
+}
+template <typename Sink>
+void put(Sink* sink, const Bytes& value) {
+  sink->text(value);
+}
+template <typename Sink, typename First, typename Second>
+void put(Sink* sink, const std::pair<First, Second>& value) {
+  put(sink, value.first);
+  put(sink, value.second);
+}
+template <typename Sink, typename T>
+void put(Sink* sink, const std::shared_ptr<T>& value) {
+  sink->number(static_cast<std::uint8_t>(value != nullptr));
+  if (value != nullptr) put(sink, *value);
+}
+template <typename Sink, template <typename...> class List, typename... T>
+auto put(Sink* sink, const List<T...>& values) -> decltype(values.begin(), void()) {
+  sink->number(static_cast<std::uint32_t>(values.size()));
+  for (const auto& value : values) put(sink, value);
+}
+
+// Reads what `put` wrote.
+template <typename T>
+void get(Reader* reader, T* value) {
+  if constexpr (std::is_same_v<T, bool>) *value = reader->number<std::uint8_t>() != 0;
+  else if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) *value = reader->number<T>();
+  else get(reader, value->fields());
+}
+template <typename... T>
+void get(Reader* reader, std::tuple<T&...> values) {
+  std::apply([&](auto&... each) { (get(reader, &each), ...); }, values);
+}
+inline void get(Reader* reader, Bytes* value) { *value = reader->text(); }
+template <typename First, typename Second>
+void get(Reader* reader, std::pair<First, Second>* value) {
+  get(reader, &value->first);
+  get(reader, &value->second);
+}
+template <typename T>
+void get(Reader* reader, std::shared_ptr<const T>* value) {
+  auto made = std::make_shared<T>();
+  if (reader->number<std::uint8_t>() == 0) return;
+  get(reader, made.get());
+  *value = std::move(made);
+}
+template <typename T>
+void get(Reader* reader, std::vector<T>* values) {
+  for (std::size_t i = reader->count(); i > 0 && reader->ok(); --i) get(reader, &values->emplace_back());
+}
+template <typename Key, typename T>
+void get(Reader* reader, std::map<Key, T>* values) {
+  for (std::size_t i = reader->count(); i > 0 && reader->ok(); --i) {
+    std::pair<Key, T> value;
+    get(reader, &value);
+    values->insert(values->end(), std::move(value));
+  }
+}
 
 // Cuts a stream into its hello and frames. A value: a copy goes on from the same byte.
 class Parser {
@@ -138,6 +238,15 @@ class Parser {
   // Allows bodies of full size: the peer has been identified.
   void trust() { most_body_bytes_ = kMostBodyBytes; }
   std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
+  // Goes on after the hello of an identified peer.
+  static Parser after_hello(std::string_view rest) {
+    Parser parser;
+    parser.push(rest);
+    parser.trust();
+    parser.has_hello_ = true;
+    return parser;
+  }
+  PARALLEL_STATE_FIELDS(buffer_, offset_, most_body_bytes_, has_hello_, malformed_)
 
  private:
   Bytes buffer_;

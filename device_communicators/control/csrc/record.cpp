@@ -1,145 +1,136 @@
 #include "record.h"
 
+#include <cstdio>
 #include <utility>
 
 namespace parallel_state::control {
 namespace {
 
-constexpr std::size_t kMostBytes = 64U << 20;
-constexpr std::size_t kMostProcs = 1U << 16;
+constexpr std::uint64_t kMagic = 0x31303052435350;  // "PSCR001"
+constexpr std::size_t kPartBytes = 32U << 10;
+constexpr std::size_t kAll = SIZE_MAX;
 
-// In and Out share an interface: one template reads and writes.
-struct Out {
-  Writer writer;
-  template <typename T>
-  void number(T* value) {
-    writer.number(*value);
+const char* const kEvents[] = {
+    "tick",     "meets the world", "dialed", "refused by", "no answer from", "accepted", "closed",
+    "receives", "acked",           "board",  "beats",      "ended:",         "exits:",   "call",
+    "cancel",   "report",          "ask",    "reply to",   "leave"};
+const char* const kActions[] = {"dial",  "close",   "send",     "probe", "publish", "beat",  "look at", "tell dead",
+                                "left:", "verdict", "question", "reply", "refuse",  "guest", "log"};
+const char* const kFrames[] = {"",       "nonce",    "identity", "beat",       "state",
+                               "value",  "ask",      "answer",   "verdict",    "done",
+                               "forget", "question", "reply",    "store call", "store reply"};
+const char* const kVerdicts[] = {"agreed", "ended", "missing", "undecided"};
+
+std::string name_of(const Core& core, Proc proc) {
+  const int index = core.roster() == nullptr ? -1 : core.roster()->index_of(proc);
+  return index < 0 ? "process " + std::to_string(proc) : "rank " + std::to_string(core.roster()->members[index].rank);
+}
+
+// Names the frames that begin in bytes of a connection, if a frame begins with the first.
+std::string frames_in(std::string_view bytes) {
+  std::string text = " " + std::to_string(bytes.size()) + " bytes:";
+  if (bytes.substr(0, 8) == std::string_view(encode(Hello{})).substr(0, 8)) {
+    text += " hello";
+    bytes.remove_prefix(std::min(bytes.size(), kHelloBytes));
   }
-  void text(Bytes* value) { writer.text(*value); }
-  std::size_t count(std::size_t size) {
-    writer.number(static_cast<std::uint32_t>(size));
-    return size;
+  while (bytes.size() >= kHeadBytes) {
+    Reader reader(bytes);
+    const std::size_t size = kHeadBytes + reader.number<std::uint32_t>();
+    const auto version = reader.number<std::uint16_t>(), kind = reader.number<std::uint16_t>();
+    if (version != kVersion || kind == 0 || kind >= std::size(kFrames)) break;
+    text += std::string(" ") + kFrames[kind];
+    bytes.remove_prefix(std::min(bytes.size(), size));
   }
-};
-
-struct In {
-  Reader reader;
-  template <typename T>
-  void number(T* value) {
-    *value = reader.number<T>();
-  }
-  void text(Bytes* value) { *value = reader.text(kMostBytes); }
-  std::size_t count(std::size_t) { return reader.count(kMostProcs, sizeof(Proc)); }
-};
-
-template <typename Stream, typename... T>
-void numbers(Stream* stream, T*... values) {
-  (stream->number(values), ...);
+  return text;
 }
 
-template <typename Stream>
-void pass(Stream* stream, std::vector<Proc>* procs) {
-  procs->resize(stream->count(procs->size()));
-  for (Proc& proc : *procs) stream->number(&proc);
+// `subject`: an Event or an Action.
+template <typename Subject>
+std::string about(const Core& core, const Subject& subject) {
+  std::string text;
+  if (subject.proc != 0) text += " " + name_of(core, subject.proc);
+  if (subject.connection >= 0) text += " on connection " + std::to_string(subject.connection);
+  if (subject.flags != 0) text += ", flags " + std::to_string(subject.flags);
+  return text;
 }
 
-template <typename Stream>
-void pass(Stream* stream, std::vector<Member>* members) {
-  members->resize(stream->count(members->size()));
-  for (Member& member : *members) {
-    numbers(stream, &member.rank, &member.proc, &member.domain, &member.endpoint.port, &member.pid, &member.began);
-    stream->text(&member.endpoint.host);
-    stream->text(&member.endpoint.token);
-  }
+std::string words(const Core& core, const Event& event) {
+  std::string text = kEvents[event.kind] + about(core, event);
+  if (event.kind == Event::kBytes) text += frames_in(event.bytes);
+  else if (event.kind == Event::kReport) text += " " + event.bytes;
+  if (event.call != nullptr) text += " '" + event.call->purpose + "' of " + std::to_string(event.call->members.size());
+  for (const Proc proc : event.procs) text += " " + name_of(core, proc);
+  return text;
 }
 
-template <typename Stream>
-void pass(Stream* stream, Call* call) {
-  stream->text(&call->purpose);
-  stream->text(&call->value);
-  numbers(stream, &call->attempt, &call->deadline);
-  pass(stream, &call->members);
-}
-
-template <typename Stream>
-void pass(Stream* stream, Config* config) {
-  numbers(stream, &config->tick, &config->stale, &config->beat, &config->limit, &config->patience, &config->settle,
-          &config->redial, &config->margin, &config->pause, &config->stranger, &config->build);
-}
-
-template <typename Stream>
-void pass(Stream* stream, Nanos* now, Event* event) {
-  numbers(stream, now, &event->kind, &event->connection, &event->proc, &event->world, &event->epoch, &event->term,
-          &event->id, &event->flags, &event->deadline, &event->age);
-  stream->text(&event->bytes);
-  stream->text(&event->nonce);
-  pass(stream, &event->procs);
-  std::vector<Member> members;
-  if (event->roster != nullptr) members = event->roster->members;
-  pass(stream, &members);
-  if (!members.empty()) event->roster = std::make_shared<const Roster>(std::move(members));
-  auto call = std::make_shared<Call>();
-  if (event->call != nullptr) *call = *event->call;
-  if (stream->count(event->call != nullptr ? 1 : 0) == 0) return;
-  pass(stream, call.get());
-  event->call = std::move(call);
+std::string words(const Core& core, const Action& action) {
+  std::string text = kActions[action.kind] + about(core, action);
+  if (action.kind == Action::kSend) text += frames_in(action.bytes);
+  else if (action.kind == Action::kDoom || action.kind == Action::kLog || action.kind == Action::kRefuse)
+    text += " " + action.bytes;
+  if (action.verdict == nullptr) return text;
+  text += " '" + action.key.purpose + "': " + kVerdicts[action.verdict->kind];
+  for (const Proc proc : action.verdict->culprits) text += " " + name_of(core, proc);
+  return text;
 }
 
 }  // namespace
 
-Record::Record(Proc self, const std::string& token, const Config& config, std::size_t most_bytes)
-    : most_bytes_(most_bytes) {
-  Out out;
-  Config copy = config;
-  Bytes secret = token;
-  out.number(&self);
-  out.text(&secret);
-  pass(&out, &copy);
-  head_ = out.writer.take();
-}
-
-void Record::add(Nanos now, const Event& event) {
-  Out out;
-  Event copy = event;
-  pass(&out, &now, &copy);
-  Bytes bytes = out.writer.take();
-  bytes_ += bytes.size();
-  events_.emplace_back(event.kind == Event::kMeet, std::move(bytes));
-  for (; bytes_ > most_bytes_ && events_.size() > 1; events_.pop_front()) {
-    auto& [is_meet, oldest] = events_.front();
-    bytes_ -= oldest.size();
-    if (is_meet) meets_ += oldest;
+void Record::add(const Core& core, Nanos now, const Event& event) {
+  if (!newer_ || newer_->events.size() >= kPartBytes) {
+    older_ = std::move(newer_);
+    newer_.emplace(Part{core, {}});
   }
+  Writer writer;
+  writer.number(now);
+  put(&writer, event);
+  newer_->events += writer.take();
 }
 
-Bytes Record::bytes() const {
-  Bytes all = head_ + meets_;
-  for (const auto& [is_meet, each] : events_) all += each;
-  return all;
+Bytes Record::bytes(const Core& core) const {
+  Writer writer;
+  writer.number(kMagic).number(kVersion).number(core.digest());
+  if (!newer_) return writer.take();
+  (older_ ? older_ : newer_)->start.write(&writer);
+  return writer.take() + (older_ ? older_->events : Bytes()) + newer_->events;
 }
 
-bool replay(std::string_view record,
-            const std::function<void(Nanos, const Event&, const std::vector<Action>&, const Core&)>& each) {
-  In in{Reader(record)};
-  Proc self = 0;
-  std::string token;
-  Config config;
-  in.number(&self);
-  in.text(&token);
-  pass(&in, &config);
-  Core core(self, token, config);
-  while (in.reader.ok() && !in.reader.finished()) {
-    Nanos now = 0;
+std::optional<bool> replay(
+    std::string_view record, Core* core,
+    const std::function<void(Nanos, const Event&, const std::vector<Action>&, const Core&)>& each) {
+  Reader reader(record, kAll, kAll);
+  if (reader.number<std::uint64_t>() != kMagic || reader.number<std::uint16_t>() != kVersion) return {};
+  const auto digest = reader.number<std::uint64_t>();
+  if (!reader.finished()) core->read(&reader);
+  while (reader.ok() && !reader.finished()) {
+    const auto now = reader.number<Nanos>();
     Event event;
-    pass(&in, &now, &event);
+    get(&reader, &event);
     const bool has_call = event.kind == Event::kCall || event.kind == Event::kCancel;
-    if (!in.reader.ok() || event.kind < Event::kTick || event.kind > Event::kLeave) return false;
-    if ((has_call && event.call == nullptr) || (event.kind == Event::kMeet && event.roster == nullptr)) return false;
+    if (!reader.ok() || event.kind < Event::kTick || event.kind > Event::kLeave) return {};
+    if ((has_call && event.call == nullptr) || (event.kind == Event::kMeet && event.roster == nullptr)) return {};
     std::vector<Action> actions;
-    core.step(now, event, &actions);
-    each(now, event, actions, core);
+    core->step(now, event, &actions);
+    each(now, event, actions, *core);
   }
-  return in.reader.ok();
+  if (!reader.ok()) return {};
+  return core->digest() == digest;
+}
+
+std::string describe(std::string_view record) {
+  std::string text;
+  Core core(0, "", Config{});
+  const auto same = replay(record, &core, [&](Nanos now, const Event& event, const auto& actions, const Core& after) {
+    char time[32];
+    std::snprintf(time, sizeof(time), "%.6f ", static_cast<double>(now) / 1e9);
+    text += time + words(after, event) + "\n";
+    for (const Action& action : actions) text += "    " + words(after, action) + "\n";
+  });
+  if (!same) return text + "the record is malformed, or of another version\n";
+  for (const auto& [proc, end] : core.ends()) {
+    text += name_of(core, proc) + " ended, flags " + std::to_string(end.flags) + ": " + end.text + "\n";
+  }
+  return text + (*same ? "the replay has the same digest\n" : "the replay has ANOTHER digest\n");
 }
 
 }  // namespace parallel_state::control

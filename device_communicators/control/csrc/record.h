@@ -1,33 +1,37 @@
-// Records the events of a core for replay.
-//
-// A record contains tokens: write it with mode 0600.
+// Records the last events of a core, and replays them.
 #pragma once
 
-#include <deque>
 #include <functional>
+#include <optional>
 #include <string_view>
 
 #include "core.h"
 
 namespace parallel_state::control {
 
+// Keeps the last 32 to 64 KiB of events, and a copy of the core from before them. So each replay is exact.
 class Record {
  public:
-  Record(Proc self, const std::string& token, const Config& config, std::size_t most_bytes = 64U << 10);
-
-  // Drops the oldest events that no longer fit; those of kMeet stay.
-  void add(Nanos now, const Event& event);
-  Bytes bytes() const;
+  // Called before `core` takes in `event`.
+  void add(const Core& core, Nanos now, const Event& event);
+  // Returns the record of `core`. It has no tokens.
+  Bytes bytes(const Core& core) const;
 
  private:
-  Bytes head_, meets_;  // `meets_`: events of kMeet that are older than `events_`
-  std::deque<std::pair<bool, Bytes>> events_;
-  std::size_t bytes_ = 0, most_bytes_;
+  struct Part {
+    Core start;
+    Bytes events;
+  };
+  std::optional<Part> older_, newer_;
 };
 
-// Steps a new core through a record, and calls `each` after each step. If no event was dropped, the core ends with the
-// digest of the one that was recorded. Returns false if the record is malformed.
-bool replay(std::string_view record,
-            const std::function<void(Nanos, const Event&, const std::vector<Action>&, const Core&)>& each);
+// Steps a core through a record, and calls `each` after each step. `core` is then as the recorded one was; returns true
+// if it has that digest. Returns nothing if the record is malformed, or of another build.
+std::optional<bool> replay(
+    std::string_view record, Core* core,
+    const std::function<void(Nanos, const Event&, const std::vector<Action>&, const Core&)>& each);
+
+// Returns a replay in words.
+std::string describe(std::string_view record);
 
 }  // namespace parallel_state::control

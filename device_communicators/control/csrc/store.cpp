@@ -60,16 +60,14 @@ bool Seal::open(Bytes* body) {
 
 Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
   Writer writer;
-  writer.number(code).number(static_cast<std::uint32_t>(parts.size()));
-  for (const Bytes& part : parts) writer.text(part);
+  put(&writer, std::tie(code, parts));
   return writer.take();
 }
 
 bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts) {
-  Reader reader(body);
-  *code = reader.number<std::uint8_t>();
-  const std::size_t count = reader.count(kMostParts, kPartBytes);
-  for (std::size_t i = 0; i < count && reader.ok(); ++i) parts->push_back(reader.text(kMostStoreBytes));
+  Reader reader(body, kMostStoreBytes, kMostParts);
+  get(&reader, code);
+  get(&reader, parts);
   return reader.finished();
 }
 
@@ -212,15 +210,39 @@ void Table::drop(int client, std::vector<Reply>* replies) {
   }
 }
 
-Bytes Table::content() const {
-  Writer writer;
-  for (const auto& [key, value] : values_) writer.text(key).text(value);
-  for (const auto& [key, client] : holders_) writer.text(key).number(client);
-  for (const auto& [client, wait] : waits_) {
-    writer.number(client).number(static_cast<std::uint8_t>(wait.gets));
-    for (const Bytes& key : wait.keys) writer.text(key);
+bool Store::admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out) {
+  const std::string_view theirs = handed.substr(0, kNonceBytes), mine = handed.substr(kNonceBytes, kNonceBytes);
+  guests_[guest] = {Parser::after_hello(handed.substr(2 * kNonceBytes)), Seal(token, true, theirs, mine),
+                    Seal(token, false, theirs, mine)};
+  return take(guest, {}, out);
+}
+
+bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
+  Guest& from = guests_.at(guest);
+  from.parser.push(bytes);
+  Hello hello;
+  Frame frame;
+  Parser::Result result;
+  while ((result = from.parser.next(&hello, &frame)) == Parser::Result::kFrame) {
+    std::vector<Table::Reply> replies;
+    if (frame.kind != FrameKind::kStoreCall || !from.in.open(&frame.body)) return false;
+    if (!table_.ask(guest, frame.body, &replies)) return false;
+    send(replies, out);
   }
-  return writer.take();
+  return result == Parser::Result::kNeedsMore;
+}
+
+void Store::drop(int guest, std::vector<Output>* out) {
+  std::vector<Table::Reply> replies;
+  guests_.erase(guest);
+  table_.drop(guest, &replies);
+  send(replies, out);
+}
+
+void Store::send(const std::vector<Table::Reply>& replies, std::vector<Output>* out) {
+  for (const auto& [guest, body] : replies) {
+    out->push_back({guest, encode(Frame{FrameKind::kStoreReply, 0, 0, 0, 0, guests_.at(guest).out.seal(body)})});
+  }
 }
 
 }  // namespace parallel_state::control

@@ -1,8 +1,8 @@
-// The key-value service at a world's listener, and the seals of its connections.
+// The key-value service at a world's listener, as a value without I/O.
 //
-// A guest is a process that proves the listener's token and is no member: its number is 0. It may only send requests,
-// one at a time. Each request and reply ends with a MAC over its number, so that nobody else can change, repeat or
-// leave out one. Nothing is encrypted.
+// A guest is a process that proves the listener's token and is no member: its number is 0. The core checks the proof
+// and hands the connection over. The guest may only send calls, one at a time. Each call and reply ends with a MAC over
+// its number, so that nobody else can change, repeat or leave out one. Nothing is encrypted.
 #pragma once
 
 #include <map>
@@ -41,7 +41,7 @@ class Seal {
   std::uint64_t number_ = 0;
 };
 
-// A request is its kind and its parts, a reply 0 and the answer's parts, or 1 and a text that names the problem.
+// A call is its kind and its parts, a reply 0 and the answer's parts, or 1 and a text that names the problem.
 enum class StoreCall : std::uint8_t {
   kSet = 1,     // keys and values in turn
   kGet,         // keys; answered with their values once all are set
@@ -72,9 +72,6 @@ class Table {
   bool ask(int client, std::string_view request, std::vector<Reply>* replies);
   // Forgets a client: drops its wait, and replaces each KEY that it holds by gone/KEY.
   void drop(int client, std::vector<Reply>* replies);
-  std::size_t waiting() const { return waits_.size(); }
-  // Returns everything as text, for a digest.
-  Bytes content() const;
 
  private:
   struct Wait {
@@ -91,6 +88,31 @@ class Table {
   std::map<Bytes, int> holders_;            // the client whose end deletes the key
   std::map<int, Wait> waits_;               // by client
   std::map<Bytes, std::set<int>> waiting_;  // clients, by missing key
+};
+
+// The guests of a listener, by connection, and their table.
+class Store {
+ public:
+  struct Output {
+    int guest;
+    Bytes bytes;  // to send
+  };
+  // Takes over a connection. `handed`: what the core handed over. Returns false if it is to be closed, as `take` does.
+  bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
+  // Takes in bytes of a guest.
+  bool take(int guest, std::string_view bytes, std::vector<Output>* out);
+  void drop(int guest, std::vector<Output>* out);
+
+ private:
+  struct Guest {
+    Parser parser;
+    Seal in, out;
+  };
+
+  void send(const std::vector<Table::Reply>& replies, std::vector<Output>* out);
+
+  std::map<int, Guest> guests_;
+  Table table_;
 };
 
 }  // namespace parallel_state::control

@@ -62,7 +62,6 @@ NOTES = reasons({
     "works on the CPU, too": "GroupCoordinator.(all_gatherv reduce_scatterv)",
     "travels over the CPU": "GroupCoordinator.broadcast_object_list",
     "its work is our handle: wait() and is_completed()": "P2PWork",
-    "objects travel in our codec, by pickle only what that doesn't know": "StatelessProcessGroup",
     "also ends waits for ranks that are gone in groups over gloo": "abort_distributed_environment",
     "needs our world": "create_custom_parallel_group",
     "raises InvalidArgumentError, a ValueError, not AssertionError": "divide ensure_divisibility",

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError, UnsupportedError
 from parallel_state.collectives.capture_stream import GraphCaptureContext
-from parallel_state.compat import tables
+from parallel_state.compat import pickles, tables
 from parallel_state.compat.coordinator import GroupView
 from parallel_state.compat.sglang.context import get_parallel
-from parallel_state.compat.stateless import from_bytes, to_bytes
 from parallel_state.compat.tables import forward, renamed
 from parallel_state.groups.coordinator import GroupCoordinator as Ours
 from parallel_state.messages.wire import bytes_of
@@ -220,7 +219,7 @@ class GroupCoordinator(GroupView):
 
     def _send_tagged(self, obj: Any, dst: int, async_send: bool, tag: int) -> list[P2PWork]:
         """Sends past the messenger, which has no tags: the length, then the object with its tensors."""
-        body = torch.frombuffer(bytearray(to_bytes(obj)), dtype=torch.uint8)
+        body = torch.frombuffer(bytearray(pickles.dumps(obj)), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
             for each in (torch.tensor([body.numel()], device="cpu"), body)
@@ -234,7 +233,7 @@ class GroupCoordinator(GroupView):
         dist.recv(length, self.ranks[src], self.cpu_group, tag)
         body = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
         dist.recv(body, self.ranks[src], self.cpu_group, tag)
-        return from_bytes(bytes_of(body))
+        return pickles.loads(bytes_of(body))
 
     def send_tensor_dict(
         self,

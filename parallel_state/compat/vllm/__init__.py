@@ -35,10 +35,10 @@ from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator, groups
-from parallel_state.compat.vllm.stateless import StatelessProcessGroup
 from parallel_state.compat.vllm.utils import parallel_config
 from parallel_state.functions import aliases
 from parallel_state.functions.capture import graph_capture as _graph_capture
+from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
@@ -50,6 +50,7 @@ NOTES = reasons({
     "is the group of a model's ranks, whether they are on one host or several": "get_inner_dp_world_group",
     "acts on groups that are made later": "set_custom_all_reduce",
     "raises InvalidArgumentError where vLLM's asserts": "split_tensor_along_last_dim divide ensure_divisibility",
+    "readers on other hosts are refused: vLLM's own has them": "MessageQueue",
     "is of gloo, whatever the backend": "stateless_init_torch_distributed_process_group",
     "is os.sched_yield, which this library calls nowhere": "sched_yield",
 })  # fmt: skip
@@ -262,13 +263,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 def _node_count(pg: Any) -> int:
     """Returns the number of hosts of a group's ranks; all of them call it."""
-    size = pg.world_size if isinstance(pg, (GroupCoordinator, StatelessProcessGroup)) else pg.size()
-    waiting, count = set(range(size)), 0
-    while waiting:
-        count += 1
-        same = [True] if size == 1 else stateless.in_the_same_node_as(pg, min(waiting))
-        waiting -= {rank for rank in waiting if same[rank]}
-    return count
+    return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
 
 
 # The model's groups.

@@ -1,37 +1,30 @@
 """vLLM's MessageQueue over this library's queue: one writer, readers in other processes, which need no process group.
 
-Readers of the writer's host share a ring in a segment, see `device_communicators.cpu.message_queue`: a scheduler that
-waits leaves its core to the workers. Readers of other hosts are connected by TCP, with a secret that the handle
-carries. Messages are pickled, as vLLM's: give a handle only to processes that may run code here.
+All ends are on one host and share a ring in a segment, see `device_communicators.cpu.message_queue`: a scheduler that
+waits leaves its core to the workers. vLLM's own queue has readers on other hosts, and its plug-in takes that for them.
+Messages are pickled, as vLLM's: give a handle only to processes that may run code here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import functools
-import io
 import logging
-import multiprocessing
 import os
-import pickle
-import secrets
-import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from device_communicators.base import settings
 from device_communicators.base.cores import usable_cores
 from device_communicators.base.errors import (
     CommunicationError,
@@ -40,13 +33,13 @@ from device_communicators.base.errors import (
     UnsupportedError,
     UsageError,
 )
-from device_communicators.base.host import address_towards, local_namespace
-from device_communicators.calls.memory import as_bytes, dense, dtype_refusal
-from device_communicators.calls.work import gather_bytes
+from device_communicators.base.host import local_namespace
 from device_communicators.cpu import native
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
+from device_communicators.liveness.health import Watcher
+from parallel_state.compat import pickles
 from parallel_state.compat.vllm.stateless import in_the_same_node_as
 
 logger = logging.getLogger("parallel_state")
@@ -59,10 +52,7 @@ _FOREVER_S = 1e9  # the other end lives, or the wait ends
 _GRACE_S = 0.5
 """The time in which a process that goes because its peer went may hear of it in its own way first."""
 _NAP_S = 0.001
-_STEP_S = 0.2
-"""Between looks of a wait for a reader of another host at whether this end was shut down."""
 _READY = b"READY"
-_HANDLE_BYTES = 2048
 _OUT_OF_BAND_BYTES = 1 << 20
 
 
@@ -74,17 +64,11 @@ class Handle:
     buffer_handle: tuple[int, int, int, str] | None = None
     """Local readers, bytes of a chunk, chunks, and the segment's name."""
     local_subscribe_addr: str | None = None
-    """Not used; there for vLLM's callers, as the next one is."""
+    """Not used; there for vLLM's callers, as the next ones are."""
     local_notify_addr: str | None = None
     remote_subscribe_addr: str | None = None
-    """`address:port` for readers of other hosts."""
     remote_addr_ipv6: bool = False
     tensor_arena_handle: tuple[int, int, int, str] | None = None
-    secret: bytes = b""
-
-    @property
-    def family(self) -> str:
-        return "AF_INET6" if self.remote_addr_ipv6 else "AF_INET"
 
 
 class _Ring:
@@ -155,8 +139,7 @@ class MessageQueue:
     n_local_reader: int
     n_remote_reader: int
     shutting_down = False
-    _ring: _Ring | None = None
-    _listener: Any = None
+    _ring: _Ring
 
     def __init__(
         self,
@@ -169,49 +152,44 @@ class MessageQueue:
         enable_shm_tensor_arena: bool = False,
     ) -> None:
         """Makes the writing end; `export_handle` is for the readers. So many unread messages fit as `max_chunks`, of
-        at most 256 KiB; a longer message waits for its readers to begin. Raises UnsupportedError without shared memory.
+        at most 256 KiB; a longer message waits for its readers to begin. Raises UnsupportedError without shared memory,
+        and where some readers aren't local.
         """
         if not 0 <= n_local_reader <= n_reader:
             raise UsageError(f"n_local_reader must be in 0 … {n_reader}, all readers, but is {n_local_reader}")
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
         if len(ranks) != n_local_reader:
             raise UsageError(f"local_reader_ranks must name {n_local_reader} ranks, but is {ranks}")
-        self.n_local_reader, self.n_remote_reader = n_local_reader, n_reader - n_local_reader
+        _check_local([each < n_local_reader for each in range(n_reader)])
+        self.n_local_reader, self.n_remote_reader = n_local_reader, 0
         self._begin(handle := Handle(ranks), is_writer=True)
-        if n_local_reader:
-            shape = Shape(min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
-            with _needing_shared_memory("a message queue"):
-                segment = Segment.make()
-                # Its name goes when all have opened it, and with this object or process at the latest.
-                self._unlink = weakref.finalize(self, _unlink, segment, os.getpid())
-                self._ring = _Ring(segment, shape, n_local_reader, 0)
-            handle.buffer_handle = (n_local_reader, *shape, segment.name)
-        if self.n_remote_reader:
-            ip = connect_ip or "127.0.0.1"
-            handle.remote_addr_ipv6, handle.secret = ":" in ip, secrets.token_bytes(32)
-            self._listener = connection.Listener(
-                (ip, 0), handle.family, backlog=self.n_remote_reader, authkey=handle.secret
-            )
-            handle.remote_subscribe_addr = f"{ip}:{self._listener.address[1]}"
+        shape = Shape(min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
+        with _needing_shared_memory("a message queue"):
+            segment = Segment.make()
+            # Its name goes when all have opened it, and with this object or process at the latest.
+            self._unlink = weakref.finalize(self, _unlink, segment, os.getpid())
+            self._ring = _Ring(segment, shape, n_local_reader, 0)
+        handle.buffer_handle = (n_local_reader, *shape, segment.name)
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """Returns the reading end of `rank`: in shared memory if the handle names it among its local readers."""
+        """Returns the reading end of `rank`, which must be among the handle's local readers."""
+        if rank not in handle.local_reader_ranks or handle.buffer_handle is None:
+            raise UsageError(f"the readers of the message queue are {handle.local_reader_ranks}, without rank {rank}")
         self: MessageQueue = object.__new__(MessageQueue)
         self._begin(handle, is_writer=False)
-        if rank in handle.local_reader_ranks and handle.buffer_handle is not None:
-            readers, chunk_bytes, chunks, name = handle.buffer_handle
-            with _needing_shared_memory(f"the message queue of {name}"):
-                segment = Segment.open(name)
-                if segment is None:
-                    raise SegmentError("this host has no such segment")
-                me = 1 + handle.local_reader_ranks.index(rank)
-                self._ring = _Ring(segment, Shape(chunk_bytes, chunks), readers, me)
+        readers, chunk_bytes, chunks, name = handle.buffer_handle
+        with _needing_shared_memory(f"the message queue of {name}"):
+            segment = Segment.open(name)
+            if segment is None:
+                raise SegmentError("this host has no such segment")
+            me = 1 + handle.local_reader_ranks.index(rank)
+            self._ring = _Ring(segment, Shape(chunk_bytes, chunks), readers, me)
         return self
 
     def _begin(self, handle: Handle, *, is_writer: bool) -> None:
         self.handle, self._is_writer, self._pid = handle, is_writer, os.getpid()
-        self._lock, self._connections = threading.Lock(), list[Any]()
+        self._lock = threading.Lock()
 
     def export_handle(self) -> Handle:
         """Returns what `create_from_handle` takes."""
@@ -220,41 +198,20 @@ class MessageQueue:
     def wait_until_ready(self) -> None:
         """Returns once all ends have come. Every process of the queue calls it."""
         if self._is_writer:
-            if self._ring is not None:
-                while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
-                    self._check()
-                    time.sleep(_NAP_S)
-                self._unlink()
-            while len(self._connections) < self.n_remote_reader:
-                self._accept()
-            if self._listener is not None:
-                self._listener.close()
+            while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
+                self._check()
+                time.sleep(_NAP_S)
+            self._unlink()
             self.enqueue(_READY)
             return
-        if self._ring is None:
-            address, _, port = (self.handle.remote_subscribe_addr or "").rpartition(":")
-            source = connection.Client((address, int(port)), self.handle.family, authkey=self.handle.secret)
-            self._connections.append(source)
         found = self.dequeue(indefinite=True)
         if found != _READY:
             raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
 
-    def _accept(self) -> None:
-        """Waits for one more remote reader; a connection without the handle's secret is refused."""
-        asked = [self._listener._listener._socket]  # multiprocessing has no other way to wait for it with a deadline
-        while not connection.wait(asked, _STEP_S):
-            self._check()
-        with contextlib.suppress(multiprocessing.AuthenticationError, EOFError, ConnectionError):
-            self._connections.append(self._listener.accept())
-
     def shutdown(self) -> None:
         """Sends back who waits in this end, with RuntimeError, and tells the others. From any thread."""
         self.shutting_down = True
-        if self._ring is not None:
-            self._ring.leave()
-        for each in self._connections:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
+        self._ring.leave()
 
     def _check(self) -> None:
         if self.shutting_down:
@@ -267,15 +224,10 @@ class MessageQueue:
         head, bodies = _encode(obj)
         with self._lock:
             self._check()
-            if self._ring is not None:
-                with self._naming_ends(self._ring, "enqueue"):
-                    self._wait_for_room(self._ring.end, timeout)
-                    tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in bodies]
-                    self._ring.end.send(Message(head, tensors), "enqueue")
-            with self._remote("enqueue", "a reader on another host"):
-                for each in self._connections:
-                    for piece in (head, *bodies):
-                        each.send_bytes(piece)
+            with self._naming_ends("enqueue"):
+                self._wait_for_room(self._ring.end, timeout)
+                tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in bodies]
+                self._ring.end.send(Message(head, tensors), "enqueue")
 
     def _wait_for_room(self, sender: Sender, timeout: float | None) -> None:
         deadline = time.monotonic() + (timeout or 0.0)
@@ -295,13 +247,7 @@ class MessageQueue:
             raise UsageError("only the readers of a message queue can dequeue")
         with self._lock:
             self._check()
-            if self._ring is None:
-                (source,) = self._connections
-                with self._remote("dequeue", "the writer, on another host,"):
-                    if source.poll(timeout):
-                        return _decode(source.recv_bytes(), lambda size: bytearray(source.recv_bytes()))
-                raise TimeoutError(f"{self} had no message in {timeout:g} s")
-            with self._naming_ends(self._ring, "dequeue"):
+            with self._naming_ends("dequeue"):
                 receiver: Receiver = self._ring.end
                 while not receiver.poll(_LOG_S if timeout is None else timeout, "dequeue"):
                     if timeout is not None:
@@ -315,17 +261,7 @@ class MessageQueue:
                 return _decode(data, functools.partial(_read, receiver))
 
     @contextlib.contextmanager
-    def _remote(self, operation: str, end: str) -> Iterator[None]:
-        """Raises PeerDiedError if the connection of `end` closes, RuntimeError after `shutdown`."""
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            self._check()
-            text = f"{operation} of {self}: {end} has closed it, or has ended: {error}"
-            raise PeerDiedError(text, operation=operation) from error
-
-    @contextlib.contextmanager
-    def _naming_ends(self, ring: _Ring, operation: str) -> Iterator[None]:
+    def _naming_ends(self, operation: str) -> Iterator[None]:
         """Names the process of an end that has gone; after `shutdown` raises RuntimeError instead."""
         try:
             yield
@@ -337,8 +273,8 @@ class MessageQueue:
             ranks, end = self.handle.local_reader_ranks, getattr(error, "suspect_ranks", (0,))[0]
             who = "the writer" if end == 0 else f"the reader with rank {ranks[end - 1]}"
             raise PeerDiedError(
-                f"{operation} of {self}: {who}, process {ring.pid(end)}, has ended or has closed the queue. Look at "
-                "what that process said last",
+                f"{operation} of {self}: {who}, process {self._ring.pid(end)}, has ended or has closed the queue. Look "
+                "at what that process said last",
                 operation=operation,
                 suspect_ranks=(ranks[end - 1],) if end else (),
             ) from error
@@ -355,8 +291,8 @@ class MessageQueue:
         pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
         """Returns a queue that each rank writes and the global `reader_rank` reads, and there all ranks' handles."""
-        same = in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank))
-        queue = MessageQueue(1, int(same[dist.get_rank(pg)]), None, max_chunk_bytes, max_chunks)
+        _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))
+        queue = MessageQueue(1, 1, None, max_chunk_bytes, max_chunks)
         handles = _exchange(pg, queue.handle)
         if blocking:
             queue.wait_until_ready()
@@ -376,12 +312,11 @@ class MessageQueue:
         With the handle of a queue that some other process writes, `writer_rank` passes it on and reads as well.
         """
         queue, handle = None, external_writer_handle
-        same = in_the_same_node_as(pg, writer_rank)
+        _check_local(same := in_the_same_node_as(pg, writer_rank))
         rank = dist.get_rank(pg) if isinstance(pg, dist.ProcessGroup) else pg.rank
         if rank == writer_rank and handle is None:
-            local = [each for each in range(len(same)) if same[each] and each != writer_rank]
-            ip = address_towards(("192.0.2.1", 9))  # of a net for documentation: nothing is sent
-            queue = MessageQueue(len(same) - 1, len(local), local, max_chunk_bytes, max_chunks, ip)
+            readers = [each for each in range(len(same)) if each != writer_rank]
+            queue = MessageQueue(len(readers), len(readers), readers, max_chunk_bytes, max_chunks)
             handle = queue.handle
         if isinstance(pg, dist.ProcessGroup):
             handle = _exchange(pg, handle)[writer_rank]
@@ -393,17 +328,12 @@ class MessageQueue:
         return queue
 
     def __str__(self) -> str:
-        remote = self.handle.remote_subscribe_addr
-        others = "" if remote is None else f" and readers of other hosts, from {remote}"
-        return f"the message queue to ranks {self.handle.local_reader_ranks}{others}"
+        return f"the message queue to ranks {self.handle.local_reader_ranks}"
 
     def __del__(self) -> None:
         if getattr(self, "_pid", None) == os.getpid():
             with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone
-                if self._ring is not None:
-                    self._ring.close()
-                for each in self._connections:
-                    each.close()
+                self._ring.close()
 
 
 @contextlib.contextmanager
@@ -414,11 +344,20 @@ def _needing_shared_memory(what: str) -> Iterator[None]:
         raise UnsupportedError(f"{what} needs shared memory: {error}") from None
 
 
+def _check_local(readers: Sequence[bool]) -> None:
+    """Raises UnsupportedError unless all readers are on the writer's host."""
+    if not all(readers):
+        raise UnsupportedError(
+            f"all readers of a message queue must be on the writer's host, but {[*readers].count(False)} of "
+            f"{len(readers)} are on another one; vLLM's own MessageQueue has such readers"
+        )
+
+
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    mine = pickle.dumps(handle).ljust(_HANDLE_BYTES, b"\0")
-    every = gather_bytes(pg, dist.get_world_size(pg), mine, lambda work: work.wait())
-    return [pickle.loads(each) for each in every]
+    ranks = range(dist.get_world_size(pg))
+    every = Watcher().gather("queue", ranks, bytes(pickles.dumps(handle)), settings.TIMEOUT_S.get(), gloo=pg)
+    return [pickles.loads(each) for each in every]
 
 
 def _unlink(segment: Segment, pid: int) -> None:
@@ -426,49 +365,26 @@ def _unlink(segment: Segment, pid: int) -> None:
         segment.unlink()
 
 
-def _rebuild(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
-    return flat.view(dtype).view(shape)  # frombuffer doesn't know every dtype
-
-
-def _reduce(tensor: Tensor) -> Any:
-    """Returns the pickler's words for a tensor: plain CPU ones as their bytes, which travel beside the pickle."""
-    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and dtype_refusal(tensor.dtype) is None
-    if not is_plain or tensor.requires_grad:
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    view = as_bytes(dense(tensor))
-    data: Any = b""
-    if view.numel():
-        data = (ctypes.c_char * view.numel()).from_address(view.data_ptr())
-        data.tensor = view  # which the memory is of
-    return _rebuild, (pickle.PickleBuffer(data), tuple(tensor.shape), tensor.dtype)
-
-
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
     """Returns the pickle with the sizes of its long buffers before it, and these."""
     bodies: list[Any] = []
 
-    def is_in_band(buffer: pickle.PickleBuffer) -> bool:
+    def is_in_band(buffer: Any) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _OUT_OF_BAND_BYTES:
             return True
         bodies.append(bytearray(raw) if raw.readonly else raw)  # torch takes no memory that is for reading alone
         return False
 
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=is_in_band)
-    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce}
-    pickler.dump(obj)
-    return struct.pack(f"<{len(bodies) + 1}Q", len(bodies), *map(len, bodies)) + stream.getbuffer(), bodies
+    pickled = pickles.dumps(obj, is_in_band)
+    return struct.pack(f"<{len(bodies) + 1}Q", len(bodies), *map(len, bodies)) + pickled, bodies
 
 
 def _decode(head: bytes | memoryview, take: Callable[[int], bytearray]) -> Any:
     count, *_ = struct.unpack_from("<Q", head)
     sizes = struct.unpack_from(f"<{count}Q", head, 8)
     buffers = [take(size) for size in sizes]  # all of them, whatever becomes of the pickle
-    return pickle.loads(memoryview(head)[8 * (count + 1) :], buffers=buffers)
+    return pickles.loads(memoryview(head)[8 * (count + 1) :], buffers=buffers)
 
 
 def _read(receiver: Receiver, size_bytes: int) -> bytearray:

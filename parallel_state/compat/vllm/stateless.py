@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import socket
 from datetime import timedelta
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base.errors import CollectiveTimeoutError
-from device_communicators.cpu.segment import Segment, SegmentError
 from parallel_state.compat.stateless import ANSWER_S, StoreGroup
 from parallel_state.groups import same_node
 
@@ -76,19 +74,9 @@ class StatelessProcessGroup(StoreGroup):
 
     def same_node(self, source_rank: int) -> list[bool]:
         """Returns, by rank, True if it shares the memory of `source_rank`'s host; every rank calls it."""
-        segment = Segment.make() if self.rank == source_rank else None
-        try:
-            name = self.broadcast_obj(None if segment is None else segment.name, source_rank)
-            opened = None
-            with contextlib.suppress(SegmentError):
-                opened = None if segment is not None else Segment.open(name)
-            if opened is not None:
-                opened.close()
-            return self.all_gather_obj(segment is not None or opened is not None)
-        finally:
-            if segment is not None:
-                segment.unlink()
-                segment.close()
+        return same_node.find_sharers(
+            self.rank == source_rank, lambda name: self.broadcast_obj(name, source_rank), self.all_gather_obj
+        )
 
     @staticmethod
     def create(

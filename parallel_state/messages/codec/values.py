@@ -11,8 +11,8 @@ msgspec may not have is replaced by an Ext, whose payload is again msgpack, or r
 from __future__ import annotations
 
 import collections
+import functools
 import pickle
-import re
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,8 +67,6 @@ class _Library:
     """See `PlainObjects.look`."""
     pack: Callable[[object, int], tuple[bytes, bytes] | None] | None = None
     """See `PlainObjects.pack`."""
-    check_keys: Callable[[bytes], bool] | None = None
-    """As `has_plain_keys`."""
     objects: PlainObjects | None = None
 
 
@@ -80,15 +78,27 @@ def use_library() -> PlainObjects:
     if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
-        library = native.load()
-        nested = sum(1 << code for code in _NESTED)
         dtype_names = {number: DTYPE_NAMES[dtype] for dtype, number in DTYPE_NUMBERS.items()}
-        _library.objects = plain_tree.PlainObjects(library, MAX_DEPTH, MOST_NUMBERS, dtype_names)
+        _library.objects = plain_tree.PlainObjects(native.load(), MAX_DEPTH, MOST_NUMBERS, dtype_names)
         _library.look, _library.pack = _library.objects.look, _library.objects.pack
-        _library.check_keys = lambda data: bool(
-            library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1)
-        )
     return _library.objects
+
+
+@functools.cache
+def _key_check() -> Callable[[bytes], bool]:
+    """Returns a function that is True if all dicts in msgpack's own form have keys as `Encoder.mapping` leaves them.
+
+    Other keys, such as lists, can be chosen to collide, and msgspec can't be stopped while it builds a dict. What is
+    malformed is left to msgspec. Without the compiled library nothing is checked.
+    """
+    from device_communicators.cpu import native
+
+    try:
+        library = native.load()
+    except native.NativeUnavailableError:
+        return lambda data: True
+    nested = sum(1 << code for code in _NESTED)
+    return lambda data: bool(library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1))
 
 
 def pack(value: object, limit: int) -> tuple[bytes, bytes] | None:
@@ -368,7 +378,7 @@ class Decoder:
         """
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
-            if not (_library.check_keys or has_plain_keys)(bytes(data)):
+            if not _key_check()(bytes(data)):
                 raise MessageDecodeError("a message holds a dict with keys that no sender gives it, or is too deep")
         return _from_msgpack(data, ext_hook=self._ext)
 
@@ -469,86 +479,3 @@ _UNPACKERS: dict[int, Callable[[Decoder, memoryview], object]] = {
     _REGISTERED: Decoder.registered,
     _PICKLED: Decoder.pickled,
 }
-
-
-def has_plain_keys(data: bytes) -> bool:
-    """Returns True if all dicts in msgpack's own form have keys as `Encoder.mapping` leaves them there.
-
-    Other keys, such as lists, can be chosen to collide, and nobody can end msgspec's building of a dict. What is
-    malformed is left to msgspec. The library's `KeyCheck` does the same without the interpreter.
-    """
-    try:
-        _key_check(memoryview(data), 0, MAX_DEPTH + 1)
-    except (IndexError, struct.error):  # msgspec, too, comes no further
-        return True
-    except _KeyFoundError:
-        return False
-    return True
-
-
-class _KeyFoundError(Exception):
-    """A key that no sender gives a dict."""
-
-
-_NUMBER, _TEXT, _OTHER = range(3)
-_RUN = 64
-_RUN_OF_NUMBERS = re.compile(
-    rb"(?:[\x00-\x7f\xe0-\xff\xc0\xc2\xc3]|[\xcc\xd0].|[\xcd\xd1].{2}|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}){%d}"
-    % _RUN,
-    re.DOTALL,
-)
-"""Token ids go by so many at a time."""
-_SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
-
-
-def _key_check(data: memoryview, at: int, extensions: int) -> tuple[int, int]:
-    """Returns where the value at `at` ends, and of which kind it is; `extensions` may be within each other in it."""
-    head = data[at]
-    at += 1
-    if head <= 0x7F or head >= 0xE0 or head in (0xC0, 0xC2, 0xC3):
-        return at, _NUMBER
-    if 0xCA <= head <= 0xD3:
-        return _within(data, at + (4 if head == 0xCA else 8 if head == 0xCB else 1 << ((head - 0xCC) & 3))), _NUMBER
-    if 0xA0 <= head <= 0xBF:
-        return _within(data, at + (head & 0x1F)), _TEXT
-    if 0xC4 <= head <= 0xC6 or 0xD9 <= head <= 0xDB:
-        width = 1 << (head - (0xC4 if head <= 0xC6 else 0xD9))
-        return _within(data, at + width + _SIZES[width].unpack_from(data, at)[0]), _TEXT
-    if head <= 0x9F or 0xDC <= head <= 0xDF:
-        is_map, count = head <= 0x8F or head >= 0xDE, head & 0x0F
-        if head >= 0xDC:
-            width = 4 if head & 1 else 2
-            count = _SIZES[width].unpack_from(data, at)[0]
-            at += width
-        left = count
-        while left > 0:
-            if is_map:
-                at, kind = _key_check(data, at, extensions)
-                if kind == _OTHER or (kind == _NUMBER and count > MOST_NUMBERS):
-                    raise _KeyFoundError
-            elif left >= _RUN and (run := _RUN_OF_NUMBERS.match(data, at)):
-                at, left = run.end(), left - _RUN
-                continue
-            at, _ = _key_check(data, at, extensions)
-            left -= 1
-        return at, _OTHER
-    if 0xD4 <= head <= 0xD8:
-        size = 1 << (head - 0xD4)
-    elif 0xC7 <= head <= 0xC9:
-        width = 1 << (head - 0xC7)
-        size = _SIZES[width].unpack_from(data, at)[0]
-        at += width
-    else:
-        raise IndexError
-    end = _within(data, at + 1 + size)
-    if data[at] in _NESTED:
-        if extensions == 0:
-            raise IndexError
-        _key_check(data[at + 1 : end], 0, extensions - 1)
-    return end, _OTHER
-
-
-def _within(data: memoryview, end: int) -> int:
-    if end > len(data):
-        raise IndexError
-    return end

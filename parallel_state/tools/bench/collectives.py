@@ -153,14 +153,16 @@ def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Ca
     return functional[operation], in_place.get(operation)
 
 
-def ping_pong(rank: int, send: Callable[[Tensor, int], object], receive: Callable[[Tensor, int], Tensor]) -> Call:
-    """Returns the call of PING_PONG; `receive` gets a tensor like the one to come."""
+def ping_pong(
+    rank: int, send: Callable[[Tensor, int], object], receive: Callable[[Tensor, int], Tensor], peer: int = 1
+) -> Call:
+    """Returns the call of PING_PONG between rank 0 and `peer`; `receive` gets a tensor like the one to come."""
 
     def call(x: Tensor) -> Tensor:
         if rank == 0:
-            send(x, 1)
-            return receive(x, 1)
-        if rank == 1:
+            send(x, peer)
+            return receive(x, peer)
+        if rank == peer:
             found = receive(x, 0)
             send(found, 0)
             return found

@@ -7,9 +7,8 @@
 Measures collectives, a tensor and an object sent there and back, on GPUs where there are some. Each answer is checked
 before and after it is timed. Calls take turns, and the slowest rank's time counts. Bandwidths are nccl-tests'.
 
-A checkout measures more, by `benchmarks/report.py`: it gets the arguments where one is --report DIR (a page beside
-vLLM, MPIs, zmq, with messages, torch.distributed's calls and start-up), --parts, --peers, --no-peers or --against
-COMMIT. `--report DIR --help` lists all of them.
+In a checkout `benchmarks/report.py` measures more and writes a page: beside vLLM, MPIs and zmq, with messages,
+torch.distributed's calls and start-up, or beside another commit.
 
 The exit code is 1 where a call failed or an answer was wrong.
 """
@@ -18,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -31,7 +28,6 @@ from parallel_state.startup import environment
 from parallel_state.tools.bench import ranks
 from parallel_state.tools.bench.collectives import OBJECT, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import (
-    ROOT,
     bandwidths,
     figure,
     nccl_bytes,
@@ -51,20 +47,14 @@ QUICK_SIZES = tuple(1 << power for power in (10, 13, 16, 20))
 PLAN = Plan(rounds=30, round_s=0.005, case_s=2.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5)
 RUN_S = 3600.0
-OF_A_CHECKOUT = ("--report", "--parts", "--peers", "--no-peers", "--against")
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} bench", description=__doc__, formatter_class=formatter, allow_abbrev=False
     )
-    parser.add_argument("--quick", action="store_true", help="few operations, sizes and rounds")
-    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, or cores, from 2 to 4")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--operations", nargs="+", choices=ALL, help="default: all")
-    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank gives")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_cases(parser, ALL)
     parser.add_argument("--json", type=Path, metavar="FILE", help="all samples, with machine, commit and versions")
     options = parser.parse_args(arguments)
     if (problem := complete(options)) is not None:
@@ -78,6 +68,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.operations = [each for each in options.operations if each != OBJECT]
     options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     return options
+
+
+def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> None:
+    """Adds the options that say what is measured."""
+    parser.add_argument("--quick", action="store_true", help="few operations, sizes and rounds")
+    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, or cores, from 2 to 4")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the collectives")
+    parser.add_argument("--operations", nargs="+", choices=operations, help="default: all")
+    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank gives (on GPUs as nccl-tests count)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
 
 
 def complete(options: argparse.Namespace) -> str | None:
@@ -95,29 +95,9 @@ def complete(options: argparse.Namespace) -> str | None:
     return None
 
 
-def in_checkout(command: str, module: str, arguments: Sequence[str]) -> int:
-    """Runs a module of `benchmarks/`, which lies beside the packages in a checkout, and returns its exit code."""
-    folder = ROOT / "benchmarks"
-    script = Path("benchmarks", *module.split(".")).with_suffix(".py")
-    if not (ROOT / script).exists():
-        print(
-            f"{PROGRAM} {command}: this needs a checkout of parallel_state: `python {script} …` there, "
-            f"but {ROOT} has no benchmarks/",
-            file=sys.stderr,
-        )
-        return 2
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    exit_code: int = import_module(module).main(arguments)
-    return exit_code
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints. Returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if any(word.partition("=")[0] in OF_A_CHECKOUT for word in words):
-        return in_checkout("bench", "report", words)
-    options = parse(words)
+    options = parse(arguments)
     plan = QUICK_PLAN if options.quick else PLAN
     if options.started:
         rows, about, is_first = ranks.run_rank(options, plan)

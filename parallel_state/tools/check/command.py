@@ -191,4 +191,4 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
         "html": lambda: page.html(report),
     }
     if not write_chosen(parser, chosen, makers):
-        page.show(report)
+        print(page.text(report), end="")

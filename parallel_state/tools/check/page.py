@@ -1,14 +1,13 @@
-"""The report for people: tables in the terminal, by rich where that is installed, and a page with a matrix of hosts."""
+"""The report for people: tables in the terminal, and a page with a matrix of hosts."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
@@ -16,9 +15,8 @@ from parallel_state.tools.check.evidence import groups_of_kind, runs_of
 from parallel_state.tools.check.facts import Facts, Link
 from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
 from parallel_state.tools.check.session import Report
-from parallel_state.tools.output import html_page
+from parallel_state.tools.output import columns, html_page
 
-_COLOURS = {ERROR: "red", WARNING: "yellow", INFO: "cyan"}
 _MOST_ROWS = 16
 
 
@@ -136,43 +134,6 @@ def _groups(report: Report) -> Iterator[tuple[str, ...]]:
 # The terminal.
 
 
-def show(report: Report, file: TextIO | None = None) -> None:
-    """Prints the report, in colours where `file` (default: stdout) is a terminal and rich is installed."""
-    file = file or sys.stdout
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(text(report), file=file, end="")
-        return
-    console = Console(file=file, highlight=False, width=None if file.isatty() else 120)
-    _show_rich(report, console)
-
-
-def _show_rich(report: Report, console: Any) -> None:
-    from rich.markup import escape as plain
-    from rich.table import Table as RichTable
-
-    worst = _COLOURS.get(report.severity, "green")
-    console.print(f"[bold {worst}]{plain(heading(report))}[/]")
-    console.print(f"[dim]{plain(started_by(report))}\n{plain(versions(report))}[/]")
-    if report.findings:
-        table = RichTable(show_lines=True, expand=True)
-        table.add_column("", min_width=max(len(each.code) for each in report.findings), ratio=2, overflow="fold")
-        for name, ratio in (("found", 5), ("why it matters", 4), ("what to do", 5)):
-            table.add_column(name, ratio=ratio, overflow="fold")
-        for each in report.findings:
-            label = f"[bold {_COLOURS[each.severity]}]{each.severity}[/]\n{each.code}\n[dim]{plain(each.where)}[/]"
-            table.add_row(label, plain(_short(each.found)), plain(each.why), plain(each.fix))
-        console.print(table)
-    for title, head, rows in tables(report):
-        table = RichTable(title=title, title_justify="left", title_style="bold", expand=False)
-        for name in head:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*map(plain, row))
-        console.print(table)
-
-
 def _short(text: str) -> str:
     """Returns a finding's text as a table can hold it: a whole traceback is in the JSON."""
     return text if len(text) <= 1200 else f"{text[:1000]} … {text[-150:]}"
@@ -187,10 +148,7 @@ def text(report: Report, width: int | None = None) -> str:
                           _short(each.found), width)  # fmt: skip
         lines += [*_wrapped("    why: ", each.why, width), *_wrapped("    do:  ", each.fix, width), ""]
     for title, head, rows in tables(report):
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines.append(title)
-        lines += ["  " + "  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip()
-                  for row in (head, *rows)]  # fmt: skip
+        lines += [title, *(f"  {line}" for line in columns([head, *rows]))]
         lines.append("")
     return "\n".join(lines)
 

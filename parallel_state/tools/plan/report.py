@@ -30,6 +30,7 @@ from textwrap import fill
 from typing import Any
 
 from device_communicators.base.errors import LayoutError
+from parallel_state.tools.output import columns
 from parallel_state.tools.plan.fit import Change
 from parallel_state.tools.plan.groups import (
     ALL_TO_ALL,
@@ -71,7 +72,7 @@ def _ranks(number: int) -> str:
 
 def _table(plan: Plan) -> Iterator[str]:
     kinds = [kind for kind in plan.kinds if kind.size > 1]
-    yield from _columns(
+    yield from columns(
         [["group", "groups", "ranks", "nodes", "first group", "process group", "made", "long name"]]
         + [
             [kind.name, str(kind.count), str(kind.size), str(kind.nodes), abbreviate(kind.first),
@@ -139,7 +140,7 @@ def rank_text(plan: Plan, rank: int) -> str:
             rows.append([kind.name, position, str(len(ranks)) if ranks else "–",
                          abbreviate(ranks) if ranks else "not in one", _process_group(plan, kind),
                          "yes" if kind.made else ""])  # fmt: skip
-    return "\n".join([*lines, *_columns(rows, right=(1, 2))])
+    return "\n".join([*lines, *columns(rows, right=(1, 2))])
 
 
 def stage_text(plan: Plan, rank: int) -> str:
@@ -149,15 +150,6 @@ def stage_text(plan: Plan, rank: int) -> str:
     before = "the first" if stage == 0 else f"previous rank {stages[stage - 1]}"
     after = "the last" if stage == len(stages) - 1 else f"next rank {stages[stage + 1]}"
     return f"stage {stage} of {len(stages)}: {before}, {after}"
-
-
-def _columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
 
 
 def _paragraph(text: str, indent: str = "") -> str:

@@ -1,0 +1,373 @@
+"""Status of the ranks: what each is at, asked for over the control plane when an error or the log needs it.
+
+Collectives detect mismatches themselves. Transfers and started collectives can't, and no transport names the rank that
+is waited for. So a rank that fails, or waits past the soft limit (PARALLEL_STATE_SLOW_S), asks the others. Each answers
+in the control plane's callback thread, from what it knows at that moment. The questions of a rank that fails contain
+its own state and report, so ranks that fail later have them, even if it has left.
+
+A process that is stopped can't answer. The ranks that can watch it by PID report what the kernel says of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from device_communicators.base import settings
+from device_communicators.calls.recorder import Operation
+from device_communicators.liveness import questions, stacks
+from device_communicators.liveness.health import Watcher
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.reports import Report
+from device_communicators.routing.route import Route
+from device_communicators.routing.states import (
+    MOST_ASKED,
+    SILENT,
+    STARTED,
+    WAITS,
+    State,
+    call_in_words,
+    describe_states,
+    group_key,
+    state_of,
+    state_without_call,
+)
+
+logger = logging.getLogger("parallel_state")
+
+_IDLE_S = 1.0
+"""After this time without a call a rank's state is the place of its main thread."""
+_KEEP_S = 3.0
+"""A rank that makes no call after a failure is in the failed one for the timeout and this time: others fail later."""
+_ANSWER_S = 0.3
+"""A rank that hasn't answered after this time is silent."""
+_REPORTS_S = 0.6
+"""Ranks report a failure within the 0.2 s in which a death can become known, or they were not in the call."""
+_MOST_GROUPS = 64
+"""Failed groups whose reports are kept."""
+_LAST_OPERATIONS = 3
+_MOST_THREADS = 16
+_MOST_SHOWN = 256
+
+
+class _Failed:
+    """Reports and states of the ranks that failed in one group, by global rank."""
+
+    def __init__(self) -> None:
+        self.reports: dict[int, Report] = {}
+        self.states: dict[int, State] = {}
+
+
+class Status:
+    """What this rank is at, and what it knows of the other ranks of its world."""
+
+    def __init__(self, watcher: Watcher, rank: int) -> None:
+        """`rank`: this process', global."""
+        self._watcher = watcher
+        self.rank = rank
+        self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
+        self._failed_groups: OrderedDict[str, _Failed] = OrderedDict()
+        self._changed = threading.Condition(threading.RLock())
+        """Guards the two above. Notified of each new report."""
+        self._failed: State | None = None
+        self._failed_at_s = 0.0
+        self._keep_until_s = 0.0
+        self._waited_at_s = time.monotonic()
+        """When this rank was last seen in a call."""
+        self._logged = 0.0, 0.0
+        """The start of the wait that was logged last, and its length then."""
+        watcher.answers.update(state=self._answer_state, report=self._answer_report)
+        watcher.on_look.append(self._look)
+
+    def add(self, route: Route) -> None:
+        with self._changed:
+            self._routes.add(route)
+
+    # What this rank is at.
+
+    def keep(self, failed: State, timeout_s: float) -> None:
+        """Keeps a failed wait as this rank's state for peers that fail in the same group later."""
+        with self._changed:
+            self._of(failed.key).states[self.rank] = failed
+        self._failed, self._failed_at_s = failed, time.monotonic()
+        self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
+
+    def state(self, key: str = "") -> State:
+        """Returns what this rank is at now, or the wait that failed in the group of `key`. From any thread."""
+        with self._changed:
+            failed = self._failed_groups.get(key, _Failed()).states.get(self.rank)
+        if failed is not None:
+            return failed
+        found, now = self._longest_wait(), time.monotonic()
+        if found is not None:
+            return state_of(*found)
+        last, failed = self._last_operation(), self._failed if now < self._keep_until_s else None
+        if failed is not None and (last is None or last[1].started_s <= self._failed_at_s):
+            return failed
+        called_at_s = 0.0 if last is None else last[1].ended_s or last[1].started_s
+        idle_s = now - max(called_at_s, self._waited_at_s, self._failed_at_s)
+        if last is None or idle_s >= _IDLE_S:
+            return state_without_call(idle_s if idle_s >= _IDLE_S else 0.0)
+        context, operation = last
+        place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
+        # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
+        has_failed = operation.ended_s is None and operation.name not in STARTED
+        key = group_key(context) if has_failed else ""
+        return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns `state`, and all else that may be asked of this rank, as JSON can hold it."""
+        now = time.monotonic()
+        waits = {thread: operation for thread, (_, operation) in list(WAITS.items()) if operation.ended_s is None}
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "state": self.state(),
+            "world": self._world_ranks,
+            "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
+            "groups": [
+                {
+                    "group": route.context.name,
+                    "ranks": route.context.ranks,
+                    "last": [
+                        {"operation": f"{call_in_words(route.context, each)} number {each.sequence}",
+                         "began_s": now - each.started_s,
+                         "took_s": None if each.ended_s is None else each.ended_s - each.started_s}
+                        for each in route.operations()[-_LAST_OPERATIONS:]
+                    ],
+                }
+                for route in self._live_routes()
+            ],
+            "threads": [
+                {"name": thread.name, "waits": str(waits[thread.ident]) if thread.ident in waits else "",
+                 "frames": stacks.frames_of(thread.ident)[: stacks.MOST_FRAMES]}
+                for thread in threading.enumerate()[:_MOST_THREADS]
+                if not thread.name.startswith("parallel_state-")
+            ],
+        }  # fmt: skip
+
+    def states_elsewhere(self) -> dict[int, State]:
+        """Returns the states of ranks of other hosts, of at most 256."""
+        near = {self.rank, *self._watcher.pids}
+        return self.ask_states([rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN])
+
+    @property
+    def _world_ranks(self) -> tuple[int, ...]:
+        return max((route.context.ranks for route in self._live_routes()), key=len, default=())
+
+    def _live_routes(self) -> list[Route]:
+        with self._changed:
+            return list(self._routes)
+
+    def _last_operation(self) -> tuple[GroupContext, Operation] | None:
+        """Returns the operation that began last in the groups that still exist."""
+        began = [(route.context, each) for route in self._live_routes() for each in route.operations()[-1:]]
+        return max(began, key=lambda each: each[1].started_s, default=None)
+
+    def _longest_wait(self) -> tuple[GroupContext, Operation, int | None] | None:
+        """Returns what the thread that has waited longest waits for, and the thread."""
+        waits: list[tuple[GroupContext, Operation, int | None]] = [
+            (*wait, thread) for thread, wait in list(WAITS.items())
+        ]
+        for route in self._live_routes():
+            waits += [(route.context, each, threading.main_thread().ident) for each in route.operations_under_way()]
+        waits = [wait for wait in waits if wait[1].ended_s is None]
+        return min(waits, key=lambda each: each[1].started_s, default=None)
+
+    # Questions and answers.
+
+    def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
+        """Returns the states of these global ranks, as far as they can be known within 0.3 s.
+
+        A rank that failed in the group of `key` answers with that call. `own`: the call in which this rank failed.
+        """
+        done, found = threading.Event(), [dict[int, State]()]
+
+        def take(states: dict[int, State]) -> None:
+            found[0] = states
+            done.set()
+
+        self._ask_states(ranks, key, own, take)
+        done.wait(2 * _ANSWER_S)  # the replies need the interpreter lock
+        return found[0]
+
+    def _ask_states(
+        self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
+    ) -> None:
+        """Calls `take(states)` at the latest 0.3 s later, in the callback thread or in this one."""
+        with self._changed:
+            known = self._of(key).states if key else {}
+            states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
+        here = {rank: State(obstacle=text) for rank, text in self._watcher.conditions(ranks).items()}
+        asked = [rank for rank in ranks if rank not in here]
+
+        found: dict[str, dict[int, bytes]] = {}
+
+        def note(topic: str, replies: dict[int, bytes]) -> None:
+            found[topic] = replies
+            if len(found) < 2:
+                return
+            obstacles: dict[str, str] = {}
+            for rank, reply in found["state"].items():
+                state, seen = json.loads(reply or b"[null, {}]")
+                obstacles |= seen
+                if state is not None and rank in asked:
+                    states[rank] = State(*state)
+            here.update({int(rank): State(obstacle=text) for rank, text in obstacles.items()})
+            running = {rank: State(obstacle=SILENT) for rank in found[""] if rank not in found["state"]}
+            take({**running, **states, **here})
+
+        question = json.dumps([key, own, asked]).encode()
+        self._watcher.ask([*asked, *self._helpers_of(asked)], "state", question, _ANSWER_S, partial(note, "state"))
+        self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
+
+    def _helpers_of(self, asked: Sequence[int]) -> list[int]:
+        """Returns one more rank to ask for each asked one that no other asked rank can watch by PID."""
+        helpers: list[int] = []
+        for rank in asked:
+            near = self._watcher.neighbours_of(rank)
+            if self.rank not in near and not set(near) & {*asked, *helpers}:
+                helpers += near[:1]
+        return helpers
+
+    def _answer_state(self, rank: int, question: bytes) -> bytes:
+        key, state, asked = json.loads(question)
+        if state is not None:
+            with self._changed:
+                self._of(key).states[rank] = State(*state)
+        return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
+
+    def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
+        """Sends this rank's report on the group of `key`. Returns the reports of `ranks` that arrive within 0.6 s."""
+        until = time.monotonic() + _REPORTS_S
+        with self._changed:
+            reports = self._of(key).reports
+            reports[self.rank] = own
+        for rank, reply in self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S).items():
+            self._take_report(rank, reply)
+        with self._changed:
+            self._changed.wait_for(lambda: reports.keys() >= set(ranks), until - time.monotonic())
+            return {rank: reports[rank] for rank in ranks if rank in reports}
+
+    def publish(self, key: str, ranks: Sequence[int], own: Report) -> None:
+        """Sends this rank's report on the group of `key` without waiting."""
+        with self._changed:
+            self._of(key).reports[self.rank] = own
+        self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S, lambda replies: None)
+
+    def _answer_report(self, rank: int, question: bytes) -> bytes:
+        key = self._take_report(rank, question)
+        with self._changed:
+            own = self._of(key).reports.get(self.rank)
+        return b"" if own is None else _packed(key, own)
+
+    def _take_report(self, rank: int, packed: bytes) -> str:
+        """Keeps the report of a rank, if there is one, and returns its group's key."""
+        if not packed:
+            return ""
+        key, *fields = json.loads(packed)
+        with self._changed:
+            self._of(key).reports[rank] = Report(*fields)
+            self._changed.notify_all()
+        return str(key)
+
+    def _of(self, key: str) -> _Failed:
+        found = self._failed_groups.setdefault(key, _Failed())
+        self._failed_groups.move_to_end(key)
+        if len(self._failed_groups) > _MOST_GROUPS:
+            self._failed_groups.popitem(last=False)
+        return found
+
+    # The soft limit.
+
+    def _look(self) -> None:
+        """Logs a wait past the soft limit. Runs each 0.4 s in the callback thread."""
+        found, now = self._longest_wait(), time.monotonic()
+        if found is None:
+            return
+        self._waited_at_s = now
+        waited_s = now - found[1].started_s
+        is_logged = abs(found[1].started_s - self._logged[0]) < _IDLE_S / 2  # clocks of calls in C++ differ a little
+        if waited_s >= (2 * self._logged[1] if is_logged else settings.SLOW_S.get()):
+            self._logged = found[1].started_s, waited_s
+            self._log(found[0], found[1], waited_s)
+
+    def _log(self, context: GroupContext, operation: Operation, waited_s: float) -> None:
+        """Logs for whom an operation waits, and what those do, once they have answered."""
+        own = State(group_key(context), call=call_in_words(context, operation))
+        others = context.other_ranks if operation.peer < 0 else [context.ranks[operation.peer]]
+        text = operation.call_text or str(operation)
+
+        def write(states: dict[int, State]) -> None:
+            awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
+            known = describe_states({rank: states[rank] for rank in awaited if rank in states}, context)
+            silent = [str(rank) for rank in awaited if rank not in states]
+            if silent:
+                known.append(f"nothing is known of global rank{'s' * (len(silent) > 1)} {', '.join(silent)}")
+            logger.warning(
+                "%s of %s has waited for %.1f s (timeout %g s): %s",
+                text, context, waited_s, context.timeout_s, "; ".join(known),
+            )  # fmt: skip
+
+        self._ask_states(others[:MOST_ASKED], own.key, None, write)
+
+
+def _packed(key: str, report: Report) -> bytes:
+    return json.dumps([key, report.sequence, report.call, report.timed_out, report.before]).encode()
+
+
+class _Process:
+    """The worlds of this process, and the thread that answers for them."""
+
+    def __init__(self) -> None:
+        self._worlds: list[Status] = []
+        self._answers: questions.AnswerThread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, world: Status) -> None:
+        with self._lock:
+            self._worlds.append(world)
+            if self._answers is None:
+                self._answers = questions.AnswerThread(self._answer)
+
+    def remove(self, world: Status) -> None:
+        with self._lock:
+            self._worlds = [each for each in self._worlds if each is not world]
+            answers = None if self._worlds else self._answers
+            if answers is not None:
+                self._answers = None
+        if answers is not None:
+            answers.close()
+
+    def _answer(self, question: str) -> Any:
+        """Answers `describe` or `states` for the newest world."""
+        worlds = self._worlds
+        if not worlds:
+            return None
+        asked = {"describe": worlds[-1].describe, "states": worlds[-1].states_elsewhere}
+        return asked[question]() if question in asked else None
+
+
+_PROCESS = _Process()
+
+
+def watch(route: Route) -> None:
+    """Answers for a group's calls and logs its long waits from now on, if its ranks have a control plane."""
+    context, watcher = route.context, route.context.watcher
+    if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
+        return
+    if watcher.status is None:
+        watcher.status = Status(watcher, context.global_rank)
+        _PROCESS.add(watcher.status)
+        watcher.on_close.append(partial(_PROCESS.remove, watcher.status))
+    watcher.status.add(route)
