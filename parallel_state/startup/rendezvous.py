@@ -198,6 +198,7 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
             places,
             deadline,
             watcher,
+            [],
         )
     except BaseException:
         watcher.close()
