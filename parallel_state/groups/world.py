@@ -39,7 +39,6 @@ from device_communicators.base.torch_internals import (
 
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
-from device_communicators.control.store import ControlStore
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
@@ -187,8 +186,7 @@ def _take_back(exported: Mapping[str, str]) -> None:
 
 def _close(met: Met) -> None:
     met.served.clear()  # errors may keep the rest
-    if isinstance(met.store.raw, ControlStore):
-        met.store.raw.close()
+    met.store.close()
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:

@@ -71,7 +71,7 @@ _ANSWER_S = 2.0  # for rank 0 to answer a complaint
 _WORLD, _COMPLAINT = "world", "complaint"
 """Keys of the launcher's store."""
 _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
-_GONE = "gone/"
+_GONE, _NOTHING = "gone/", "?"
 """Keys of the world's store; `_GONE` and the key of an entry whose rank exited."""
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -265,7 +265,7 @@ class _Meeting:
         """Returns the world's store and the verdict, which the other ranks have by then."""
         name = self.own_place.endpoint or secrets.token_hex(8)
         world = self._world(name, launcher)
-        self._wait_as_long_as_the_start(world)
+        self._extend(world)
         launcher.set(_WORLD, name)
         verdict, others = self._judge(world, launcher, name)
         if verdict[0] == _COMPLETE:
@@ -295,7 +295,10 @@ class _Meeting:
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
         for rank in range(1, size):
-            while rank not in self.places and not _wait(world, _key(rank), _SLICE_S):
+            while rank not in self.places:
+                if world.wait_for([_key(rank)], _SLICE_S):
+                    self._admit(world, rank)
+                    continue
                 if time.monotonic() > surveyed_at + survey_s:
                     self._survey(world)
                     self._publish_near(world)
@@ -312,7 +315,6 @@ class _Meeting:
                 if time.monotonic() > deadline:
                     missing = self._missing(world)
                     return [_MISSING, *missing], size - 1 - len(missing)
-            self._admit(world, rank)
             if self._sizes[rank] != size:
                 return [_SIZES, size, rank, self._sizes[rank]], max(size, self._sizes[rank]) - 1
         if ended := self._ended(world):
@@ -333,25 +335,21 @@ class _Meeting:
         kind, rank, _, why = json.loads(launcher.get(_COMPLAINT + name))
         near = [each for each, place in self.places.items() if place[:2] == self.own_place[:2]]
         for each in range(1, self.place.world_size):
-            if each not in self.places and launcher.check([f"{_COMPLAINT}{each}{name}"]):
-                *_, words, _ = json.loads(launcher.get(f"{_COMPLAINT}{each}{name}"))
-                self.places[each] = Address.parse(words)
+            if each not in self.places and (complaint := _peek(launcher, f"{_COMPLAINT}{each}{name}")):
+                self.places[each] = Address.parse(json.loads(complaint)[2])
         return self._obstacle() or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        if rank not in self.places:
-            with contextlib.suppress(dist.DistStoreError):  # it ended meanwhile
-                self._sizes[rank], *words = json.loads(world.get(_key(rank)))
-                self.places[rank] = Address.parse(words)
+        """Reads the entry of a rank, if it came; also if it exited since."""
+        if entry := _peek(world, _key(rank)) or _peek(world, _GONE + _key(rank)):
+            self._sizes[rank], *words = json.loads(entry)
+            self.places[rank] = Address.parse(words)
 
     def _survey(self, world: BoundedStore) -> None:
         """Reads the entries of all ranks that have come, also of ranks above a missing one."""
         for rank in range(1, self.place.world_size):
-            if rank not in self.places and world.check([_key(rank)]):
+            if rank not in self.places:
                 self._admit(world, rank)
-            elif rank not in self.places and world.check([_GONE + _key(rank)]):
-                _, *words = json.loads(world.get(_GONE + _key(rank)))
-                self.places[rank] = Address.parse(words)
 
     def _ended(self, world: BoundedStore) -> list[int]:
         """Returns the ranks that came and exited."""
@@ -385,7 +383,7 @@ class _Meeting:
                 if launcher is None:
                     launcher = self._launcher()
                     self.obstacle = _NO_WORLD
-                newest = launcher.get(_WORLD).decode() if launcher.check([_WORLD]) else ""
+                newest = _peek(launcher, _WORLD)
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 launcher = None
@@ -399,24 +397,20 @@ class _Meeting:
                 continue
             try:
                 world = self._world(name, launcher)
-                is_in = self._enter(world)
+                try:
+                    if self._enter(world) and self._is_complete(world, launcher, name):
+                        return world
+                finally:
+                    world.close()  # ends the hold of this rank's entry, though a program may keep the error
             except (dist.DistNetworkError, native.NativeUnavailableError) as error:
                 if name.startswith("["):
                     self._complain(launcher, name, error, time.monotonic() - tried_at)
                 else:
                     launcher = None
                 continue
-            is_complete = False
-            try:
-                is_complete = is_in and self._is_complete(world, launcher, name)
-            finally:
-                if isinstance(world.raw, ControlStore):
-                    world.raw.close()  # this rank's entry is held no longer, though a program keeps the error
-            if is_complete:
-                return world
         raise self.not_met()
 
-    def _wait_as_long_as_the_start(self, world: BoundedStore) -> None:
+    def _extend(self, world: BoundedStore) -> None:
         world.set_timeout(timedelta(seconds=max(LAST_WORD_S, self.deadline - time.monotonic())))
 
     def _enter(self, world: BoundedStore) -> bool:
@@ -426,9 +420,8 @@ class _Meeting:
         if found != entry:
             self.obstacle = "another process came there with this rank"
             return False
-        if isinstance(world.raw, ControlStore):
-            world.raw.hold(key, entry)
-        self._wait_as_long_as_the_start(world)
+        world.hold(key, entry)
+        self._extend(world)
         self.obstacle = "rank 0 gave no verdict"
         return True
 
@@ -440,12 +433,12 @@ class _Meeting:
         """
         near: dict[str, tuple[str, str]] = {}
         try:
-            while not _wait(world, _VERDICT, min(_SLICE_OF_OTHERS_S, max(0.0, self.deadline - time.monotonic()))):
-                if world.check([_NEAR + self.own_place.processes]):
-                    near = json.loads(world.get(_NEAR + self.own_place.processes))
+            while not world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, max(0.0, self.deadline - time.monotonic()))):
+                if found := _peek(world, _NEAR + self.own_place.processes):
+                    near = json.loads(found)
                 if time.monotonic() > self.deadline:
                     raise self._gave_up(world)
-                if not isinstance(world.raw, ControlStore) and launcher.get(_WORLD).decode() not in ("", name):
+                if not world.can_hold and _peek(launcher, _WORLD) not in ("", name):
                     return False  # that of an earlier round
             verdict = json.loads(world.get(_VERDICT))
             if verdict == [_COMPLETE, self.place.world_size]:
@@ -456,7 +449,7 @@ class _Meeting:
                 world.add(_HEARD, 1)
                 raise self._failure(verdict)
         except dist.DistNetworkError as error:
-            if not isinstance(world.raw, ControlStore):
+            if not world.can_hold:
                 raise
             time.sleep(_TOGETHER_S)
             ended = [int(rank) for rank, process in near.items() if _has_ended(*process)]
@@ -571,15 +564,10 @@ def _store_at(endpoint: Endpoint, timeout_s: float) -> WorldStore:
     return WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
 
 
-def _wait(store: BoundedStore, key: str, limit_s: float) -> bool:
-    """Returns True once a key is set, False after `limit_s`."""
-    if not isinstance(store.raw, ControlStore):
-        return store.wait_for([key], limit_s)
-    try:
-        store.raw.wait([key], timedelta(seconds=limit_s))
-    except dist.DistStoreError:
-        return False
-    return True
+def _peek(store: BoundedStore, key: str) -> str:
+    """Returns the value of a key, "" without one. `get` would wait for a key that vanishes after a check."""
+    found = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    return "" if found == _NOTHING else found
 
 
 def _has_ended(pid: str, born: str) -> bool:

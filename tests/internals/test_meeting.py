@@ -33,13 +33,13 @@ class Job:
     def __init__(self) -> None:
         self.launcher = dist.HashStore()
         self._threads = ThreadPoolExecutor(8)
-        self._watchers: list[Watcher] = []
+        self._watchers: dict[str, Watcher] = {}
 
     def meeting(self, rank: int, size: int, timeout_s: float = AMPLE_S) -> _Meeting:
         place = ProcessEnvironment(rank, rank, size, size, "localhost", 1, "explicit")
-        watcher = Watcher()
-        self._watchers.append(watcher)
-        own_place = Address("1", "127.0.0.1", pid=secrets.token_hex(4), endpoint=listen(watcher, "127.0.0.1"))
+        pid, watcher = secrets.token_hex(4), Watcher()
+        self._watchers[pid] = watcher
+        own_place = Address("1", "127.0.0.1", pid=pid, endpoint=listen(watcher, "127.0.0.1"))
         way = StoreWay("here", lambda: self.launcher, "start")
         return _Meeting(place, own_place, way, timeout_s, time.monotonic() + timeout_s)
 
@@ -48,13 +48,10 @@ class Job:
 
     def kill(self, meeting: _Meeting) -> None:
         """Ends the control plane of a process, and what it holds."""
-        self._watchers[[each.endpoint == meeting.own_place.endpoint for each in self._places()].index(True)].close()
-
-    def _places(self) -> list[Address]:
-        return [Address(endpoint=str(watcher.endpoint or "")) for watcher in self._watchers]
+        self._watchers[meeting.own_place.pid].close()
 
     def close(self) -> None:
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.close()
         self._threads.shutdown()
 
