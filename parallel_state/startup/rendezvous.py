@@ -48,7 +48,7 @@ from device_communicators.control.plane import Endpoint, Verdict
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.cpu.watching import listen
-from device_communicators.liveness.health import Watcher, describe_deaths, is_ending, kind_of_deaths
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -571,7 +571,7 @@ def _peek(store: BoundedStore, key: str) -> str:
 
 
 def _has_ended(pid: str, born: str) -> bool:
-    return start_time(int(pid)) != born or is_ending(int(pid))
+    return start_time(int(pid)) != born or bool(native.load().ps_control_is_ending(int(pid)))
 
 
 def _key(rank: int) -> str:
