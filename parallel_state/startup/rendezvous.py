@@ -88,6 +88,8 @@ class WorldStore(ControlStore):
     """The store in rank 0's control plane."""
 
     served_by = 0
+    met_at = ""
+    """The store from which the ranks have its token, in words."""
 
 
 class Met(NamedTuple):
@@ -165,6 +167,8 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
+        if isinstance(store.raw, WorldStore):
+            store.raw.met_at = way.where
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.served)
     except BaseException as error:
         watcher.close()
