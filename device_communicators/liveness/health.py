@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -55,8 +54,6 @@ _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
 _WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
 _OTHER_BRANCH = "Look for a rank that failed or took another branch"
-_PF_EXITING = 4
-"""Of the flags in /proc/PID/stat."""
 
 
 class WakeEvent:
@@ -132,25 +129,6 @@ class FailureDomain:
         self.ranks = frozenset(ranks)
         self.root = root
         self.is_root = is_root
-
-
-def is_ending(pid: int) -> bool:
-    """Returns True if the process exited, or each of its threads is exiting or has a pending SIGKILL."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return os.path.exists("/proc/self/task")
-    return all(_thread_is_ending(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
-
-
-def _thread_is_ending(stat: str) -> bool:
-    try:
-        with open(stat, encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(") ")[2].split()  # those of proc(5) from the third on
-    except OSError:
-        return True  # it has ended
-    flags, pending = int(fields[6]), int(fields[28])
-    return bool(flags & _PF_EXITING) or bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
@@ -338,7 +316,7 @@ class Watcher:
                 f"can't detect exits of other ranks any more: its control plane ended ({change.text})",
                 certain=False,
             )
-        elif change.kind == "died" and not self.has_left(rank):
+        elif change.kind == "died":
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
             self._blame(change)
@@ -348,7 +326,7 @@ class Watcher:
         elif change.kind == "stopped":
             text = f"on host {host!r} is stopped: its host responds, but none of its ranks has run for {limit_s:g} s"
             self.report(rank, text, certain=False, stopped=True)
-        elif change.kind in ("failed", "revoked"):
+        elif change.kind == "failed":
             self.report(rank, change.text, certain=False)
 
     def _is_near(self, rank: int) -> bool:
@@ -393,6 +371,11 @@ class Watcher:
         if world is None or not self._places:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
+
+    def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
+        """See `World.end_waits_of`. Without a control plane waits end at their deadlines."""
+        if self._world is not None:
+            self._world.end_waits_of(group, ranks, list(domain))
 
     def gather(
         self,
@@ -599,8 +582,9 @@ class Watcher:
 
         And what has ended without the thread having had the time to say so.
         """
+        world = self._world
         for rank, pid in self._pids.items():
-            is_late = rank in ranks and rank not in self._deaths and is_ending(pid)
+            is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
 

@@ -170,3 +170,27 @@ def test_threads_and_descriptors_are_gone_after_a_cut() -> None:
         while time.monotonic() < until_s and "ps-control" in str(party.each(ALL, ranks_of.threads)):
             time.sleep(0.01)
         assert "ps-control" not in str(party.each(ALL, ranks_of.threads))
+
+
+def _tcp_counts() -> dict[str, int]:
+    """Of this host's network."""
+    counts: dict[str, int] = {}
+    for name in ("snmp", "netstat"):
+        lines = [line.split() for line in Path("/proc/net", name).read_text(encoding="ascii").splitlines()]
+        for names, values in zip(lines[::2], lines[1::2], strict=True):
+            counts.update(zip(names[1:], map(int, values[1:]), strict=True))
+    return counts
+
+
+def test_the_end_of_a_job_takes_two_frames_a_rank_and_no_dials() -> None:
+    """Four hosts of four ranks. Each frame is a segment with data; without beats no others are sent."""
+    everyone, leads = range(16), range(0, 16, 4)
+    with _party([rank // 4 for rank in everyone], limit_s=60.0, beat_s=15.0) as party:
+        before = party.each(leads, _tcp_counts)
+        party.each(everyone, leave)
+        after = party.each(leads, _tcp_counts)
+    dials, segments = (
+        sum(after[lead][name] - before[lead][name] for lead in leads) for name in ("ActiveOpens", "TCPOrigDataSent")
+    )
+    assert dials == 0
+    assert segments <= 2 * len(everyone)

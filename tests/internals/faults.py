@@ -78,6 +78,6 @@ def met_alone() -> Met:
     return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, ReservedPort(), Watcher())
 
 
-def watch_no_processes() -> None:
-    """Has Python watch no process of a rank: what notices deaths is the library alone."""
-    Watcher.follow = lambda self, rank, places: None  # type: ignore[method-assign]
+def report_nothing_to_python() -> None:
+    """Keeps reports of the control plane from Python: waits learn of deaths from the compiled library alone."""
+    Watcher._take_in = lambda self, change: None  # type: ignore[method-assign]
