@@ -389,6 +389,7 @@ class Watcher:
         group: GroupMember | None = None,
         operation: str = "gather",
         gloo: Any = None,
+        reports: bool = True,
     ) -> list[bytes]:
         """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
 
@@ -397,7 +398,8 @@ class Watcher:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. After the
-          latter other ranks may have the records. The cause is an UnmetError with the verdict.
+          latter other ranks may have the records, and would wait for this one: it is reported to them as failed, if no
+          death is known, unless `reports` is False. The cause is an UnmetError with the verdict.
 
         `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
         `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
@@ -425,6 +427,9 @@ class Watcher:
             if isinstance(error, ParallelStateError):
                 raise
             kind, why, suspects = self._explain_unmet(error, watched, ranks, started, timeout_s)
+            if reports and isinstance(error, UnmetError) and error.verdict.kind == "undecided":
+                named = format_ranks([rank for rank in error.verdict.ranks if rank != self._rank])
+                self.give_up(f"gave up {purpose!r}: ranks {named} did not answer within {timeout_s:g} s")
             text = f"{what or f'rank {self._rank} gathers {purpose}'}, but {why}"
             facts: dict[str, Any] = {"suspect_ranks": suspects, "timeout_s": timeout_s}
             facts["elapsed_s"] = time.monotonic() - started
