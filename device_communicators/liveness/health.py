@@ -32,7 +32,7 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import is_loopback
 from device_communicators.base.member import GroupMember
-from device_communicators.control.plane import Change, ControlError, Endpoint, Member, Verdict, World
+from device_communicators.control.plane import Answer, Change, ControlError, Endpoint, Member, Verdict, World
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.gathering import in_parts, over_gloo
 
@@ -202,10 +202,10 @@ class Watcher:
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
         self._pid = os.getpid()
-        self.answers: dict[str, Callable[[int, bytes], bytes]] = {}
-        """By topic: returns the reply to a peer's question, from the global rank that asks and the payload.
+        self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
+        """By topic: returns the reply to a question, from the global rank that asks and the payload.
 
-        The control plane's callback thread calls it, so it must be quick.
+        As `on_question` of `World.meet`: quick, and a rank of -1 is a guest, such as `debug --live`.
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         """Called by the control plane's callback thread each 0.4 s. Must be quick."""
@@ -290,7 +290,7 @@ class Watcher:
             on_replies({})
         return {}
 
-    def _answer(self, rank: int, question: bytes) -> bytes:
+    def _answer(self, rank: int, question: bytes) -> Answer:
         topic, _, payload = question.partition(b"\0")
         answer = self.answers.get(topic.decode(errors="replace"))
         return b"" if answer is None else answer(rank, payload)
@@ -389,6 +389,7 @@ class Watcher:
         group: GroupMember | None = None,
         operation: str = "gather",
         gloo: Any = None,
+        reports: bool = True,
     ) -> list[bytes]:
         """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
 
@@ -397,7 +398,8 @@ class Watcher:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. After the
-          latter other ranks may have the records. The cause is an UnmetError with the verdict.
+          latter other ranks may have the records, and would wait for this one: it is reported to them as failed, if no
+          death is known, unless `reports` is False. The cause is an UnmetError with the verdict.
 
         `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
         `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
@@ -425,6 +427,9 @@ class Watcher:
             if isinstance(error, ParallelStateError):
                 raise
             kind, why, suspects = self._explain_unmet(error, watched, ranks, started, timeout_s)
+            if reports and isinstance(error, UnmetError) and error.verdict.kind == "undecided":
+                named = format_ranks([rank for rank in error.verdict.ranks if rank != self._rank])
+                self.give_up(f"gave up {purpose!r}: ranks {named} did not answer within {timeout_s:g} s")
             text = f"{what or f'rank {self._rank} gathers {purpose}'}, but {why}"
             facts: dict[str, Any] = {"suspect_ranks": suspects, "timeout_s": timeout_s}
             facts["elapsed_s"] = time.monotonic() - started
