@@ -275,4 +275,6 @@ def store_in_words() -> str:
         return f"launch's at {store.address[0]}:{store.address[1]}, which asks for the job's secret"
     if isinstance(store, dist.TCPStore):
         return f"TCPStore at {store.host}:{store.port}, which takes whoever reaches it"
+    if met_at := getattr(store, "met_at", ""):
+        return f"{store}, which asks for a token that the ranks got at {met_at}"
     return type(store).__name__

@@ -22,7 +22,6 @@ from parallel_state.process_groups import pool
 from parallel_state.process_groups.agreement import Agreement
 from parallel_state.startup import reachability
 from parallel_state.startup.rendezvous import Met, _Meeting
-from parallel_state.startup.reserved import ReservedPort
 
 Place = tuple[Any, str]
 STARTS: dict[str, Place] = {
@@ -75,7 +74,7 @@ def after_entering(then: Callable[[], object]) -> None:
 
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
-    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, ReservedPort(), Watcher())
+    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, Watcher(), [])
 
 
 def report_nothing_to_python() -> None:

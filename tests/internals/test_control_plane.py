@@ -614,10 +614,15 @@ _DESCRIPTORS: set[str] = set()
 """Of a rank, before it opens a world."""
 
 
+def _numbers() -> set[str]:
+    """Numbers and kinds of the descriptors. The pipe for signals is a child's own, at the same numbers."""
+    return {each.partition(":")[0] for each in _descriptors()}
+
+
 def _note_descriptors() -> None:
-    native.load()  # its pipe for signals is a child's own
+    native.load()  # it opens a pipe for signals
     _DESCRIPTORS.clear()
-    _DESCRIPTORS.update(_descriptors())
+    _DESCRIPTORS.update(_numbers())
 
 
 def _fork_while_joining(count: int, members: list[Member]) -> None:
@@ -626,7 +631,7 @@ def _fork_while_joining(count: int, members: list[Member]) -> None:
     for attempt in range(count):
         child = os.fork()
         if child == 0:
-            os._exit(len(set(_descriptors()) - _DESCRIPTORS))
+            os._exit(len(_numbers() - _DESCRIPTORS))
         assert agree("forks", ALL, b"", 20.0, attempt)[0].kind == "agreed"
         _, status = os.waitpid(child, 0)
         assert status == 0, f"the child holds {os.waitstatus_to_exitcode(status)} descriptors"
