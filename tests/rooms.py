@@ -29,8 +29,7 @@ LOWER_ROOMS: dict[str, tuple[str, ...]] = {
 
 UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "layout": (),
-    "store": (),
-    "startup": ("store",),
+    "startup": (),
     "process_groups": ("startup",),
     "collectives": (),
     "messages": ("collectives",),

@@ -393,7 +393,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         text = self.route.explain()
         if self.pool is None:
             return text
-        from parallel_state.store.client import store_in_words
+        from parallel_state.startup.job_store import store_in_words
 
         watcher = self.context.watcher
         ends = "" if watcher is None else watcher.explain(self.context.other_ranks)

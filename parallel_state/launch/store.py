@@ -1,8 +1,8 @@
 """The store that `launch` hosts on the node of rank offset 0, where the ranks meet, and what leads to it.
 
 Belongs here: its address, port and secret, and who may leave when. What does not: the processes (`launch.processes`),
-how a rank finds the store (`rendezvous`), and what it is (`store.server`). Several nodes without a common secret meet
-at torch's own store, which takes whoever comes.
+how a rank finds the store (`rendezvous`), and what it is: the store of a `World` of the control plane. Several nodes
+without a common secret, and a node without the compiled library, use torch's own store, which accepts every client.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import InvalidArgumentError, RendezvousError
+from device_communicators.base.errors import InvalidArgumentError, RendezvousError, UnsupportedError
+from device_communicators.control.plane import ControlError, World
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
 from parallel_state.launch.config import LaunchConfig
+from parallel_state.launch.worker import STORE_NAME
 from parallel_state.startup.stores import listen_on
-from parallel_state.store.client import ControlStore
-from parallel_state.store.protocol import SECRET_BYTES
-from parallel_state.store.server import ControlServer
 
 logger = logging.getLogger(__name__)
 
-_MOST_SECRET_BYTES = 4096
+SECRET_BYTES, _MOST_SECRET_BYTES = 32, 4096
+Listener = TypeVar("Listener", socket.socket, World)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # tells torch's env:// that rank 0 need not host the store
 
 
@@ -48,24 +50,19 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
         yield {AGENT_STORE: "False"}, b""
         return
     several = config.nproc != config.world_size
-    secret = b""
-    if config.secret_file is not None:
-        secret = read_secret(config.secret_file)
-    elif not several:
-        secret = secrets.token_bytes(SECRET_BYTES)
+    secret, library = _secret_and_library(config)
     start_s = min(settings.START_TIMEOUT_S.get(), max(1.0, deadline - time.monotonic()))
-    server = None
+    world = None
     try:
         if not secret:
-            logger.warning("several nodes without a secret_file: whoever reaches the store of this job may change it")
             store, port = _torch_store(config, timedelta(seconds=start_s))
         elif config.rank_offset == 0:
-            server = ControlServer(_listen(config), secret, config.world_size or 1)
-            port = server.port
-            store = ControlStore((config.master_addr, port), secret, start_s)
+            world = _listening(config, lambda port: _open_world(library, config.master_addr, port, secret))
+            port = world.endpoint.port
+            store = ControlStore(library, (config.master_addr, port), secret.hex(), start_s, STORE_NAME)
         else:
             port = config.master_port
-            store = ControlStore((config.master_addr, port), secret, start_s)
+            store = ControlStore(library, (config.master_addr, port), secret.hex(), start_s, STORE_NAME)
             try:
                 store.reach(time.monotonic() + start_s)
             except dist.DistNetworkError as error:
@@ -76,8 +73,39 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
             _leave_together(store, config, min(deadline, time.monotonic() + start_s))
     finally:
         store = None  # closes the port, also where an error's traceback keeps this frame
-        if server is not None:
-            server.close()
+        if world is not None:
+            world.leave()
+
+
+def _secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
+    """Returns what the ranks prove to hold, and the compiled library; nothing if torch's store is to be used."""
+    secret = b"" if config.secret_file is None else read_secret(config.secret_file)
+    if not secret and config.nproc != config.world_size:
+        logger.warning("several nodes without a secret_file: whoever reaches the store of this job may change it")
+        return b"", None
+    try:
+        return secret or secrets.token_bytes(SECRET_BYTES), native.load()
+    except native.NativeUnavailableError as error:
+        if secret:
+            raise UnsupportedError(
+                f"secret_file needs the compiled library, which serves the job's store: {error}. Install a wheel that "
+                "has it, or a C++ compiler"
+            ) from error
+        logger.warning(
+            "whoever reaches the store of this job may change it, for want of the compiled library: %s", error
+        )
+        return b"", None
+
+
+def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
+    """Serves the store. Nobody joins this world, so it has no peers to watch. Raises OSError."""
+    limit_s, beat_s = settings.HEARTBEAT_LIMIT_S.get(), settings.HEARTBEAT_S.get()
+    try:
+        world = World(library, address, limit_s=limit_s, beat_s=beat_s, port=port, token=secret.hex())
+    except ControlError as error:
+        raise error.__cause__ or error from None
+    world.start_thread()
+    return world
 
 
 def read_secret(path: str) -> bytes:
@@ -110,7 +138,8 @@ def _not_reached(config: LaunchConfig, start_s: float, error: Exception) -> Rend
 def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
     hosts, listen_fd, port = config.rank_offset == 0, None, config.master_port
     if hosts:
-        listener = _listen(config)
+        backlog = (config.world_size or 1) + 128
+        listener = _listening(config, lambda port: listen_on(config.master_addr, port, backlog))
         port = listener.getsockname()[1]
         listen_fd = listener.detach()
     try:
@@ -137,16 +166,16 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
         logger.warning("this node leaves with the store, but only %d of %d ranks are done", done, world)
 
 
-def _listen(config: LaunchConfig) -> socket.socket:
+def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
+    """Returns what `listen` returns for the port: the preferred one, any if that is taken. Raises RendezvousError."""
     address, port = config.master_addr, config.preferred_port or config.master_port
-    backlog = (config.world_size or 1) + 128
     try:
         try:
-            return listen_on(address, port, backlog)
+            return listen(port)
         except OSError as error:
             if not config.preferred_port or error.errno != errno.EADDRINUSE:
                 raise
-            return listen_on(address, 0, backlog)
+            return listen(0)
     except OSError as error:
         if isinstance(error, socket.gaierror):
             raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error

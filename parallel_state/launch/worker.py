@@ -33,11 +33,14 @@ from device_communicators.base import limits, settings
 from device_communicators.base.errors import InvalidArgumentError, LaunchError
 from device_communicators.base.helper_threads import HelperThread, name_this_thread
 from device_communicators.base.torch_internals import find_stores_by
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
 from parallel_state.launch.config import LaunchConfig
 from parallel_state.launch.inheritance import Inheritance
 from parallel_state.startup.binding import bind_to_cores
-from parallel_state.store.client import JOB_STORE, ControlStore
+from parallel_state.startup.job_store import JOB_STORE
 
+STORE_NAME = "launch's store"
 EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback
 REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
@@ -245,7 +248,8 @@ def _take_secret(secret: bytes) -> None:
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    JOB_STORE.put(ControlStore(address, secret, settings.START_TIMEOUT_S.get()))
+    start_s = settings.START_TIMEOUT_S.get()
+    JOB_STORE.put(ControlStore(native.load(), address, secret.hex(), start_s, STORE_NAME))
     find_stores_by(JOB_STORE.try_get)
 
 

@@ -175,7 +175,7 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
-    client = sys.modules.get("parallel_state.store.client")  # a worker of `launch` has imported it
+    client = sys.modules.get("parallel_state.startup.job_store")  # a worker of `launch` has imported it
     return client is not None and address is not None and client.JOB_STORE.try_get(*address) is not None
 
 

@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from device_communicators.base.errors import InvalidArgumentError, RendezvousError
 from device_communicators.base.host import connect_to, resolve
+from device_communicators.control.store import ForeignServiceError
+from parallel_state.startup.answers import ask_for_store
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
+from parallel_state.startup.job_store import JOB_STORE
 from parallel_state.startup.watch import in_thread
-from parallel_state.store.answers import ForeignServiceError, ask_for_store
-from parallel_state.store.client import JOB_STORE
 
 T = TypeVar("T")
 

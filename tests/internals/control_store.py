@@ -1,10 +1,40 @@
-"""The job's store as a stranger meets it: a client, the sizes of its frames, and its deadline."""
+"""The job's store as a stranger meets it: a client, and the bytes of its handshake."""
 
 from __future__ import annotations
 
-from parallel_state.launch.store import read_secret
-from parallel_state.store.client import ControlStore
-from parallel_state.store.protocol import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
-from parallel_state.store.server import HANDSHAKE_S
+import os
 
-__all__ = ["ANSWER_BYTES", "GREETING_BYTES", "HANDSHAKE_S", "MAGIC", "REFUSED", "ControlStore", "read_secret"]
+from device_communicators.control.store import MAGIC, ControlStore
+from device_communicators.cpu import native
+from parallel_state.launch.store import read_secret
+
+HELLO_BYTES, HEAD_BYTES, NONCE_BYTES, PROOF_BYTES = 20, 40, 16, 32
+GREETING_BYTES = HELLO_BYTES + HEAD_BYTES + NONCE_BYTES
+IDENTITY_BYTES = HEAD_BYTES + PROOF_BYTES
+ANSWER_BYTES = GREETING_BYTES + IDENTITY_BYTES
+"""What a client sends before its first call."""
+HANDSHAKE_S = 5.0
+_NONCE, _IDENTITY = 1, 2
+
+__all__ = [
+    "ANSWER_BYTES", "GREETING_BYTES", "HANDSHAKE_S", "IDENTITY_BYTES", "MAGIC", "identity", "opening", "read_secret",
+    "store_of",
+]  # fmt: skip
+
+
+def store_of(port: int, secret: bytes, timeout_s: float) -> ControlStore:
+    return ControlStore(native.load(), ("127.0.0.1", port), secret.hex(), timeout_s)
+
+
+def _frame(greeting: bytes, kind: int, body: bytes) -> bytes:
+    version = greeting[HELLO_BYTES + 4 : HELLO_BYTES + 6]
+    return len(body).to_bytes(4, "little") + version + kind.to_bytes(2, "little") + bytes(32) + body
+
+
+def opening(greeting: bytes, nonce: bytes | None = None) -> bytes:
+    """Returns a guest's first bytes, to a listener that greeted with these."""
+    return greeting[:HELLO_BYTES] + _frame(greeting, _NONCE, nonce or os.urandom(NONCE_BYTES))
+
+
+def identity(greeting: bytes, proof: bytes) -> bytes:
+    return _frame(greeting, _IDENTITY, proof)

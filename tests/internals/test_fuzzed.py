@@ -30,16 +30,11 @@ from device_communicators.cpu.native_group import Members
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
-from parallel_state.store import protocol as control_wire
-from parallel_state.store.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, Direction
-from parallel_state.store.server import Session
 from tests.extent import LONG
 from tests.failure.conftest import nothing_left  # noqa: F401 - for each test
 from tests.internals.test_codec_hostile import SAMPLE
 
-CODEC_FRAMES, WIRE_FRAMES, HANDSHAKES, STORE_FRAMES, QUEUE_HEADERS = (
-    count if LONG else count // 100 for count in (400_000, 250_000, 150_000, 150_000, 50_000)
-)
+CODEC_FRAMES, WIRE_FRAMES, QUEUE_HEADERS = (count if LONG else count // 100 for count in (700_000, 250_000, 50_000))
 
 MOST_BYTES = 16 << 20
 CONTEXT = GroupContext("fuzzed:0", (0, 1), 0, torch.device("cpu"), timeout_s=5.0)
@@ -151,102 +146,6 @@ def test_row_36_frames_of_a_group() -> None:
     with bounded_memory():
         outcomes = outcomes_of(read, frames(2, WIRE_FRAMES, whole))
     assert outcomes["refused"] > WIRE_FRAMES // 4 and outcomes["read"] > WIRE_FRAMES // 100, outcomes
-
-
-def _fed(session: Session, data: bytes) -> list[control_wire.Message]:
-    """As the server feeds it: never more than it asks for. Replies to each request at once."""
-    requests, at = [], 0
-    while at < len(data):
-        assert 0 < session.may_read <= 1 << 20
-        part = data[at : at + session.may_read]
-        at += len(part)
-        request = session.feed(part)
-        if request is not None:
-            requests.append(request)
-            session.reply(control_wire.Message(control_wire.DONE, []))
-    return requests
-
-
-def _answered(session: Session, secret: bytes) -> tuple[bytes, Direction]:
-    """What a client that knows the secret sends first, and how it seals frames then."""
-    own = os.urandom(NONCE_BYTES)
-    nonces = bytes(session.output[len(control_wire.MAGIC) :][:NONCE_BYTES]) + own
-    keys = control_wire.keys_of(secret, nonces)
-    return own + control_wire.proof(secret, b"client", nonces), Direction(keys.to_server)
-
-
-def test_row_36_handshakes_with_the_store() -> None:
-    """Nobody comes in but with the right bytes, of which there is one string for each connection."""
-    secret = bytes(range(32))
-    other, _ = _answered(Session(secret), secret)
-    rng = random.Random(3)
-
-    def read(data: bytes) -> None:
-        session = Session(secret)
-        answer, _ = _answered(session, secret)
-        changed = bytearray(answer)
-        changed[rng.randrange(ANSWER_BYTES)] ^= 1 << rng.randrange(8)
-        data = rng.choice([bytes(changed), data, changed[: rng.randrange(ANSWER_BYTES)] + data])
-        try:
-            _fed(session, data)
-        finally:
-            assert not session.authenticated
-            assert len(session.output) <= control_wire.GREETING_BYTES + len(control_wire.REFUSED)
-        if len(data) >= ANSWER_BYTES:
-            pytest.fail("it was not refused")
-
-    with bounded_memory():
-        outcomes = outcomes_of(read, frames(3, HANDSHAKES, [other, other + other, secret * 8]))
-    assert outcomes["refused"] > HANDSHAKES // 2 and outcomes["read"] > 0, outcomes
-    session = Session(secret)
-    answer, _ = _answered(session, secret)
-    _fed(session, answer)
-    assert session.authenticated
-
-
-def test_row_36_frames_to_the_store() -> None:
-    """Of a client that is in: what it didn't seal is refused, and what it sealed is read, or is no message."""
-    secret, rng = bytes(range(32)), random.Random(4)
-    pack, message = control_wire.packed, control_wire.Message
-    whole = [
-        pack(message(control_wire.SET, [b"key", b"value" * 20])),
-        pack(message(control_wire.GET, [b"key"] * 30)),
-        pack(message(control_wire.COUNT, [])),
-        pack(message(control_wire.ADD, [b"key", b"1"])),
-    ]
-
-    def read(content: bytes) -> None:
-        session = Session(secret)
-        answer, outgoing = _answered(session, secret)
-        _fed(session, answer)
-        sealed = rng.random() < 0.5 and len(content) <= control_wire.MAX_CONTENT_BYTES
-        if sealed:  # by somebody who knows the secret, but not what a message is
-            for _ in range(rng.randrange(3)):
-                assert len(_fed(session, outgoing.seal(whole[0]))) == 1
-            frame = outgoing.seal(content)
-        else:
-            unsealed = HEADER.pack(len(content), bytes(32)) + content
-            frame = bytearray(rng.choice([content, outgoing.seal(content), unsealed]))
-            if frame:
-                frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-        requests = _fed(session, bytes(frame))
-        if requests and not sealed:
-            pytest.fail("what nobody sealed was read")
-
-    with bounded_memory():
-        outcomes = outcomes_of(read, frames(4, STORE_FRAMES, whole))
-    assert outcomes["refused"] > STORE_FRAMES // 4 and outcomes["read"] > STORE_FRAMES // 100, outcomes
-    for length in LENGTHS:
-        if length < 1 << 32:
-            session = Session(secret)
-            answer, _ = _answered(session, secret)
-            _fed(session, answer)
-            with bounded_memory(1 << 20):
-                try:
-                    _fed(session, HEADER.pack(length, bytes(32)))
-                except MessageDecodeError:
-                    continue
-                assert 5 <= length <= control_wire.MAX_CONTENT_BYTES
 
 
 class Ring:

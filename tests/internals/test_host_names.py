@@ -12,7 +12,8 @@ import pytest
 
 import parallel_state as ps
 from device_communicators.base import host
-from parallel_state.store.client import ControlStore
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
 from tests.sources import nodes_of
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def test_a_master_without_a_name_is_told_at_once(name: str, monkeypatch: pytest.
 
 
 def test_the_store_of_launch_at_no_name_is_not_reached() -> None:
-    store = ControlStore((NO_NAMES[0], 1), bytes(32), 0.1)
+    store = ControlStore(native.load(), (NO_NAMES[0], 1), "token", 0.1)
     with pytest.raises(Exception, match="can't be a host name") as caught:
         store.check(["key"])
     assert type(caught.value).__name__ == "DistNetworkError"

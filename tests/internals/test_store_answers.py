@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch.distributed as dist
 
-from parallel_state.store.answers import ForeignServiceError, ask_for_store
-from parallel_state.store.client import ControlStore
-from parallel_state.store.server import ControlServer
+from device_communicators.control.plane import World
+from device_communicators.control.store import ControlStore, ForeignServiceError
+from device_communicators.cpu import native
+from parallel_state.startup.answers import ask_for_store
 
 SSH = b"SSH-2.0-OpenSSH_9.2\r\n"
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
@@ -108,16 +109,16 @@ def test_what_answers_nothing_may_yet_be_a_store(
 
 
 def test_the_store_of_a_launch_is_named() -> None:
-    server = ControlServer(socket.create_server(("127.0.0.1", 0)), bytes(32), 2)
+    world = World(native.load(), "127.0.0.1", limit_s=20.0, beat_s=1.0)
     try:
         with pytest.raises(ForeignServiceError, match="another launch"):
-            ask_for_store(("127.0.0.1", server.port), time.monotonic() + 20.0)
+            ask_for_store(("127.0.0.1", world.endpoint.port), time.monotonic() + 20.0)
     finally:
-        server.close()
+        world.leave()
 
 
 def test_a_rank_of_launch_names_another_service_too() -> None:
     started = time.monotonic()
     with service(greets) as address, pytest.raises(Exception, match="SSH listens there") as caught:
-        ControlStore(address, bytes(32), 30.0).reach(started + 30.0)
+        ControlStore(native.load(), address, "token", 30.0).reach(started + 30.0)
     assert isinstance(caught.value, dist.DistNetworkError) and time.monotonic() - started < 2.0

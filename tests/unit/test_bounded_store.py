@@ -18,7 +18,7 @@ from device_communicators.base.bounded_store import BoundedStore, StoreSilentErr
 from tests.unit.test_import_direction import SOURCES, Source
 
 DOOR = "device_communicators/base/bounded_store.py"
-SERVERS = ("parallel_state/store/", "device_communicators/control/store.py")
+SERVERS = "device_communicators/control/store.py"
 RAW = ("Store", "TCPStore", "PrefixStore", "FileStore", "HashStore", "rendezvous")
 NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "ControlStore", "c10d._get_default_store"}
 OPERATIONS = ("check", "multi_get", "multi_set", "compare_set", "delete_key", "num_keys")

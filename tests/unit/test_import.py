@@ -162,7 +162,8 @@ NOT_BROUGHT = (
     # Ours, which a rank imports when it meets others, a launcher when it starts ranks, and a group with GPUs.
     "parallel_state.groups.world",
     "parallel_state.startup.rendezvous",
-    "parallel_state.store.client",
+    "parallel_state.startup.job_store",
+    "device_communicators.control.store",
     "parallel_state.messages.transports",
     "parallel_state.launch.store",
     "parallel_state.launch.worker",

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.host import connect_to
+from parallel_state.startup.job_store import JOB_STORE
 from parallel_state.startup.stores import listen_on
 from parallel_state.startup.watch import in_thread
-from parallel_state.store.client import JOB_STORE
 from parallel_state.tools.check.facts import Facts, Place
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from device_communicators.base.cores import parse_list
 from device_communicators.base.errors import ParallelStateError, SettingError
 from device_communicators.cpu import native, native_build
 from parallel_state.startup import binding, environment, interfaces
+from parallel_state.startup.job_store import JOB_STORE
 from parallel_state.startup.watch import in_thread
-from parallel_state.store.client import JOB_STORE
 from parallel_state.tools.check.facts import (
     Cpu,
     CpuRun,

@@ -15,7 +15,7 @@ import struct
 import time
 
 from device_communicators.base.host import connect_to
-from parallel_state.store import protocol
+from device_communicators.control.store import ForeignServiceError, in_words
 
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
@@ -29,10 +29,6 @@ _LEAST_S = 0.3
 On two cores with eight busy processes an answer has taken more than 0.1 s.
 """
 _SHOWN_BYTES = 48
-
-
-class ForeignServiceError(Exception):
-    """A service answered that is no store for this process. The text describes it."""
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
@@ -54,20 +50,8 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
             return
         if not answer:
             raise TimeoutError("the service there doesn't answer")
-        answer += _receive(connection, protocol.GREETING_BYTES, time.monotonic() + _REST_S, closed=b"")
+        answer += _receive(connection, _SHOWN_BYTES, time.monotonic() + _REST_S, closed=b"")
     raise ForeignServiceError(in_words(answer))
-
-
-def in_words(answer: bytes) -> str:
-    """Describes the service that answered with these bytes, and quotes the first of them."""
-    if answer.startswith(protocol.MAGIC):
-        return (
-            "the store of another launch listens there, which takes only the ranks of that launch. If a rank of it has "
-            "started this program, the rank's variables were inherited: give this program an address of its own, and "
-            "unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for it"
-        )
-    kind = "SSH" if answer.startswith(b"SSH-") else "HTTP" if answer.startswith(b"HTTP/") else "a service"
-    return f"{kind} listens there, not a store of torch or parallel_state: it answered {answer[:_SHOWN_BYTES]!r}"
 
 
 def _receive(connection: socket.socket, count: int, until: float, closed: bytes | None = None) -> bytes:

@@ -1,0 +1,50 @@
+"""The store that `launch` gave to this process, and the words for the store of the default group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators.base.torch_internals import default_store
+from device_communicators.control.store import ControlStore
+
+
+class JobStore:
+    """Keeps the store that `launch` gave to this process. torch's C++ code doesn't keep it alive."""
+
+    def __init__(self) -> None:
+        self._store: ControlStore | None = None
+        self._all: list[ControlStore] = []
+
+    def put(self, store: ControlStore | None) -> None:
+        """Keeps `store`. None forgets it; a process group that was left behind still finds it, closed."""
+        before, self._store = self._store, store
+        if before is not None:
+            before.close()
+        if store is not None:
+            self._all.append(store)
+
+    def try_get(self, host: str, port: int) -> ControlStore | None:
+        """Returns the store at this address; None if launch gave none, or one elsewhere."""
+        store = self._store
+        return store if store is not None and store.address == (host, port) else None
+
+
+JOB_STORE = JobStore()
+
+
+def store_in_words() -> str:
+    """Describes the default group's store: its type, address and access control."""
+    if not dist.is_initialized():
+        return "none: torch.distributed has no default group"
+    store: Any = default_store().raw
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if met_at := getattr(store, "met_at", ""):
+        return f"{store}, which asks for a token that the ranks got at {met_at}"
+    if isinstance(store, ControlStore):
+        return f"{store}, which asks for the job's secret"
+    if isinstance(store, dist.TCPStore):
+        return f"TCPStore at {store.host}:{store.port}, which accepts whoever reaches it"
+    return type(store).__name__

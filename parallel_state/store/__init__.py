@@ -1,4 +1,0 @@
-"""The store that `launch` serves: torch's store calls over an authenticated connection.
-
-May import the lower package's `base` only.
-"""
