@@ -20,7 +20,7 @@ from tests.unit.test_import_direction import SOURCES, Source
 DOOR = "device_communicators/base/bounded_store.py"
 SERVERS = "device_communicators/control/store.py"
 RAW = ("Store", "TCPStore", "PrefixStore", "FileStore", "HashStore", "rendezvous")
-NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "ControlStore", "c10d._get_default_store"}
+NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "c10d._get_default_store"}
 OPERATIONS = ("check", "multi_get", "multi_set", "compare_set", "delete_key", "num_keys")
 AMBIGUOUS = ("get", "set", "add", "wait", "append")
 """Also methods of dicts, sets and works: of a receiver with "store" in its name they are a store's."""
@@ -62,8 +62,7 @@ MAY_HOLD_RAW = {
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_connect": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_tcp_store": "made within a deadline",
-    "parallel_state/launch/worker.py:_take_secret": "kept for the rank",
-    "parallel_state/launch/store.py:meeting_point": "serves a store; asked through a bounded one",
+    "parallel_state/startup/job_store.py:store_in_words": "reads an address",
     "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",
 }
 """Functions in which a store of torch's is made, named or handed on, each with what bounds its operations."""
