@@ -1,6 +1,6 @@
-"""A decode step of large models: the collectives of all their layers, with matmuls that only take their time.
+"""A decode step of a model: the collectives of all their layers, with matmuls that only take their time.
 
-Real weights of these sizes would not fit beside each other. So a matmul here streams through memory, as one that reads
+Real weights of large models would not fit beside each other. So a matmul here streams through memory, as one that reads
 its weights does, for as much CPU time as the real one takes on this machine: `measure_matmuls` times those of a layer
 and the head, of a rank's true shapes, in bf16 on one core, before anything else runs. Attention itself is left out.
 
@@ -44,6 +44,7 @@ class Model:
 
 
 MODELS = {
+    "26M": Model(layers=8, hidden=512, kv=512, intermediate=1408, vocabulary=4096),
     "0.5B": Model(layers=24, hidden=896, kv=128, intermediate=4864, vocabulary=151936),  # Qwen2.5-0.5B
     "7B": Model(layers=28, hidden=3584, kv=512, intermediate=18944, vocabulary=152064),  # Qwen2.5-7B
 }

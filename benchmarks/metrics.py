@@ -30,7 +30,7 @@ def main() -> int:
     descriptor = os.memfd_create("metrics")
     os.ftruncate(descriptor, size_bytes)
     memory = library.ps_map(descriptor, size_bytes, 0)
-    group = library.ps_group_new(memory, size_bytes, 0, 1, (ctypes.c_int64 * 1)(os.getpid()), 1000, 0, 10.0)
+    group = library.ps_group_new(memory, size_bytes, 0, 1, 1000, 0, 10.0)
     barrier, off, on = library.ps_barrier, [], []
     for at in range(2 * calls // BLOCK):
         is_on = at % 2 == 1

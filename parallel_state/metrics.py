@@ -10,8 +10,8 @@ Off by default, and then nothing is measured; calls and bytes are counted in any
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.helper_threads import HelperThread
@@ -93,61 +93,44 @@ def _of_group(route: Route) -> dict[str, Any]:
     }
 
 
-class _Family(NamedTuple):
-    """A metric of Prometheus: its samples are labels and a value."""
-
-    name: str
-    kind: str
-    help: str
-    samples: list[tuple[dict[str, str], float]]
-
-
 _BY_OPERATION = (
-    ("calls", "counter", "calls", "Operations that began."),
-    ("bytes", "counter", "bytes", "Bytes of this rank's tensors."),
-    ("seconds", "counter", "seconds", "Seconds in operations, while measured."),
-    ("waiting_seconds", "counter", "waiting_s", "Seconds that operations waited for other ranks, while measured."),
+    ("calls", "calls", "Operations that began."),
+    ("bytes", "bytes", "Bytes of this rank's tensors."),
+    ("seconds", "seconds", "Seconds in operations, while measured."),
+    ("waiting_seconds", "waiting_s", "Seconds that operations waited for other ranks, while measured."),
 )
-
-
-def _families() -> list[_Family]:
-    state = snapshot()
-    of_rank = {"rank": str(state["rank"])}
-    groups = [({**of_rank, "group": group["group"]}, group) for group in state["groups"]]
-    found = [
-        _Family(f"parallel_state_{name}", kind, text, [
-            ({**labels, "operation": operation}, float(facts[key]))
-            for labels, group in groups
-            for operation, facts in group["operations"].items()
-            if facts[key] is not None
-        ])
-        for name, kind, key, text in _BY_OPERATION
-    ]  # fmt: skip
-    return [
-        *found,
-        _Family("parallel_state_came_last", "counter", "Measured calls to which a rank came last.", [
-            ({**labels, "last_rank": rank}, float(count))
-            for labels, group in groups for rank, count in group["came_last"].items()
-        ]),
-        _Family("parallel_state_failures", "counter", "Failures of a group.", [
-            (labels, float(group["failures"])) for labels, group in groups
-        ]),
-        _Family("parallel_state_last_operation_age_seconds", "gauge", "Seconds since the last operation began.", [
-            ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
-            for labels, group in groups if group["last"] is not None
-        ]),
-    ]  # fmt: skip
 
 
 def prometheus_text() -> str:
     """Returns the metrics in Prometheus' text format, version 0.0.4."""
-    lines = []
-    for family in _families():
-        name = f"{family.name}_total" if family.kind == "counter" else family.name
-        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
-        for labels, value in family.samples:
-            written = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-            lines.append(f"{name}{{{written}}} {value!r}")
+    state = snapshot()
+    of_rank = {"rank": str(state["rank"])}
+    groups = [({**of_rank, "group": group["group"]}, group) for group in state["groups"]]
+    lines: list[str] = []
+
+    def add(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> None:
+        name = f"parallel_state_{name}"
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
+        for labels, value in samples:
+            written = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
+            lines.append(f"{name}{{{written}}} {float(value)!r}")
+
+    for name, key, text in _BY_OPERATION:
+        add(f"{name}_total", "counter", text, (
+            ({**labels, "operation": operation}, facts[key])
+            for labels, group in groups
+            for operation, facts in group["operations"].items()
+            if facts[key] is not None
+        ))  # fmt: skip
+    add("came_last_total", "counter", "Measured calls to which a rank came last.", (
+        ({**labels, "last_rank": rank}, count)
+        for labels, group in groups for rank, count in group["came_last"].items()
+    ))  # fmt: skip
+    add("failures_total", "counter", "Failures of a group.", ((labels, group["failures"]) for labels, group in groups))
+    add("last_operation_age_seconds", "gauge", "Seconds since the last operation began.", (
+        ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
+        for labels, group in groups if group["last"] is not None
+    ))  # fmt: skip
     return "\n".join([*lines, ""])
 
 
@@ -158,19 +141,13 @@ def _escaped(text: str) -> str:
 def prometheus_collector() -> Any:
     """Returns a collector for `prometheus_client.REGISTRY.register(…)`; UnsupportedError without that package."""
     try:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise UnsupportedError("prometheus_client isn't installed; prometheus_text() and serve() do without") from error
 
     class Collector:
-        def collect(self) -> Iterator[Any]:
-            for family in _families():
-                kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-                names = list(dict.fromkeys(key for labels, _ in family.samples for key in labels))
-                made = kind(family.name, family.help, labels=names)
-                for labels, value in family.samples:
-                    made.add_metric([labels[name] for name in names], value)
-                yield made
+        def collect(self) -> Iterable[Any]:
+            return text_string_to_metric_families(prometheus_text())
 
     return Collector()
 

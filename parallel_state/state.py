@@ -49,9 +49,12 @@ from parallel_state.process_groups.pool import ProcessGroupPool
 from parallel_state.startup import environment
 from parallel_state.startup.binding import bind_as_set
 from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.interfaces import Address
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from parallel_state.startup.rendezvous import Start
 
 logger = logging.getLogger("parallel_state")
 
@@ -65,7 +68,7 @@ _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
 _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
-_START: environment.Start | None = None
+_START: Start | None = None
 """The way in which this process joined a world that it made; for `reinitialize`."""
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
 """Undoes what init did to this process beside the groups, at destroy: exports, default group, ports, cores.
@@ -126,6 +129,7 @@ def init_distributed_environment(
     try:
         # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
         from parallel_state.groups import world as startup
+        from parallel_state.startup.rendezvous import Start
 
         if dist.is_initialized():
             joined = startup.join_default_group(world_size, rank, local_rank, backend)
@@ -174,8 +178,9 @@ def init_distributed_environment(
                 "bind_device": bind_device,
                 "high_priority_stream": high_priority_stream,
             }
-            next_world = (met.next_stores, met.reserved) if met is not None else ()
-            _START = environment.Start(distributed_init_method, options, *next_world)
+            own_place = Address() if met is None else met.places.get(place.rank, Address())
+            is_served = environment.store_server(distributed_init_method, place) is not None
+            _START = Start(distributed_init_method, options, own_place, is_served)
         if _UNDO is not None:
             raise GroupDestroyedError(
                 "destroy_distributed_environment() was called while init_distributed_environment() was under way, by a "

@@ -140,7 +140,7 @@ class BoundedStore:
         """Returns the global rank that serves the store: 0, or None for a store of a launcher, a file or a dict."""
         server = _server_of(self.raw)
         if not isinstance(server, dist.TCPStore):
-            return None
+            return getattr(server, "served_by", None)
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return None if by_agent and str(server.port) == os.environ.get("MASTER_PORT", "").strip() else 0
 
@@ -174,8 +174,31 @@ class BoundedStore:
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete_key", key))
 
+    @property
+    def can_hold(self) -> bool:
+        """Returns True for a store of the control plane: it notices the exit of a process that holds a key."""
+        return hasattr(self.raw, "hold")
+
+    def hold(self, key: str, value: str) -> None:
+        """Sets a key until this process exits or calls `close`; for good if the store can't hold."""
+        self._ask("hold" if self.can_hold else "set", key, value)
+
+    def close(self) -> None:
+        """Ends each `hold`, and closes connections to a store of the control plane. The next operation connects."""
+        if self.can_hold:
+            self.raw.close()
+
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Returns True once all keys are set, False after `timeout_s`. It polls: torch logs each failed wait."""
+        """Returns True once all keys are set, False after `timeout_s`.
+
+        It polls a store of torch, which logs each failed wait.
+        """
+        if self.can_hold:
+            try:
+                self.raw.wait(list(keys), timedelta(seconds=timeout_s))
+            except dist.DistStoreError:
+                return False
+            return True
         deadline, nap_s = time.monotonic() + timeout_s, _SHORTEST_NAP_S
         while keys and not self.check(keys):
             if time.monotonic() >= deadline:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from device_communicators.base.cores import parse_list
 from device_communicators.base.errors import SettingError
@@ -53,36 +53,18 @@ class Setting(Generic[T]):
             ) from error
 
 
-def _positive_seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < 10 * 365 * 86400:
-        raise ValueError(text)
-    return seconds
+def _number(kind: Callable[[str], T], least: float, most: float) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        number: Any = kind(text)
+        if not least <= number <= most:
+            raise ValueError(text)
+        return number
+
+    return parse
 
 
-def _connections(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 8:
-        raise ValueError(text)
-    return number
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise ValueError(text)
-    return number
-
-
-def _bytes(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 1 << 42:
-        raise ValueError(text)
-    return number
-
-
-def _word(text: str) -> str:
-    return text
+_seconds = _number(float, 1e-9, 10 * 365 * 86400)
+_bytes = _number(int, 0, 1 << 42)
 
 
 def _on_off(text: str) -> bool:
@@ -93,13 +75,6 @@ def _on_off(text: str) -> bool:
 
 def _auto_on_off(text: str) -> str:
     return "auto" if text.lower() == "auto" else "on" if _on_off(text) else "off"
-
-
-def _microseconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1e6:
-        raise ValueError(text)
-    return number
 
 
 def _port_range(text: str) -> tuple[int, int]:
@@ -120,41 +95,36 @@ def _core_lists(text: str) -> tuple[tuple[int, ...], ...]:
 
 def _one_of(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
-        if text.lower() not in words:
+        found = [word for word in words if word.lower() == text.lower()]
+        if not found:
             raise ValueError(text)
-        return text.lower()
+        return found[0]
 
     return parse
 
 
-def _log_level(text: str) -> str:
-    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError(text)
-    return text.upper()
-
-
 TIMEOUT_S: Setting[float] = Setting(
-    "PARALLEL_STATE_TIMEOUT_S", 600.0, _positive_seconds, "a positive number of seconds",
+    "PARALLEL_STATE_TIMEOUT_S", 600.0, _seconds, "a positive number of seconds",
     "Deadline of one operation of a group where the caller gave no timeout. The same on all ranks.", equal=True,
 )  # fmt: skip
 SLOW_S: Setting[float] = Setting(
-    "PARALLEL_STATE_SLOW_S", 60.0, _positive_seconds, "a positive number of seconds",
+    "PARALLEL_STATE_SLOW_S", 60.0, _seconds, "a positive number of seconds",
     "How long an operation may wait before the log says for whom, and what those ranks do.",
 )  # fmt: skip
 START_TIMEOUT_S: Setting[float] = Setting(
-    "PARALLEL_STATE_START_TIMEOUT_S", 300.0, _positive_seconds, "a positive number of seconds",
+    "PARALLEL_STATE_START_TIMEOUT_S", 300.0, _seconds, "a positive number of seconds",
     "How long the ranks look for each other at start, connect, agree on their groups and make them.",
 )  # fmt: skip
 BARRIER_TIMEOUT_S: Setting[float] = Setting(
-    "PARALLEL_STATE_BARRIER_TIMEOUT_S", 60.0, _positive_seconds, "a positive number of seconds",
+    "PARALLEL_STATE_BARRIER_TIMEOUT_S", 60.0, _seconds, "a positive number of seconds",
     "Deadline of the barrier that ends initialize_model_parallel.",
 )  # fmt: skip
 HEARTBEAT_S: Setting[float] = Setting(
-    "PARALLEL_STATE_HEARTBEAT_S", 1.0, _positive_seconds, "a positive number of seconds",
+    "PARALLEL_STATE_HEARTBEAT_S", 1.0, _seconds, "a positive number of seconds",
     "How often the hosts of a world show that they live. The same on all ranks.", equal=True,
 )  # fmt: skip
 HEARTBEAT_LIMIT_S: Setting[float] = Setting(
-    "PARALLEL_STATE_HEARTBEAT_LIMIT_S", 20.0, _positive_seconds, "a positive number of seconds",
+    "PARALLEL_STATE_HEARTBEAT_LIMIT_S", 20.0, _seconds, "a positive number of seconds",
     "How long a host may be silent before it is given up. The same on all ranks.", equal=True,
 )  # fmt: skip
 PORTS: Setting[tuple[int, int] | None] = Setting(
@@ -163,7 +133,7 @@ PORTS: Setting[tuple[int, int] | None] = Setting(
     "rank takes one, so there must be as many as ranks on a host.",
 )  # fmt: skip
 BACKEND: Setting[str | None] = Setting(
-    "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
+    "PARALLEL_STATE_BACKEND", None, str, "a torch.distributed backend",
     "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo. The same on all ranks.",
     equal=True,
 )  # fmt: skip
@@ -198,7 +168,7 @@ NCCL_ENVIRONMENT: Setting[bool] = Setting(
     "nobody has said so.",
 )  # fmt: skip
 NCCL_LIBRARY: Setting[str | None] = Setting(
-    "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",
+    "PARALLEL_STATE_NCCL_LIBRARY", None, str, "the path of a libnccl.so",
     "The NCCL to use, 2.27 or newer; else the one that torch uses.",
 )  # fmt: skip
 SHARE_GPUS: Setting[bool] = Setting(
@@ -217,7 +187,7 @@ PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
     "doesn't depend on the size of the tensor that it is in.",
 )  # fmt: skip
 PEER_MEMORY_TABLE: Setting[str | None] = Setting(
-    "PARALLEL_STATE_PEER_MEMORY_TABLE", None, _word, "the path of a table of thresholds",
+    "PARALLEL_STATE_PEER_MEMORY_TABLE", None, str, "the path of a table of thresholds",
     "Up to which size which kernel is used, as a tuning writes it; else the user's rows.",
 )  # fmt: skip
 ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
@@ -226,7 +196,7 @@ ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
     "hosts, in half the bytes, or travels as float32. The same on all ranks.",
 )  # fmt: skip
 CONNECTIONS: Setting[int] = Setting(
-    "PARALLEL_STATE_CONNECTIONS", 1, _connections, "a number from 1 to 8",
+    "PARALLEL_STATE_CONNECTIONS", 1, _number(int, 1, 8), "a number from 1 to 8",
     "How many TCP connections two ranks of different hosts have, to the interfaces in GLOO_SOCKET_IFNAME in turn; what "
     "has 256 KiB or more goes over all of them. Of two ranks that differ the smaller number counts; a rank that lacks "
     "file descriptors has one.",
@@ -257,7 +227,7 @@ HUGE_PAGES: Setting[bool] = Setting(
     "Linux 6.1 or newer.",
 )  # fmt: skip
 SPIN_US: Setting[float | None] = Setting(
-    "PARALLEL_STATE_SPIN_US", None, _microseconds, "a number of microseconds, at most a second",
+    "PARALLEL_STATE_SPIN_US", None, _number(float, 0, 1e6), "a number of microseconds, at most a second",
     "How long a rank that waits in shared memory spins before it sleeps: 150, with more ranks than cores 5.",
 )  # fmt: skip
 CORES: Setting[tuple[tuple[int, ...], ...] | None] = Setting(
@@ -271,7 +241,7 @@ AREAS: Setting[str] = Setting(
     "node to node (nodes), or within one node also from cache to cache (caches). A host's first rank decides.",
 )  # fmt: skip
 MAX_METADATA_BYTES: Setting[int] = Setting(
-    "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
+    "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _number(int, 1, 1 << 62), "a positive number of bytes",
     "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
 )  # fmt: skip
 DEBUG: Setting[bool] = Setting(
@@ -279,7 +249,7 @@ DEBUG: Setting[bool] = Setting(
     "Whether the ranks of a group compare their calls before each collective, call sites included (0.5 ms a call).",
 )  # fmt: skip
 DEBUG_DIR: Setting[str | None] = Setting(
-    "PARALLEL_STATE_DEBUG_DIR", None, _word, "a folder",
+    "PARALLEL_STATE_DEBUG_DIR", None, str, "a folder",
     "Where a rank writes its groups' last operations when one fails; python -m parallel_state debug reads them.",
 )  # fmt: skip
 METRICS: Setting[bool] = Setting(
@@ -287,21 +257,16 @@ METRICS: Setting[bool] = Setting(
     "Whether the calls of all groups are measured from the first one on, as after `parallel_state.metrics.enable()`.",
 )  # fmt: skip
 PLUGIN: Setting[str | None] = Setting(
-    "PARALLEL_STATE_PLUGIN", None, _word, "names of engines with commas between them",
+    "PARALLEL_STATE_PLUGIN", None, str, "names of engines with commas between them",
     "Which engines run on this library without a line of code: vllm, sglang. Read by their entry points.",
 )  # fmt: skip
 LOG_LEVEL: Setting[str] = Setting(
-    "PARALLEL_STATE_LOG_LEVEL", "WARNING", _log_level, "DEBUG, INFO, WARNING or ERROR",
+    "PARALLEL_STATE_LOG_LEVEL", "WARNING", _one_of("DEBUG", "INFO", "WARNING", "ERROR"),
+    "DEBUG, INFO, WARNING or ERROR",
     "Level of the log of processes that `launch` started.",
 )  # fmt: skip
 
-ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, PORTS, BACKEND, CPU_BACKEND,
-    SHOWN_BACKEND, GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY,
-    PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES,
-    BUILD, INSTRUCTIONS, SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR,
-    METRICS, PLUGIN, LOG_LEVEL,
-)  # type: ignore[assignment]  # fmt: skip
+ALL: tuple[Setting[object], ...] = tuple(each for each in globals().values() if isinstance(each, Setting))
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:

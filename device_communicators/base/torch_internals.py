@@ -1,6 +1,6 @@
-"""The names of torch that aren't public, with the versions they were seen in: the only file that uses them.
+"""The only file that uses names of torch that aren't public. torch 2.11, 2.13 and 2.15 have them.
 
-`tests/unit/test_private_names.py` looks them up in the installed torch.
+`tests/unit/test_private_names.py` lists them and looks them up in the installed torch.
 
 `_new_process_group_helper` is what `new_group` calls after it has made up a name. Members-only creation needs a name
 that all members agree on and that no group of this store had before. `new_group(use_local_synchronization=True)` hashes
@@ -45,96 +45,6 @@ _WAITING_FOR_GRAPHS = (
     "destroy_process_group has taken %g s. If a CUDA graph still uses the group, NCCL waits for it: delete the graph "
     "before the group is destroyed"
 )
-_ALL = "2.11, 2.13, 2.15"
-NAMES: dict[str, str] = {
-    # Process groups.
-    "torch.distributed.distributed_c10d._DistributedBackendOptions": _ALL,
-    "torch.distributed.distributed_c10d._get_default_store": _ALL,
-    "torch.distributed.distributed_c10d._new_process_group_helper": _ALL,
-    "torch.distributed.distributed_c10d._set_pg_timeout": _ALL,
-    "torch.distributed.distributed_c10d._world.group_count": _ALL,
-    "torch.distributed.distributed_c10d._world.pg_group_ranks": _ALL,
-    "torch.distributed.distributed_c10d._world.pg_map": _ALL,
-    "torch.distributed.rendezvous._create_c10d_store": _ALL,
-    "torch.distributed.Backend._plugins": _ALL,
-    "torch.distributed.ProcessGroup._allgather_base": _ALL,
-    "torch.distributed.ProcessGroup._device_types": _ALL,
-    "torch.distributed.ProcessGroup._get_backend": _ALL,
-    "torch.distributed.ProcessGroup._get_backend_name": _ALL,
-    "torch.distributed.ProcessGroup._reduce_scatter_base": _ALL,
-    "torch.distributed.ProcessGroup._register_backend": _ALL,
-    "torch.distributed.ProcessGroup._set_default_backend": _ALL,
-    "torch.distributed.ProcessGroup._set_group_name": _ALL,
-    "torch.distributed.ProcessGroup.bound_device_id": _ALL,
-    "torch.distributed.ProcessGroupGloo._Options._devices": _ALL,
-    "torch.distributed.ProcessGroupGloo._Options._timeout": _ALL,
-    "torch.distributed.ProcessGroupGloo._set_default_timeout": _ALL,
-    "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group": _ALL,
-    "torch._C._distributed_c10d._register_process_group": _ALL,
-    "torch._C._distributed_c10d._unregister_process_group": _ALL,
-    "torch.distributed._functional_collectives.wait_tensor": _ALL,
-    "torch.testing._internal.distributed.fake_pg": _ALL,
-    # Tensors, ops and devices.
-    "torch.Tensor._base": _ALL,
-    "torch.Tensor._is_view": _ALL,
-    "torch.Tensor._is_zerotensor": _ALL,
-    "torch._C._AutoDispatchBelowAutograd": _ALL,
-    "torch._C._len_torch_dispatch_stack": _ALL,
-    "torch._check": _ALL,
-    "torch.ops.aten._fused_rms_norm.default": _ALL,
-    "torch.ops.aten._to_copy.default._schema": _ALL,
-    "torch.utils._python_dispatch._disable_current_modes": _ALL,
-    "torch.utils._pytree.tree_leaves": _ALL,
-    "torch._subclasses.fake_tensor.FakeTensorMode": _ALL,
-    "torch.cuda._sleep": _ALL,
-    # Compiling.
-    "torch._C._dynamo.eval_frame._FrameAction.SKIP": _ALL,
-    "torch._C._dynamo.eval_frame._FrameExecStrategy": _ALL,
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy": _ALL,
-    "torch._dynamo.backends.debugging.aot_eager": _ALL,
-    "torch._dynamo.backends.debugging.boxed_nop": _ALL,
-    "torch._inductor.compile_fx": _ALL,
-    "torch._inductor.custom_graph_pass.CustomGraphPass": _ALL,
-    # autograd.
-    "torch.autograd.graph._engine_run_backward": _ALL,
-    "torch._C._autograd._get_sequence_nr": _ALL,
-    "torch._C._current_autograd_node": _ALL,
-    "torch._C._current_graph_task_id": _ALL,
-    "torch._C._get_obj_in_tls": _ALL,
-    "torch._C._is_key_in_tls": _ALL,
-    "torch._C._stash_obj_in_tls": _ALL,
-    "torch.autograd.graph.Node._sequence_nr": _ALL,
-    # AOTAutograd and torch.func.
-    "torch._functorch.autograd_function.custom_function_call_vmap_helper": _ALL,
-    "torch._functorch.config.activation_memory_budget": _ALL,
-    "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter": _ALL,
-    "torch._functorch.utils.enable_single_level_autograd_function": _ALL,
-    "torch._subclasses.functional_tensor.FunctionalTensor": _ALL,
-    "torch._subclasses.functional_tensor.FunctionalTensorMode": _ALL,
-    "torch.fx.experimental.proxy_tensor.get_proxy_mode": _ALL,
-    "torch.fx.experimental.proxy_tensor.get_proxy_slot": _ALL,
-    "torch.autograd.forward_ad._current_level": _ALL,
-    "torch.autograd.forward_ad._set_fwd_grad_enabled": _ALL,
-    "torch.autograd.function._SingleLevelFunction": _ALL,
-    "torch._C._are_functorch_transforms_active": _ALL,
-    "torch._C._functorch.is_functorch_wrapped_tensor": _ALL,
-}
-"""The names in use, by the versions of torch that they were seen in."""
-OF_CUDA: dict[str, str] = {
-    "torch._C._cuda_getCurrentRawStream": _ALL,
-    "torch._C._cuda_getDevice": _ALL,
-    "torch.distributed.ProcessGroupNCCL.Options._timeout": _ALL,
-}
-"""As `NAMES`: those that builds for the CPU may lack."""
-MARKS: dict[str, str] = {
-    "_dynamo_marked_constant": _ALL,
-    "_dynamo_static_input_type": _ALL,
-    "_torchdynamo_disable": _ALL,
-    "_torchdynamo_disable_msg": _ALL,
-    "_torchdynamo_disable_recursive": _ALL,
-}
-"""As `NAMES`: attributes that torch._dynamo reads."""
-
 # Process groups.
 
 _SET_ASIDE: list[torch.device] = []

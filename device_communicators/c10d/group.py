@@ -6,6 +6,7 @@ with the group over several.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -129,6 +130,10 @@ class Group:
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
             host_memory=memory, watcher=world.watcher, domain=world.domain,
         )  # fmt: skip
+        self.signal_descriptor = 0
+        """For the compiled backend: see `NativeLibrary.signal_descriptor`."""
+        with contextlib.suppress(native.NativeUnavailableError):
+            self.signal_descriptor = native.load().signal_descriptor
         self._gloo: Any = None
         self.hosts: Any = None
         """Carries collectives of a group over several hosts."""

@@ -12,6 +12,7 @@ module has no socket and makes no decision.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import hashlib
@@ -20,10 +21,12 @@ import logging
 import os
 import select
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from device_communicators.base import exits, forks, settings
 from device_communicators.base.errors import (
@@ -57,9 +60,9 @@ _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
 """kMostMembers of csrc/frame.h and kMostDomains of csrc/core.h: leads hold a connection to each other domain."""
 MOST_TOKEN_BYTES = 64
 """Of a token that the program gives: HMAC hashes longer keys first."""
-_LEFT, _EXITED, _UNREACHABLE, _FAILED, _REVOKED, _STOPPED = 1, 2, 4, 8, 16, 32
+_LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """EndFlag in csrc/core.h."""
-_KINDS = ((_REVOKED, "revoked"), (_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
+_KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
 _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
 """Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
@@ -77,6 +80,17 @@ def greeter(greeting: bytes) -> int:
         return 0
     magic, proc = _GREETING.unpack(greeting)
     return int(proc) if magic == b"\0PSCTRL1" else 0
+
+
+_OPEN: WeakSet[World] = WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Sends the farewells of a program that ends without destroying its groups. One that ends by an exception died."""
+    if getattr(sys, "last_value", None) is None:
+        for world in list(_OPEN):
+            world.leave()
 
 
 class ControlError(CommunicationError):
@@ -121,7 +135,7 @@ class Change(NamedTuple):
     """A change of one rank's state."""
 
     kind: str
-    """died, left, failed, revoked, unreachable (no sign of its host) or stopped.
+    """died, left, failed, unreachable (no sign of its host) or stopped.
 
     stopped: its host responds, but its ranks don't run.
     """
@@ -142,20 +156,13 @@ class Verdict(NamedTuple):
     ranks: list[int]
 
 
-class _Waiting:
-    """A pending agreement or question."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.result: Any = None
-
-
-class _Asked(_Waiting):
+class _Asked:
     """A question to several ranks. `result`: the replies by rank."""
 
     def __init__(self, count: int, on_replies: Callable[[dict[int, bytes]], None] | None) -> None:
-        super().__init__()
-        self.result = {}
+        self.done = threading.Event()
+        self.result: dict[int, bytes] = {}
+        self.error: Exception | None = None
         self.left = count
         self.on_replies = on_replies
 
@@ -201,7 +208,6 @@ class World:
         self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
-        self._calls: dict[tuple[int, str, int], _Waiting] = {}
         self._questions: dict[int, tuple[_Asked, int]] = {}
         """By number: the question, and the rank that it was sent to."""
         self._asked = 0
@@ -209,9 +215,9 @@ class World:
         self._on_change: Callable[[Change], None] = lambda change: None
         self._on_question: Callable[[int, bytes], bytes] = lambda rank, question: b""
         self._look: Callable[[], None] = lambda: None
-        self._running: set[tuple[str, int, tuple[int, ...]]] = set()
         self._thread: threading.Thread | None = None
         self._is_leaving = False
+        _OPEN.add(self)
 
     def meet(
         self,
@@ -283,30 +289,22 @@ class World:
         if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
             raise InvalidArgumentError(f"ranks must be of this world and include this one: {format_ranks(ranks)}")
         procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])
-        digest, waiting, what = ctypes.c_uint64(), _Waiting(), f"the agreement '{purpose}' (attempt {attempt})"
+        digest, what = ctypes.c_uint64(), f"the agreement '{purpose}' (attempt {attempt})"
         call = (self._handle, purpose.encode(), attempt, procs, len(ordered), value, len(value))
-        running = (purpose, attempt, tuple(ordered))
-        with self._lock:  # the verdict may come at once
-            if running in self._running:
-                raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
-            self._check(self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest)), what)
-            key = (digest.value, purpose, attempt)
-            self._running.add(running)
-            self._calls[key] = waiting
+        code = self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest))
+        if code == -errno.EEXIST:
+            raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
+        key = (self._handle, digest.value, purpose.encode(), attempt)
         try:
-            until = time.monotonic() + timeout_s
-            while time.monotonic() < until and not waiting.done.wait(_SLICE_S) and not give_up():
-                pass
-            if not waiting.done.is_set():
-                self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))  # ends it
-            verdict = self._wait(waiting, timeout_s, what, left_s=0.0)
+            self._check(code, what)
+            verdict = self._await_verdict(
+                key, what, timeout_s, give_up, lambda: self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
+            )
         except BaseException:
             self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
             raise
         finally:
-            with self._lock:
-                self._running.discard(running)
-                self._calls.pop(key, None)
+            self._library.ps_control_forget(*key)
         if verdict.kind != "agreed":
             return Verdict(verdict.kind, [], verdict.ranks)
         values = dict(zip(ordered, verdict.values, strict=True))
@@ -345,13 +343,22 @@ class World:
             raise
         return dict(asked.result)
 
+    def is_ending(self, pid: int) -> bool:
+        """Returns True if a process exited, or each of its threads is exiting or has a pending SIGKILL."""
+        return bool(self._library.ps_control_is_ending(pid))
+
+    def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
+        """Has the compiled thread write ends of ranks to a shared-memory group, which ends its waits.
+
+        `ranks`: the group's ranks on this host, in its order. The death of any rank of `domain` fails the group.
+        """
+        lists = (ranks, sorted(domain))
+        arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
+        self._library.ps_group_listen(group, self._handle, *arguments)
+
     def report_failed(self, text: str) -> None:
         """Reports to all ranks that this rank failed."""
         self._report(0, _FAILED, text)
-
-    def revoke(self, text: str) -> None:
-        """Reports to all ranks that this rank revoked the world, like MPIX_Comm_revoke."""
-        self._report(0, _REVOKED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
         """Reports ranks as unreachable, because of a silent data connection."""
@@ -400,18 +407,45 @@ class World:
         known = {errno.ESHUTDOWN: self._end or "its thread ended", errno.ESRCH: "this process left the world"}
         raise ControlError(f"{what} failed in the control plane: {known.get(-code, os.strerror(-code))}")
 
-    def _wait(self, waiting: _Waiting, timeout_s: float, what: str, left_s: float | None = None) -> Any:
-        """Returns the result. `left_s`: of the timeout; all of it if None."""
-        if self._end:  # the thread may have ended between the call and its registration
-            waiting.result = ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
-        elif not waiting.done.wait((timeout_s if left_s is None else left_s) + _GRACE_S):
-            waiting.result = ControlError(
-                f"{what} has no end {_GRACE_S:g} s after its timeout of {timeout_s:g} s: the thread ps-control of this "
-                "process hangs, or had no time; see the log"
-            )
-        if isinstance(waiting.result, Exception):
-            raise waiting.result
-        return waiting.result
+    def _await_verdict(
+        self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
+    ) -> Verdict:
+        """Returns the verdict. The calling thread waits for it in C++: callbacks that take long don't delay it."""
+        buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
+        while True:
+            size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
+            self._check(min(size, 0), what)
+            if 0 < size <= len(buffer):
+                break
+            if size > 0:
+                buffer = ctypes.create_string_buffer(size)
+            elif self._refusal:
+                raise ConfigMismatchError(self._refusal)
+            elif time.monotonic() > until + _GRACE_S:
+                raise self._late(what, timeout_s)
+            elif not is_cancelled and (is_cancelled := give_up()):
+                cancel()
+        news = _Reader(ctypes.string_at(buffer, size))
+        kind, *_, text = _head_of(news)
+        if kind == _REFUSED:
+            raise InvalidArgumentError(_words(text))
+        word = _VERDICTS[news.number("B")]
+        values = [news.text() for _ in range(news.number("I"))]
+        return Verdict(word, values, sorted(self._ranks[news.number("Q")] for _ in range(news.number("I"))))
+
+    def _late(self, what: str, timeout_s: float) -> ControlError:
+        return ControlError(
+            f"{what} has no end {_GRACE_S:g} s after its timeout of {timeout_s:g} s: the thread ps-control of this "
+            "process hangs, or had no time; see the log"
+        )
+
+    def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
+        if self._end:  # the thread may have ended between the question and its registration
+            raise ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
+        if not asked.done.wait(timeout_s + _GRACE_S):
+            raise self._late(what, timeout_s)
+        if asked.error is not None:
+            raise asked.error
 
     # In the thread.
 
@@ -439,16 +473,9 @@ class World:
             self._library.ps_control_close(self._handle)
 
     def _take(self, news: _Reader) -> None:
-        kind, flags, proc, number = (news.number(form) for form in "BBQQ")
-        text = news.text()
+        kind, flags, proc, number, text = _head_of(news)
         rank = self._ranks.get(proc, -1)
-        digest, attempt, purpose = news.number("Q"), news.number("I"), _words(news.text())
-        if kind == _DECIDED:
-            verdict = _VERDICTS[news.number("B")]
-            values = [news.text() for _ in range(news.number("I"))]
-            ranks = sorted(self._ranks[news.number("Q")] for _ in range(news.number("I")))
-            self._finish(self._calls, (digest, purpose, attempt), Verdict(verdict, values, ranks))
-        elif kind == _ANSWERED:
+        if kind == _ANSWERED:
             self._take_reply(number, None if flags else text)
         elif kind == _ASKED:
             reply = self._guarded(self._on_question, rank, text) or b""
@@ -458,8 +485,6 @@ class World:
             if flags:
                 logger.error("the control plane of this process ended: %s", self._end)
                 self._guarded(self._on_change, Change("over", self._ranks.get(self.endpoint.proc, -1), self._end))
-        elif kind == _REFUSED and digest:  # the call alone
-            self._finish(self._calls, (digest, purpose, attempt), InvalidArgumentError(_words(text)))
         elif kind == _REFUSED:
             self._refusal = _words(text)
             logger.error("the control plane can't join the world: %s", self._refusal)
@@ -470,13 +495,6 @@ class World:
         elif rank >= 0 and not (kind == _HAS_LEFT and proc == self.endpoint.proc):
             word, by = "left" if kind == _HAS_LEFT else _kind_of(flags), self._ranks.get(number, -1)
             self._guarded(self._on_change, Change(word, rank, _words(text), by))
-
-    def _finish(self, waiting: Mapping[Any, _Waiting], key: Any, result: Any) -> None:
-        with self._lock:
-            call = waiting.get(key)
-        if call is not None:
-            call.result = result
-            call.done.set()
 
     def _take_reply(self, number: int, reply: bytes | None) -> None:
         with self._lock:
@@ -493,9 +511,9 @@ class World:
 
     def _end_calls(self, error: Callable[[], Exception]) -> None:
         with self._lock:
-            calls = [*self._calls.values(), *(asked for asked, _ in self._questions.values())]
+            calls = [asked for asked, _ in self._questions.values()]
         for call in calls:
-            call.result = error()
+            call.error = error()
             call.done.set()
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -525,6 +543,14 @@ def _kind_of(flags: int) -> str:
     return next((word for flag, word in _KINDS if flags & flag), "unreachable")
 
 
+def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
+    """Returns kind, flags, process, number and text of news, and skips the key of its call."""
+    kind, flags, proc, number = (news.number(form) for form in "BBQQ")
+    head = kind, flags, proc, number, news.text()
+    news.number("Q"), news.number("Q"), news.text(), news.number("I"), news.number("B")
+    return head
+
+
 def _words(text: bytes) -> str:
     return text.decode(errors="replace")
 
@@ -549,7 +575,7 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Reads what `Writer` in csrc/frame.h wrote."""
+    """Reads what `put` in csrc/frame.h wrote."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

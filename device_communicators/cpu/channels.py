@@ -18,8 +18,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
-from ctypes import addressof, c_int64, c_uint64
+from ctypes import addressof, c_uint64
 from typing import Any
 
 import torch
@@ -122,8 +121,8 @@ def _control_bytes(readers: int) -> int:
 class Channels:
     """This rank's ends of its group's queues, each opened at its first use. Any thread may call.
 
-    `pids` are the ranks', -1 where this process can't watch one; `spin_ns` and `yields` the wait policy on this host.
-    `group` is the number of their group, which knows more of them than their pids tell: who left, and who failed.
+    `liveness`, of `ps_liveness_of` or `ps_liveness_new`, tells which ranks are lost; this object deletes it. `spin_ns`
+    and `yields` are the wait policy on this host. `group` is the number of their group, 0 without one.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Channels:
         library: Any,
         members: Members,
         memory: QueueMemory,
-        pids: Sequence[int],
+        liveness: int,
         spin_ns: int,
         yields: int,
         group: int = 0,
@@ -146,8 +145,6 @@ class Channels:
         self._senders: dict[tuple[int, int], Sender] = {}
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._tensors: dict[int, TensorReceiver] = {}
-        liveness = library.ps_liveness_of(group) if group else None
-        liveness = liveness or library.ps_liveness_new((c_int64 * len(members.ranks))(*pids), len(members.ranks))
         self._waiting = Waiting(liveness, spin_ns, yields)
         _set_tensor_forms(library)
         _ALL.add(self)

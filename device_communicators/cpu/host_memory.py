@@ -53,8 +53,6 @@ class HostMemory:
         """Ranks of each NUMA node, or cache, where they are on several; 0: collectives don't go by them."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
-        self._watcher: Watcher | None = None
-        self._domain = FailureDomain(members.ranks)
         self.attached = False
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
@@ -128,7 +126,7 @@ class HostMemory:
         self.area_ranks = per_area if per_area * _MOST_AREAS >= len(self.areas) else 0
         self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
-            self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self.waiting)
+            self.collectives = memory.hand_over(members, meeting.local_ranks, self.waiting)
             if self.area_ranks:
                 memory.library.ps_group_areas(self.collectives.number, self.area_ranks, -1)
             if memory.queues is not None:
@@ -136,7 +134,7 @@ class HostMemory:
                     memory.library,
                     members,
                     memory.queues,
-                    self.pids,
+                    memory.library.ps_liveness_of(self.collectives.number),
                     *message_wait_policy(*self.waiting),
                     self.collectives.number,
                 )
@@ -164,27 +162,13 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Ends waits in this memory at deaths in `domain` that `watcher` reports, besides those it detects."""
-        self._watcher, self._domain = watcher, domain
-        watcher.on_death.append(self._pass_on)
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        collectives, watcher, ranks = self.collectives, self._watcher, self.members.ranks
-        if collectives is None or watcher is None:
-            return
-        dead = {death.rank for death in watcher.deaths_of(ranks)}
-        for rank in self.local_ranks:
-            if ranks[rank] in dead:
-                collectives.note_end(rank)
-        if watcher.deaths_of(self._domain.ranks):
-            collectives.doom()
+        """Has the control plane end waits in this memory at deaths in `domain`. Without one they end at deadlines."""
+        if self.collectives is not None:
+            ranks = [self.members.ranks[rank] for rank in self.local_ranks]
+            watcher.end_waits_of(self.collectives.number, ranks, domain.ranks)
 
     def close(self) -> None:
         """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None and self._pass_on in watcher.on_death:
-            watcher.on_death.remove(self._pass_on)
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
         collectives, self.collectives = self.collectives, None
@@ -219,14 +203,12 @@ class _Memory:
             )
         return address
 
-    def hand_over(
-        self, members: Members, local_ranks: tuple[int, ...], pids: tuple[int, ...], waiting: tuple[int, int]
-    ) -> NativeGroup:
+    def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
         """Makes the C++ group in this memory, which owns it from now on."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
-            (ctypes.c_int64 * len(pids))(*pids), spin_ns, yields, members.timeout_s,
+            spin_ns, yields, members.timeout_s,
         )  # fmt: skip
         if self.arenas:
             bases = (ctypes.c_void_p * len(self.arenas))(*self.arenas)

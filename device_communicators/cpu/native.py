@@ -40,7 +40,7 @@ from ctypes import (
 from pathlib import Path
 from typing import IO, Any
 
-from device_communicators.base import build_cache, settings
+from device_communicators.base import build_cache, settings, wakeup
 from device_communicators.base.build_cache import CacheError
 from device_communicators.base.errors import SettingError
 from device_communicators.calls.interruption import ON_FAILED_OP
@@ -49,7 +49,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 13
+_VERSION = 14
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -65,12 +65,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_instruction_set": (c_char_p, ()),
     "ps_use_instruction_set": (c_int, (c_char_p,)),
     "ps_set_interpreter": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_ulong)),
+    "ps_signal_descriptor": (c_void_p, ()),
     "ps_take_exception": (None, (POINTER(c_void_p),)),
     "ps_segment_bytes": (c_size_t, (c_int,)),
     "ps_slots_offset": (c_size_t, (c_int, c_int)),
     "ps_map": (c_void_p, (c_int, c_size_t, c_size_t)),
     "ps_unmap": (None, (c_void_p, c_size_t)),
-    "ps_group_new": (c_uint64, (c_void_p, c_size_t, c_int, c_int, POINTER(c_int64), c_int64, c_int, c_double)),
+    "ps_group_new": (c_uint64, (c_void_p, c_size_t, c_int, c_int, c_int64, c_int, c_double)),
     "ps_has_populate": (c_int, ()),
     "ps_back": (c_int, (c_void_p, c_size_t, c_int, c_size_t)),
     "ps_want_huge_pages": (c_int, ()),
@@ -83,7 +84,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_allocate": (c_void_p, (c_uint64, c_size_t)),
     "ps_group_leave": (None, (c_uint64,)),
     "ps_group_fail": (None, (c_uint64, c_int, c_int)),
-    "ps_group_note_end": (None, (c_uint64, c_int)),
+    "ps_group_listen": (c_int, (c_uint64, c_int64, POINTER(c_int), c_int, POINTER(c_int), c_int)),
     "ps_group_doom": (None, (c_uint64,)),
     "ps_group_be_part": (None, (c_uint64,)),
     "ps_group_timeout": (None, (c_uint64, c_double)),
@@ -169,6 +170,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_int,
         (c_int64, c_char_p, c_uint32, POINTER(c_uint64), c_int, c_char_p, c_uint64, c_double, POINTER(c_uint64)),
     ),
+    "ps_control_verdict": (c_int64, (c_int64, c_uint64, c_char_p, c_uint32, c_double, c_char_p, c_uint64)),
+    "ps_control_forget": (None, (c_int64, c_uint64, c_char_p, c_uint32)),
+    "ps_control_is_ending": (c_int, (c_int,)),
     "ps_control_ask": (c_int, (c_int64, c_uint64, c_uint64, c_char_p, c_uint64, c_double)),
     "ps_control_reply": (c_int, (c_int64, c_uint64, c_uint64, c_char_p, c_uint64)),
     "ps_control_report": (c_int, (c_int64, c_uint64, c_int, c_char_p)),
@@ -240,6 +244,9 @@ class NativeLibrary:
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
+        self.signal_descriptor = self._library.ps_signal_descriptor()
+        """The address of an int: see `wakeup.tell`."""
+        wakeup.tell(c_int.from_address(self.signal_descriptor))
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
         ON_FAILED_OP.append(self.raise_interruption)
         wanted = settings.INSTRUCTIONS.get()
@@ -273,6 +280,7 @@ def load() -> NativeLibrary:
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
+    wakeup.begin()  # another thread may have loaded it
     return found
 
 

@@ -287,12 +287,8 @@ class NativeGroup:
         suspect = next((local[rank] for rank in error.suspect_ranks if rank in local), -1)
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
-    def note_end(self, rank: int) -> None:
-        """Ends the waits of this process for a rank of the group, on this host, whose end it heard of elsewhere."""
-        self.library.ps_group_note_end(self.number, self.local_ranks.index(rank))
-
     def doom(self) -> None:
-        """Ends all waits of this process in the group, and fails its calls: a rank of its failure domain has died."""
+        """Ends all waits of this process in the group, and fails its calls."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:

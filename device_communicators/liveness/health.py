@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -55,8 +54,6 @@ _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
 _WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
 _OTHER_BRANCH = "Look for a rank that failed or took another branch"
-_PF_EXITING = 4
-"""Of the flags in /proc/PID/stat."""
 
 
 class WakeEvent:
@@ -132,25 +129,6 @@ class FailureDomain:
         self.ranks = frozenset(ranks)
         self.root = root
         self.is_root = is_root
-
-
-def is_ending(pid: int) -> bool:
-    """Returns True if the process exited, or each of its threads is exiting or has a pending SIGKILL."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return os.path.exists("/proc/self/task")
-    return all(_thread_is_ending(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
-
-
-def _thread_is_ending(stat: str) -> bool:
-    try:
-        with open(stat, encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(") ")[2].split()  # those of proc(5) from the third on
-    except OSError:
-        return True  # it has ended
-    flags, pending = int(fields[6]), int(fields[28])
-    return bool(flags & _PF_EXITING) or bool(pending >> (signal.SIGKILL - 1) & 1)
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
@@ -338,7 +316,7 @@ class Watcher:
                 f"can't detect exits of other ranks any more: its control plane ended ({change.text})",
                 certain=False,
             )
-        elif change.kind == "died" and not self.has_left(rank):
+        elif change.kind == "died":
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
             self._blame(change)
@@ -348,7 +326,7 @@ class Watcher:
         elif change.kind == "stopped":
             text = f"on host {host!r} is stopped: its host responds, but none of its ranks has run for {limit_s:g} s"
             self.report(rank, text, certain=False, stopped=True)
-        elif change.kind in ("failed", "revoked"):
+        elif change.kind == "failed":
             self.report(rank, change.text, certain=False)
 
     def _is_near(self, rank: int) -> bool:
@@ -394,6 +372,11 @@ class Watcher:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
+    def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
+        """See `World.end_waits_of`. Without a control plane waits end at their deadlines."""
+        if self._world is not None:
+            self._world.end_waits_of(group, ranks, list(domain))
+
     def gather(
         self,
         purpose: str,
@@ -406,6 +389,7 @@ class Watcher:
         group: GroupMember | None = None,
         operation: str = "gather",
         gloo: Any = None,
+        reports: bool = True,
     ) -> list[bytes]:
         """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
 
@@ -414,7 +398,8 @@ class Watcher:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. After the
-          latter other ranks may have the records. The cause is an UnmetError with the verdict.
+          latter other ranks may have the records, and would wait for this one: it is reported to them as failed, if no
+          death is known, unless `reports` is False. The cause is an UnmetError with the verdict.
 
         `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
         `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
@@ -442,6 +427,9 @@ class Watcher:
             if isinstance(error, ParallelStateError):
                 raise
             kind, why, suspects = self._explain_unmet(error, watched, ranks, started, timeout_s)
+            if reports and isinstance(error, UnmetError) and error.verdict.kind == "undecided":
+                named = format_ranks([rank for rank in error.verdict.ranks if rank != self._rank])
+                self.give_up(f"gave up {purpose!r}: ranks {named} did not answer within {timeout_s:g} s")
             text = f"{what or f'rank {self._rank} gathers {purpose}'}, but {why}"
             facts: dict[str, Any] = {"suspect_ranks": suspects, "timeout_s": timeout_s}
             facts["elapsed_s"] = time.monotonic() - started
@@ -599,8 +587,9 @@ class Watcher:
 
         And what has ended without the thread having had the time to say so.
         """
+        world = self._world
         for rank, pid in self._pids.items():
-            is_late = rank in ranks and rank not in self._deaths and is_ending(pid)
+            is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
 

@@ -1,6 +1,6 @@
 """After a failure: the ranks that are left start again in the same processes, as a smaller world.
 
-What belongs here: where the survivors meet, and in which order things are let go and made. How a world is made is
+What belongs here: in which order things are let go and made. How a world is made is
 `state`'s business. The old world's transfers may hang in gloo's threads: they are left behind, not waited for.
 """
 
@@ -12,11 +12,19 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
+from device_communicators.base import settings
+from device_communicators.base.errors import (
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    UnsupportedError,
+    format_ranks,
+)
 from device_communicators.base.host_calls import OUTSIDE, host_call
+from device_communicators.control.plane import Endpoint
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state import state
 from parallel_state.layout.axes import other_sizes_by_name
+from parallel_state.startup.rendezvous import meet_again, met_before
 
 logger = logging.getLogger("parallel_state")
 
@@ -51,9 +59,8 @@ def reinitialize(
     """Starts again with the `ranks` (global, of the present world) that are left, in the same processes.
 
     Each of them calls it with the same `ranks`, ascending, and sizes; `error.suspect_ranks` says who is lost. The old
-    world is let go without a word to the lost ranks, the next one numbers the survivors from 0 in their order, under
-    the same launcher's store; where a rank served it, at the port that the lowest survivor has reserved for this since
-    the start. Then initialize_model_parallel with the sizes and `options` given.
+    world is let go without a word to the lost ranks, the next one numbers the survivors from 0 in their order. They
+    meet in the control plane of the old world. Then initialize_model_parallel with the sizes and `options` given.
 
     Where it fails on the way, as another rank ends meanwhile, there is no world any more: those that are left then call
     init_distributed_environment with an address of their own.
@@ -68,17 +75,36 @@ def reinitialize(
             "there is no world that this library has started; call init_distributed_environment()"
         )
     survivors = check_survivors(ranks, world.rank, world.world_size)
-    init_method = start.meeting_place(survivors)
     lost = sorted(set(world.ranks) - set(survivors))
     logger.warning("rank %d starts again without ranks %s", world.rank, format_ranks(lost))
     place = survivors.index(world.rank)
-    if world.pool is not None:
-        world.pool.abandon()
-    with start.reserved.handed_on():
+    met = None
+    try:
+        if world.pool is not None and len(survivors) > 1:
+            limit_s = settings.START_TIMEOUT_S.get()
+            met = meet_again(world.pool.watcher, survivors, world.rank, start.own_place, limit_s)
+    finally:
+        if world.pool is not None:
+            world.pool.abandon()
         state.destroy_distributed_environment()
-        gc.collect()  # an error and the calls that it went through hold each other: with them goes the old store
-        options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
-        state.init_distributed_environment(len(survivors), place, init_method, **options_of_world)
+    gc.collect()  # an error and the calls that it went through hold each other: with them goes the old store
+    init_method = start.init_method
+    if met is not None:
+        host, port = Endpoint.parse(met.places[0].endpoint)[1:3]
+        init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    elif len(survivors) > 1 and start.is_served_by_rank_0:
+        raise UnsupportedError(
+            "the ranks that are left can't meet: a rank served the store, and there is no control plane. Call "
+            "init_distributed_environment() with an address"
+        )
+    options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
+    try:
+        with met_before(met):
+            state.init_distributed_environment(len(survivors), place, init_method, **options_of_world)
+    except BaseException:
+        if met is not None:
+            met.watcher.close()
+        raise
     state.initialize_model_parallel(
         tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size=data_parallel_size, **options
     )

@@ -170,9 +170,9 @@ def join_world(
         check_backend(alone_over)
         return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
-    undo.callback(_destroy_default_group, dist.group.WORLD)
     if met is not None:
-        undo.callback(met.reserved.close)
+        undo.callback(_close, met)  # keeps its stores, too: torch's groups don't
+    undo.callback(_destroy_default_group, dist.group.WORLD)
     server = environment.store_server(init_method, place)
     watcher = None if met is None or place.world_size == 1 else met.watcher
     return Joined(place, device, True, server=server, watcher=watcher, met=met)
@@ -182,6 +182,11 @@ def _take_back(exported: Mapping[str, str]) -> None:
     for name, value in exported.items():
         if os.environ.get(name) == value:
             del os.environ[name]
+
+
+def _close(met: Met) -> None:
+    met.served.clear()  # errors may keep the rest
+    met.store.close()
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
@@ -266,7 +271,7 @@ def make_default_group(
         named = limits.name_shortage(error, "init_process_group()")
         give_up(met.watcher, named)
         met.watcher.close()
-        met.reserved.close()
+        _close(met)
         if named is not error:
             raise named from error
         raise

@@ -11,14 +11,13 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
-from device_communicators.base.errors import InvalidArgumentError, SettingError
-from parallel_state.startup.reserved import ReservedPort, address_of
+from device_communicators.base.errors import SettingError
 
 Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
@@ -156,32 +155,6 @@ def with_address_of(init_method: str, environment: ProcessEnvironment) -> Proces
         parts = urlsplit(init_method)
         return replace(environment, master_addr=parts.hostname, master_port=parts.port)
     return environment
-
-
-@dataclass(frozen=True)
-class Start:
-    """Records how this process joined its world, for the world that follows it."""
-
-    init_method: str
-    options: Mapping[str, Any]
-    """Further arguments of init_distributed_environment."""
-    next_stores: tuple[str, ...] = ()
-    """Each rank's reserved place for the next world's store; empty where a launcher, or a file, serves it."""
-    reserved: ReservedPort = field(default_factory=ReservedPort)
-    """This rank's."""
-
-    def meeting_place(self, ranks: Sequence[int]) -> str:
-        """Returns the init method of the next world, of this one's `ranks`; the same on all of them."""
-        if not self.next_stores:
-            return self.init_method
-        address = address_of(self.next_stores[ranks[0]])
-        if address is None:
-            raise InvalidArgumentError(
-                f"a rank served the store, and where rank {ranks[0]} can serve the next one isn't known; call "
-                "destroy_distributed_environment() and init_distributed_environment(...) with an address"
-            )
-        host, port = address
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int] | None:

@@ -53,8 +53,6 @@ class Address(NamedTuple):
     pid: str = ""
     born: str = ""
     """Start time of the process, as the kernel counts: another one may have its pid later."""
-    next_store: str = ""
-    """`host:port` at which it would serve the next world's store; empty where it can't, or a launcher does."""
     endpoint: str = ""
     """Of its control plane; empty if it has none."""
     cores: str = ""
@@ -129,6 +127,13 @@ def advice() -> str:
         f"Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or open all TCP "
         "ports between the hosts: gloo connects every two ranks, on ports of its own"
     )
+
+
+def firewall_advice() -> str:
+    """Returns what to do if ranks reached the store where they met, but not each other."""
+    ports = settings.PORTS.get()
+    chosen = f"{ports[0]}-{ports[1]}" if ports else "unset: any port"
+    return f"A firewall may open that store's port only, and not those of {settings.PORTS.name} ({chosen}). {advice()}"
 
 
 def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) -> str:

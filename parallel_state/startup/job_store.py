@@ -41,6 +41,8 @@ def store_in_words() -> str:
     store: Any = default_store().raw
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    if met_at := getattr(store, "met_at", ""):
+        return f"{store}, which asks for a token that the ranks got at {met_at}"
     if isinstance(store, ControlStore):
         return f"{store}, which asks for the job's secret"
     if isinstance(store, dist.TCPStore):

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from device_communicators.base import settings
 from device_communicators.base.errors import RendezvousError, format_ranks
 from device_communicators.base.host import resolve
 from device_communicators.control.plane import GREETING_BYTES, MOST_VALUE_BYTES, Verdict, greeter
@@ -140,12 +139,11 @@ def _worst(pairs: Sequence[_Pair]) -> _Pair:
 
 
 def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why: str, where: str) -> RendezvousError:
-    unreached, ports = _of_host(places, to), settings.PORTS.get()
-    chosen = f"{ports[0]}-{ports[1]}" if ports else "unset: any port"
+    unreached = _of_host(places, to)
     return RendezvousError(
         f"rank {rank} of {len(places)} can't start: ranks {format_ranks(unreached)} on {places[to]} are not reached "
-        f"from {places[by]}: {why}; this is {places[rank]}. The ranks met at {where}; a firewall may open that port "
-        f"only, and not those of {settings.PORTS.name} ({chosen}). {interfaces.advice()}",
+        f"from {places[by]}: {why}; this is {places[rank]}. The ranks met at {where}. "
+        f"{interfaces.firewall_advice()}",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=unreached,

@@ -1,38 +1,37 @@
-"""The meeting of the ranks: through a store, at which torch makes its process groups then.
+"""Rendezvous: how the ranks of a world find each other through one key of a launcher's store.
 
 torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
-- has one deadline for all of it, after which every rank says who did not come, or which address, as it resolved, did
-  not answer; where world sizes differ, every rank is told;
-- keeps apart the worlds that follow each other on one port or on the store of a launcher, whoever was in them: no rank
-  reads the addresses of an earlier one;
-- tells every rank where one of them would be looked for on its own host's loopback interface by ranks of others, or
-  under an address that another host announces, too;
-- tells every rank which one ended while they waited for others;
-- comes back where it met a server that was just being closed, and waits for a port that is just being given back.
 
-How they meet: rank 0 opens a world under a random name, and writes the name to a fixed key. Each other rank enters
-that world with its rank, world size, process and whereabouts, and waits there for rank 0's verdict. Meanwhile rank 0
-keeps a roster of those who came from each host, so that they can watch each other's processes, rank 0's among them; of
-all ranks there is one at the end, which each reads once. Then rank 0 takes the name away again. A rank that gets no
-verdict, as that world's rank 0 was killed before, or that of a smaller world, watches the key for the next.
+- has one deadline. At the deadline each rank names the missing ranks, or the address, as resolved, that didn't answer;
+- keeps worlds apart that follow each other at one port or one launcher's store;
+- reports different world sizes, and addresses that other hosts can't reach, on every rank;
+- reports at once a rank that exits while others are awaited.
 
-Where an agent of torchrun serves the store, the key is the same in each of its rounds: agents count restarts
-differently, one for a failure, the other for a change of members. What is left of an earlier round is a name that
-nobody keeps, and entries of processes that have ended, which those that come after them may replace.
+Rank 0 publishes the endpoint of its control plane, which serves a store, under one key of the launcher's store. Every
+other rank takes it from there, and holds its own entry in rank 0's store: the entry vanishes when the rank exits. If
+rank 0 exits, its store's connections end. Rank 0 waits for all entries, publishes its verdict and clears the key.
+
+A rank that reaches the launcher's store only, because of a firewall, files a complaint there. Rank 0 then ends the
+meeting, and all ranks raise the same error. An endpoint that an earlier round of torchrun left in the key doesn't
+answer, or knows another token: the rank waits for the next one.
+
+Without the compiled library on rank 0, the same steps use the launcher's store, under a random name. Exits are noticed
+at the deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import logging
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -44,36 +43,53 @@ from device_communicators.base.errors import (
     RendezvousError,
     format_ranks,
 )
-from device_communicators.base.host import address_towards, is_loopback
+from device_communicators.base.host import address_towards, is_loopback, start_time
+from device_communicators.control.plane import Endpoint, Verdict
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
 from device_communicators.cpu.watching import listen
-from device_communicators.liveness.health import Watcher
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
-from parallel_state.startup.reserved import ReservedPort
-from parallel_state.startup.stores import find_store, looks, within
-from parallel_state.startup.watch import Processes
+from parallel_state.startup.stores import StoreWay, find_store, looks, within
 
 E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
-_FAREWELL_S = 1.0  # a rank 0 that gives up keeps its server for this long, so that the others read why
+_FAREWELL_S = 1.0  # a rank 0 that gives up serves for this long, so that the others read why
 _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
 _TOGETHER_S = 0.1  # ranks that exit within this time are named together
-_REFUSED_S = 1.0  # rank 0 has exited if its port refuses connections for this long
+_SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
+_SLICE_OF_OTHERS_S = 0.5
+_CONNECT_S = 2.0  # one attempt to reach rank 0's store
+_REFUSED_S, _SILENT_S = 1.0, 10.0  # a rank that does not reach it for this long, or a quarter of the start, complains
+_ANSWER_S = 2.0  # for rank 0 to answer a complaint
 
-_NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
-_GAVE_UP = "gave up"
+_WORLD, _COMPLAINT = "world", "complaint"
+"""Keys of the launcher's store."""
+_VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
+_GONE, _NOTHING = "gone/", "?"
+"""Keys of the world's store; `_GONE` and the key of an entry whose rank exited."""
 _NO_WORLD = "rank 0 has not opened a world there"
-_COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
-_CORES = "cores"
+_COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
+_UNREACHED, _NO_LIBRARY = "unreached", "no library"
+_LOOPBACK, _SAME, _CORES = "loopback", "same", "cores"
 _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = (
     (_LOOPBACK, interfaces.unreachable), (_SAME, interfaces.shared_address), (_CORES, binding.different_cores),
 )  # fmt: skip
-_ROSTER_S = 0.2  # between two rosters of those who came so far
-_LOOKED_AT_PER_S = 1024  # ranks per second that rank 0 looks for beyond the first missing one
+_SURVEY_S = 0.2  # between two looks at ranks beyond the first missing one
+_LOOKED_AT_PER_S = 1024
+
+
+class WorldStore(ControlStore):
+    """The store in rank 0's control plane."""
+
+    served_by = 0
+    met_at = ""
+    """The store from which the ranks have its token, in words."""
 
 
 class Met(NamedTuple):
@@ -81,14 +97,14 @@ class Met(NamedTuple):
 
     store: BoundedStore
     where: str
-    """The store, as messages name it."""
+    """The store at which the ranks met, as messages name it."""
     places: dict[int, Address]
     deadline: float
     """Deadline of the whole start."""
-    reserved: ReservedPort
-    """This process' port for the store of the next world; `places` have those of all ranks."""
     watcher: Watcher
     """The world's, from its beginning."""
+    served: list[Any]
+    """On rank 0: the store at which the ranks met. If rank 0 serves it, it answers at MASTER_PORT until `clear()`."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
@@ -99,11 +115,31 @@ class Met(NamedTuple):
         several = len({place.network for place in self.places.values()}) > 1
         return own.address if several and is_loopback(towards_store) and own.address else towards_store
 
-    @property
-    def next_stores(self) -> tuple[str, ...]:
-        """Returns each rank's place for the next world's store; empty where a launcher, or a file, serves it."""
-        found = tuple(self.places[rank].next_store for rank in sorted(self.places))
-        return found if any(found) else ()
+
+@dataclass(frozen=True)
+class Start:
+    """Records how this process joined its world, for the world that follows it."""
+
+    init_method: str
+    options: Mapping[str, Any]
+    """Further arguments of init_distributed_environment."""
+    own_place: Address
+    """This process', as the other ranks know it."""
+    is_served_by_rank_0: bool
+    """True if rank 0 served the store at which they met."""
+
+
+_MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_state_met", default=None)
+
+
+@contextlib.contextmanager
+def met_before(met: Met | None) -> Iterator[None]:
+    """Within the body `meet` returns `met`: what `meet_again` returned."""
+    token = _MET.set(met)
+    try:
+        yield
+    finally:
+        _MET.reset(token)
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
@@ -115,36 +151,77 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     that ended meanwhile, ConfigMismatchError where ranks have different world sizes, InvalidArgumentError for a method
     that nobody knows.
     """
+    if (met := _MET.get()) is not None:
+        return met
     watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, ReservedPort(), watcher)
+        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, watcher, [])
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
-    reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
-    address = own_place.address or address_towards(environment.store_server(init_method, place) or place.master)
-    try:
-        endpoint = listen(watcher, address)
-    except BaseException:
-        reserved.close()
-        raise
-    own_place = own_place._replace(cores=binding.cores_to_share(), next_store=reserved.where, endpoint=endpoint)
-    meeting = _Meeting(
-        place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix, rank_0_serves=way.server is not None
-    )
+    address = own_place.address
+    if not address or is_loopback(address):
+        address = address_towards(environment.store_server(init_method, place) or place.master)
+    own_place = own_place._replace(cores=binding.cores_to_share(), endpoint=listen(watcher, address))
+    meeting = _Meeting(place, own_place, way, timeout_s, deadline)
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), meeting.where, meeting.places, deadline, reserved, watcher)
+        if isinstance(store.raw, WorldStore):
+            store.raw.met_at = way.where
+        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.served)
     except BaseException as error:
-        reserved.close()
         watcher.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error
         raise
-    finally:
-        meeting.processes.close()
+
+
+def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
+    """Meets the `ranks` that are left of a world for the next one, in the control plane of the `old` one.
+
+    Each of them calls it. `own_place`: of this process, `rank`, in the old world. Returns None without a control plane.
+    Raises PeerDiedError if one of them exits, RendezvousError if some don't come.
+    """
+    deadline, watcher = time.monotonic() + timeout_s, Watcher()
+    host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
+    try:
+        entry = own_place._replace(endpoint=listen(watcher, host))
+        verdict = old.agree("reinitialize", 1, ranks, json.dumps(entry).encode(), timeout_s, ranks)
+        if verdict is None:
+            watcher.close()
+            return None
+        if verdict.kind != "agreed":
+            raise _not_left(old, verdict, rank, timeout_s)
+        places = {number: Address.parse(json.loads(value)) for number, value in enumerate(verdict.values)}
+        endpoint = Endpoint.parse(places[0].endpoint)
+        return Met(
+            BoundedStore(_store_at(endpoint, timeout_s)),
+            "the control plane of the world before",
+            places,
+            deadline,
+            watcher,
+            [],
+        )
+    except BaseException:
+        watcher.close()
+        raise
+
+
+def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
+    """Returns the error for ranks of a world that don't meet again."""
+    missing = [each for each in verdict.ranks if each != rank]
+    deaths = old.await_death_of(missing, None if verdict.kind == "ended" else 0.0)
+    why = f"ranks {format_ranks(missing)} of the old world did not within {timeout_s:g} s"
+    return kind_of_deaths(deaths, RendezvousError)(
+        f"rank {rank} of the old world calls reinitialize(), but {describe_deaths(deaths) or why}. Each of these ranks "
+        "must call it, with the same ranks",
+        operation="rendezvous",
+        rank=rank,
+        suspect_ranks=[death.rank for death in deaths] or missing,
+        timeout_s=timeout_s,
+    )
 
 
 @dataclass
@@ -153,240 +230,283 @@ class _Meeting:
 
     place: ProcessEnvironment
     own_place: Address
-    where: str
+    way: StoreWay
     timeout_s: float
     deadline: float
-    connect: Callable[[], dist.Store]
-    """A new connection; raises OSError or DistNetworkError where it may be tried again."""
-    prefix: str
     obstacle: str = "it was not tried"
-    rank_0_serves: bool = False
 
     def __post_init__(self) -> None:
         self.places = {self.place.rank: self.own_place}
+        self.served: list[Any] = []
+        self._sizes: dict[int, int] = {}
+        """The world size of each rank that entered."""
         self._published: dict[str, int] = {}
-        """Number of ranks in each roster."""
-        self.processes = Processes(self.own_place)
+        """Number of ranks in each roster of near ranks."""
 
-    def _bounded(self, store: dist.Store) -> BoundedStore:
-        """Returns this job's part of a store, whose operations end at the deadline of the start."""
-        return BoundedStore(dist.PrefixStore(self.prefix, store)).until(self.deadline + LAST_WORD_S)
+    def _launcher(self) -> BoundedStore:
+        """Returns a new connection to this job's part of the launcher's store; operations end with the start."""
+        return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
+
+    def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
+        """Returns the store of a world: that of rank 0's control plane; without one, a part of the launcher's."""
+        if not name.startswith("["):
+            return launcher.prefixed(name)
+        return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S)).until(self.deadline + LAST_WORD_S)
+
+    # Rank 0.
 
     def open_world(self) -> BoundedStore:
         """Opens a world as rank 0, and returns its store once all ranks came."""
-        store = self._reach_store()
-        name = secrets.token_hex(8)
-        world = store.prefixed(name)
-        self._publish_roster(world)
-        store.set(_NAME, name)
-        verdict, others = self._judge(world)
-        complete = verdict.startswith(_COMPLETE)
-        if complete:
-            everyone = json.dumps({str(rank): list(place) for rank, place in self.places.items()})
-            world.set(_ROSTER, zlib.compress(everyone.encode()).hex())
-        world.set(_VERDICT, verdict)
-        if not complete:
-            began, late = time.monotonic(), 0 if verdict.startswith(_MISSING) else len(self._missing(world))
-            for _ in looks(began + _FAREWELL_S):
-                awaited = others + late if time.monotonic() < began + _LATE_S else others
-                if world.add(_HEARD, 0) >= awaited:
-                    break
-        store.set(_NAME, "")
-        if not complete:
+        launcher = self._reach_launcher()
+        world, verdict = self._gather(launcher)
+        if verdict[0] != _COMPLETE:
+            del launcher  # the error's frames would keep its server, and the port
             raise self._failure(verdict)
+        self.served.append(launcher)
         return world
 
-    def _reach_store(self) -> BoundedStore:
+    def _gather(self, launcher: BoundedStore) -> tuple[BoundedStore, list[Any]]:
+        """Returns the world's store and the verdict, which the other ranks have by then."""
+        name = self.own_place.endpoint or secrets.token_hex(8)
+        world = self._world(name, launcher)
+        self._extend(world)
+        launcher.set(_WORLD, name)
+        verdict, others = self._judge(world, launcher, name)
+        if verdict[0] == _COMPLETE:
+            world.set(_ROSTER, zlib.compress(json.dumps(self.places).encode()).hex())
+        world.set(_VERDICT, json.dumps(verdict))
+        if verdict[0] != _COMPLETE:
+            launcher.set(_VERDICT + name, json.dumps(verdict))  # for ranks that don't reach the world's store
+            began, late = time.monotonic(), 0 if verdict[0] == _MISSING else len(self._missing(world))
+            for _ in looks(began + _FAREWELL_S):
+                awaited = others + late if time.monotonic() < began + _LATE_S else others
+                if world.add(_HEARD, 0) + launcher.add(_HEARD + name, 0) >= awaited:
+                    break
+        launcher.compare_set(_WORLD, name, "")
+        return world, verdict
+
+    def _reach_launcher(self) -> BoundedStore:
         for _ in looks(self.deadline):
             try:
-                return self._bounded(self.connect())
+                return self._launcher()
             except (OSError, dist.DistNetworkError) as error:
                 self.obstacle = str(error).splitlines()[0]
         raise self.not_met()
 
-    def _judge(self, world: BoundedStore) -> tuple[str, int]:
-        """Waits for every rank. Returns the verdict, and how many may be there to hear it."""
-        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to hear
-        size, published, published_at = self.place.world_size, 1, time.monotonic()
-        surveyed_at, survey_s = published_at, max(_ROSTER_S, size / _LOOKED_AT_PER_S)
+    def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
+        """Waits for every rank. Returns the verdict, and how many ranks may be there to read it."""
+        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to read
+        size, surveyed_at = self.place.world_size, time.monotonic()
+        survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
         for rank in range(1, size):
-            key = _key(rank)
-            for _ in looks(deadline):
-                if world.check([key]):
-                    break
+            while rank not in self.places:
+                if world.wait_for([_key(rank)], _SLICE_S):
+                    self._admit(world, rank)
+                    continue
                 if time.monotonic() > surveyed_at + survey_s:
                     self._survey(world)
+                    self._publish_near(world)
                     surveyed_at = time.monotonic()
+                if launcher.check([_COMPLAINT + name]):
+                    return self._complaints(world, launcher, name), size - 1
                 if self._ended(world):
                     time.sleep(_TOGETHER_S)
                     self._survey(world)
                     ended, missing = self._ended(world), self._missing(world)
-                    # A rank that ended as it waited for others in vain isn't the cause.
+                    # Ignore ranks that exited because their own wait timed out: they are not the cause.
                     kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
-                    return f"{kind} {' '.join(map(str, ranks))}", size - 1 - len(missing) - len(ended)
-                if len(self.places) > published and time.monotonic() > published_at + _ROSTER_S:
-                    self._publish_roster(world)
-                    published, published_at = len(self.places), time.monotonic()
-            else:
-                missing = self._missing(world)
-                return f"{_MISSING} {' '.join(map(str, missing))}", size - 1 - len(missing)
-            words = world.get(key).decode().split(" ")
-            other_size = int(words[0])
-            if other_size != size:
-                return f"{_SIZES} {size} {rank} {other_size}", max(size, other_size) - 1
-            self.places[rank] = Address.parse(words[2:])
-            self.processes.see({rank: self.places[rank]})
-        if self._ended(world):
+                    return [kind, *ranks], size - 1 - len(missing) - len(ended)
+                if time.monotonic() > deadline:
+                    missing = self._missing(world)
+                    return [_MISSING, *missing], size - 1 - len(missing)
+            if self._sizes[rank] != size:
+                return [_SIZES, size, rank, self._sizes[rank]], max(size, self._sizes[rank]) - 1
+        if ended := self._ended(world):
             time.sleep(_TOGETHER_S)
             ended = self._ended(world)
-            return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(ended)
-        for kind, find in _OBSTACLES:
-            if words := find(self.places):
-                return f"{kind} {' '.join(words)}", size - 1
-        return f"{_COMPLETE} {size}", size - 1
+            return [_ENDED, *ended], size - 1 - len(ended)
+        return self._obstacle() or [_COMPLETE, size], size - 1
+
+    def _obstacle(self) -> list[Any]:
+        """Returns the verdict on the places of the ranks: empty if nothing is wrong with them."""
+        found = ([kind, *words] for kind, find in _OBSTACLES if (words := find(self.places)))
+        return next(found, [])
+
+    def _complaints(self, world: BoundedStore, launcher: BoundedStore, name: str) -> list[Any]:
+        """Returns the verdict if ranks don't reach the world's store."""
+        time.sleep(3 * _TOGETHER_S)
+        self._survey(world)
+        kind, rank, _, why = json.loads(launcher.get(_COMPLAINT + name))
+        near = [each for each, place in self.places.items() if place[:2] == self.own_place[:2]]
+        for each in range(1, self.place.world_size):
+            if each not in self.places and (complaint := _peek(launcher, f"{_COMPLAINT}{each}{name}")):
+                self.places[each] = Address.parse(json.loads(complaint)[2])
+        return self._obstacle() or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
+
+    def _admit(self, world: BoundedStore, rank: int) -> None:
+        """Reads the entry of a rank, if it came; also if it exited since."""
+        if entry := _peek(world, _key(rank)) or _peek(world, _GONE + _key(rank)):
+            self._sizes[rank], *words = json.loads(entry)
+            self.places[rank] = Address.parse(words)
 
     def _survey(self, world: BoundedStore) -> None:
-        """Watches the processes of all ranks that have arrived, also of ranks above a missing one."""
+        """Reads the entries of all ranks that have come, also of ranks above a missing one."""
         for rank in range(1, self.place.world_size):
-            if rank not in self.places and world.check([_key(rank)]):
-                self.places[rank] = Address.parse(world.get(_key(rank)).decode().split(" ")[2:])
-                self.processes.see({rank: self.places[rank]})
+            if rank not in self.places:
+                self._admit(world, rank)
 
     def _ended(self, world: BoundedStore) -> list[int]:
-        """Returns ranks that came and ended: which this one sees, and those of which others tell."""
-        by_others = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
-        return sorted({*self.processes.ended(), *map(int, by_others)})
-
-    def _publish_roster(self, world: BoundedStore) -> None:
-        """Tells the ranks of each host which of them came, where there are new ones: all who can watch each other."""
-        rosters: dict[str, dict[str, list[str]]] = {}
-        for rank, place in self.places.items():
-            rosters.setdefault(place.processes, {})[str(rank)] = list(place)
-        for processes, roster in rosters.items():
-            if self._published.get(processes) != len(roster):
-                self._published[processes] = len(roster)
-                world.set(f"{_ROSTER}/{processes}", json.dumps(roster))
-
-    def _read_roster(self, world: BoundedStore) -> None:
-        key = f"{_ROSTER}/{self.own_place.processes}"
-        if world.check([key]):
-            self.processes.see(_places(json.loads(world.get(key))))
+        """Returns the ranks that came and exited."""
+        came = [rank for rank in self.places if rank != 0]
+        if world.check([_key(rank) for rank in came]):
+            return []
+        return [rank for rank in sorted(came) if not world.check([_key(rank)])]
 
     def _missing(self, world: BoundedStore) -> list[int]:
-        return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
+        unseen = [rank for rank in range(1, self.place.world_size) if rank not in self.places]
+        return [rank for rank in unseen if not world.check([_key(rank)])]
+
+    def _publish_near(self, world: BoundedStore) -> None:
+        """Publishes, for ranks in one PID namespace, who came: if rank 0 exits, they look who exited with it."""
+        near: dict[str, dict[int, tuple[str, str]]] = {}
+        for rank, place in self.places.items():
+            near.setdefault(place.processes, {})[rank] = place.pid, place.born
+        for processes, ranks in near.items():
+            if processes and self._published.get(processes) != len(ranks):
+                self._published[processes] = len(ranks)
+                world.set(_NEAR + processes, json.dumps(ranks))
+
+    # The other ranks.
 
     def enter_world(self) -> BoundedStore:
         """Enters rank 0's world as one of the other ranks, and returns its store once all came."""
-        entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.own_place])
-        store = world = None
-        name, refused_at = b"", 0.0
-        entered = False
+        launcher: BoundedStore | None = None
+        name, tried_at = "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
             try:
-                if store is None:
-                    store, name, refused_at = self._bounded(self.connect()), b"", 0.0
+                if launcher is None:
+                    launcher = self._launcher()
                     self.obstacle = _NO_WORLD
-                newest = store.get(_NAME) if store.check([_NAME]) else b""
-                # First the verdict of the world that this rank is in, if there is one by now: where the others' start
-                # failed at once and rank 0 is back, this rank's fails with them, and all come to the next together.
-                is_decided = entered and world is not None and world.check([_VERDICT])
-                if newest not in (b"", name) and not is_decided:
-                    name, world = newest, store.prefixed(newest.decode())
-                    if self._is_left_behind(world):
-                        world, entered = None, False
-                    else:
-                        entered = self._enter(world, entry)
-                if world is None or not entered:
-                    continue
-                if not is_decided:
-                    self._look_after(world)
-                elif self._is_complete(world):
-                    return world
-                else:
-                    entered = False
+                newest = _peek(launcher, _WORLD)
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
-                store = None
-                if entered and self.rank_0_serves and isinstance(error, ConnectionRefusedError):
-                    refused_at = refused_at or time.monotonic()
-                    if time.monotonic() > refused_at + _REFUSED_S:
-                        ended = sorted({0, *self.processes.ended()})
-                        raise self._failure(f"{_ENDED} {' '.join(map(str, ended))}") from error
-                if world is None:  # else what was found there says more
-                    who = "rank 0 doesn't answer there: " if self.rank_0_serves else ""
+                launcher = None
+                if not name:  # else what was found there says more
+                    who = "rank 0 doesn't answer there: " if self.way.server is not None else ""
                     self.obstacle = who + str(error).splitlines()[0]
-        missing = []
-        if store is not None and world is not None and entered:
-            with contextlib.suppress(dist.DistError):
-                missing = self._missing(world.within(LAST_WORD_S))
-        if world is None or not missing:
-            raise self.not_met()
-        with contextlib.suppress(dist.DistError):
-            world.within(LAST_WORD_S).set(_GAVE_UP, "1")
-        raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}")
+                continue
+            if newest not in ("", name):
+                name, tried_at = newest, time.monotonic()
+            if newest == "":
+                continue
+            try:
+                world = self._world(name, launcher)
+                try:
+                    if self._enter(world) and self._is_complete(world, launcher, name):
+                        return world
+                finally:
+                    world.close()  # ends the hold of this rank's entry, though a program may keep the error
+            except (dist.DistNetworkError, native.NativeUnavailableError) as error:
+                if name.startswith("["):
+                    self._complain(launcher, name, error, time.monotonic() - tried_at)
+                else:
+                    launcher = None
+                continue
+        raise self.not_met()
 
-    def _is_left_behind(self, world: BoundedStore) -> bool:
-        """Returns True for a world whose rank 0 has ended before it gave a verdict; else watches who came there."""
-        self.processes.close()
-        self.processes = Processes(self.own_place)
-        self._read_roster(world)
-        if 0 not in self.processes.ended():
-            return False
-        self.obstacle = _NO_WORLD
-        return True
+    def _extend(self, world: BoundedStore) -> None:
+        world.set_timeout(timedelta(seconds=max(LAST_WORD_S, self.deadline - time.monotonic())))
 
-    def _enter(self, world: BoundedStore, entry: str) -> bool:
-        """Returns True if this process is its rank in that world: unless another one is, that hasn't ended."""
-        key = _key(self.place.rank)
+    def _enter(self, world: BoundedStore) -> bool:
+        """Returns True if this process is its rank in that world, and not another process."""
+        key, entry = _key(self.place.rank), json.dumps([self.place.world_size, *self.own_place])
         found = world.compare_set(key, "", entry).decode()
         if found != entry:
-            other = Processes(self.own_place)
-            other.see({self.place.rank: Address.parse(found.split(" ")[2:])})
-            if other.ended():
-                found = world.compare_set(key, found, entry).decode()
-            other.close()
-        self.obstacle = "rank 0 gave no verdict" if found == entry else "another process came there with this rank"
-        return found == entry
+            self.obstacle = "another process came there with this rank"
+            return False
+        world.hold(key, entry)
+        self._extend(world)
+        self.obstacle = "rank 0 gave no verdict"
+        return True
 
-    def _is_complete(self, world: BoundedStore) -> bool:
-        """Returns True if the verdict is that all ranks came, False for a smaller world, of some, that goes first.
+    def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
+        """Waits for rank 0's verdict. Returns True if it is that all ranks came.
 
-        Raises the error for any other verdict.
+        False for a world of an earlier round, and for a smaller one, of some ranks, that goes first. Raises the error
+        for any other verdict.
         """
-        verdict = world.get(_VERDICT).decode()
-        world.add(_HEARD, 1)
-        if verdict == f"{_COMPLETE} {self.place.world_size}":
-            self.places = _places(json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode()))))
-            return True
-        if not verdict.startswith(_COMPLETE):
-            raise self._failure(verdict)
-        self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
+        near: dict[str, tuple[str, str]] = {}
+        try:
+            while not world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, max(0.0, self.deadline - time.monotonic()))):
+                if found := _peek(world, _NEAR + self.own_place.processes):
+                    near = json.loads(found)
+                if time.monotonic() > self.deadline:
+                    raise self._gave_up(world)
+                if not world.can_hold and _peek(launcher, _WORLD) not in ("", name):
+                    return False  # that of an earlier round
+            verdict = json.loads(world.get(_VERDICT))
+            if verdict == [_COMPLETE, self.place.world_size]:
+                places = json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode())))
+                self.places = {int(rank): Address.parse(words) for rank, words in places.items()}
+                return self.places.get(self.place.rank) == self.own_place
+            if verdict[0] != _COMPLETE:
+                world.add(_HEARD, 1)
+                raise self._failure(verdict)
+        except dist.DistNetworkError as error:
+            if not world.can_hold:
+                raise
+            time.sleep(_TOGETHER_S)
+            ended = [int(rank) for rank, process in near.items() if _has_ended(*process)]
+            raise self._failure([_ENDED, *sorted({0, *ended})]) from error
+        self.obstacle = f"rank 0 opened a world of {verdict[1]} ranks there"
         return False
 
-    def _look_after(self, world: BoundedStore) -> None:
-        """Tells rank 0 of processes of this host that have ended; raises where that is rank 0."""
-        self._read_roster(world)
-        ended = self.processes.ended()
-        if 0 in ended:
-            time.sleep(_TOGETHER_S)
-            raise self._failure(f"{_ENDED} {' '.join(map(str, self.processes.ended()))}")
-        if ended:  # ranks of other hosts may publish theirs
-            told = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
-            if not set(ended) <= set(map(int, told)):
-                world.set(_ENDED, " ".join(map(str, sorted({*ended, *map(int, told)}))))
+    def _gave_up(self, world: BoundedStore) -> RendezvousError:
+        """Returns the error at the deadline without a verdict. Tells rank 0 why this rank is about to exit."""
+        with contextlib.suppress(dist.DistError):
+            world = world.within(LAST_WORD_S)
+            missing = [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
+            world.set(_GAVE_UP, "1")
+            if missing:
+                return self._failure([_MISSING, *missing])
+        return self.not_met()
+
+    def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
+        """Tells rank 0 through the launcher's store that this rank can't use the world's store.
+
+        Only after some time, as rank 0 may have exited. Raises the error of all ranks once rank 0 has answered.
+        """
+        endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
+        if isinstance(error, native.NativeUnavailableError):
+            kind, self.obstacle = _NO_LIBRARY, f"rank 0 uses the compiled part, which this rank doesn't have: {why}"
+        else:
+            why = f"{why} (port {endpoint.port} of {endpoint.host})"
+            self.obstacle = f"rank 0 serves the world's store, which this rank does not reach: {why}"
+            is_refused = isinstance(error.__cause__, (ConnectionRefusedError, PermissionError, ConnectionResetError))
+            if tried_s < (_REFUSED_S if is_refused else min(_SILENT_S, self.timeout_s / 4)):
+                return
+        content = json.dumps([kind, self.place.rank, self.own_place, why])
+        with contextlib.suppress(dist.DistError):
+            for key in (f"{_COMPLAINT}{self.place.rank}{name}", _COMPLAINT + name):
+                launcher.compare_set(key, "", content)
+            if launcher.wait_for([_VERDICT + name], min(_ANSWER_S, max(0.0, self.deadline - time.monotonic()))):
+                launcher.add(_HEARD + name, 1)
+                raise self._failure(json.loads(launcher.get(_VERDICT + name)))
+
+    # Errors.
 
     def not_met(self) -> RendezvousError:
         """Returns the error for a rank that met nobody."""
         return self._error(
-            f"{self._name} must meet the others at {self.where}, but did not within {self.timeout_s:g} s: "
+            f"{self._name} must meet the others at {self.way.where}, but did not within {self.timeout_s:g} s: "
             f"{self.obstacle}. Check that all ranks were started, that MASTER_ADDR and MASTER_PORT are equal "
             "everywhere, and that no firewall is between",
             [0] if self.obstacle.startswith("rank 0 ") else (),
         )
 
-    def _failure(self, verdict: str) -> Exception:
+    def _failure(self, verdict: Sequence[Any]) -> Any:
         """Returns the error for a verdict of rank 0's."""
-        kind, *words = verdict.split()
+        kind, *words = verdict
         if kind == _LOOPBACK:
             text = interfaces.not_reachable(self.own_place, *words, who=self._name)
             return self._error(text, [int(word) for word in words[2:]])
@@ -395,28 +515,42 @@ class _Meeting:
             return self._error(f"{self._name} can't start: {text}", suspects)
         if kind == _CORES:
             return ConfigMismatchError(f"{self._name} can't start: {binding.not_shared(*words)}")
-        numbers = [int(word) for word in words]
+        if kind == _NO_LIBRARY:
+            rank, where, why, *_ = words
+            return self._error(
+                f"{self._name} can't start: rank {rank} on {where} doesn't have the compiled part, which rank 0 has: "
+                f"{why}. Install it on all hosts, or on none",
+                [rank],
+            )
+        if kind == _UNREACHED:
+            rank, where, why, of_rank_0, near = words
+            return self._error(
+                f"{self._name} can't start: ranks {format_ranks(near)} on {of_rank_0} are not reached from rank {rank} "
+                f"on {where}: {why}; this is {self.own_place}. The ranks met at {self.way.where}. "
+                f"{interfaces.firewall_advice()}",
+                near,
+            )
         if kind == _SIZES:
-            wanted, rank, other_size = numbers
+            wanted, rank, other_size = words
             return ConfigMismatchError(
                 f"all ranks must have one world size, but rank 0 has {wanted} and rank {rank} {other_size} (this is "
                 f"rank {self.place.rank}, with {self.place.world_size}); start them alike, and look for ranks of "
-                f"another job at {self.where}"
+                f"another job at {self.way.where}"
             )
         if kind == _ENDED:
             error = self._error(
-                f"{self._name} met the others at {self.where}, but global ranks {format_ranks(numbers)} ended while "
+                f"{self._name} met the others at {self.way.where}, but global ranks {format_ranks(words)} ended while "
                 "they waited there; look at the logs of these ranks",
-                numbers,
+                words,
                 PeerDiedError,
             )
             error.group = "world"
             return error
         return self._error(
-            f"{self._name} was at {self.where}, but ranks {format_ranks(numbers)} did not come within "
+            f"{self._name} was at {self.way.where}, but ranks {format_ranks(words)} did not come within "
             f"{self.timeout_s:g} s. Look for ranks that were not started or ended early; for a slow start, raise "
             "PARALLEL_STATE_START_TIMEOUT_S",
-            numbers,
+            words,
         )
 
     @property
@@ -429,8 +563,19 @@ class _Meeting:
         )
 
 
-def _places(roster: dict[str, list[str]]) -> dict[int, Address]:
-    return {int(rank): Address.parse(words) for rank, words in roster.items()}
+def _store_at(endpoint: Endpoint, timeout_s: float) -> WorldStore:
+    address = endpoint.host, endpoint.port
+    return WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
+
+
+def _peek(store: BoundedStore, key: str) -> str:
+    """Returns the value of a key, "" without one. `get` would wait for a key that vanishes after a check."""
+    found = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    return "" if found == _NOTHING else found
+
+
+def _has_ended(pid: str, born: str) -> bool:
+    return start_time(int(pid)) != born or bool(native.load().ps_control_is_ending(int(pid)))
 
 
 def _key(rank: int) -> str:

@@ -5,8 +5,8 @@ What the ranks do there is in `rendezvous`.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import select
@@ -27,7 +27,6 @@ from device_communicators.control.store import ForeignServiceError
 from parallel_state.startup.answers import ask_for_store
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.job_store import JOB_STORE
-from parallel_state.startup.reserved import interface_of, listener_at
 from parallel_state.startup.watch import in_thread
 
 T = TypeVar("T")
@@ -40,8 +39,6 @@ _RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up
 _STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
-_OWN_SERVERS: set[tuple[int, tuple[str, int]]] = set()
-"""(pid, address) of each store server that this process has started. In a forked child the pid is its parent's."""
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 
 
@@ -163,23 +160,15 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
     while True:
         try:
             backlog = place.world_size + 16
-            listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
+            listener = listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
-            is_own = in_use and (os.getpid(), address) in _OWN_SERVERS
-            if is_own and _may_share(address):
-                store = _connect_to_own_server(address, place, give_up)
-                if store is not None:
-                    return store
             stranger = _stranger_at(address) if in_use else ""
             if in_use and not stranger and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world may be just closing its server
                 continue
-            if is_own:
-                what = "is in use by an earlier world of this process, of which something holds a process group"
-            elif in_use:
-                what = f"is in use by another process{stranger}"
-            else:
+            what = f"is in use by another process{stranger}"
+            if not in_use:
                 what = f"can't be served: {str(error).splitlines()[0]}"
             raise _error_of(
                 0,
@@ -188,9 +177,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             ) from error
         with listener:
             _check_own(address, listener, deadline)
-            shared = _may_share(address)
-            _OWN_SERVERS.add((os.getpid(), address))
-            make = partial(_tcp_store, address, place, deadline, listener.detach(), shared)
+            make = partial(_tcp_store, address, place, deadline, listener.detach())
             try:
                 return within(deadline, make, _GRACE_S)
             except (OSError, RuntimeError) as error:
@@ -199,25 +186,6 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                     f"listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
                     f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
                 ) from error
-
-
-def _may_share(address: tuple[str, int]) -> bool:
-    """Returns True if this process has started no server at the port but at this address.
-
-    torch finds a shared server by its port alone, also in a forked child, where no thread runs it.
-    """
-    return all(each == (os.getpid(), address) for each in _OWN_SERVERS if each[1][1] == address[1])
-
-
-def _connect_to_own_server(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store | None:
-    """Returns a store of the server that an earlier world of this process started at the address; None if it has ended.
-
-    It runs as long as something holds a process group of that world: the program, or a compiled function.
-    """
-    no_listener = -1  # torch looks for a running server of this process first; without one it fails on this descriptor
-    with contextlib.suppress(OSError, RuntimeError):
-        return within(deadline, partial(_tcp_store, address, place, deadline, no_listener, True), _GRACE_S)
-    return None
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
@@ -257,6 +225,21 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
     )
 
 
+def interface_of(host: str) -> str | None:
+    """Returns where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
+
+    A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
+    """
+    if host == "localhost":
+        return host
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((str(ipaddress.ip_address(host)), 0))
+    except (OSError, ValueError):
+        return None
+    return host
+
+
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
     """Returns a listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
 
@@ -291,23 +274,12 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
 
 
 def _tcp_store(
-    address: tuple[str, int],
-    place: ProcessEnvironment,
-    deadline: float,
-    listen_fd: int | None = None,
-    shared: bool = False,
+    address: tuple[str, int], place: ProcessEnvironment, deadline: float, listen_fd: int | None = None
 ) -> dist.Store:
-    """`shared`: the server is that of this process at the port, if one runs."""
     timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     is_server = listen_fd is not None
     return dist.TCPStore(
-        *address,
-        place.world_size,
-        is_server,
-        timeout,
-        wait_for_workers=False,
-        multi_tenant=shared,
-        master_listen_fd=listen_fd,
+        *address, place.world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd
     )
 
 

@@ -1,64 +1,21 @@
-"""Waits of a start: for torch's calls that can't be interrupted, and for ranks of this host while ranks meet.
-
-After the meeting the control plane reports exits (`device_communicators.liveness.health`).
-"""
+"""Waits for torch's calls that can't be interrupted, until a rank exits or the start's deadline."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from device_communicators.base import exits
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.liveness.health import NOTICE_S, Watcher
-from device_communicators.liveness.process_ends import ProcessEnds
-from parallel_state.startup.interfaces import Address
 
 T = TypeVar("T")
 
-logger = logging.getLogger("parallel_state")
-
 _LOOK_S = 0.2
 _SLICE_S = 0.05
-
-
-class Processes:
-    """The processes of a start that this one can watch, by rank."""
-
-    def __init__(self, own: Address) -> None:
-        self._own_place = own
-        self._ends = ProcessEnds()
-        self._known: set[int] = set()
-        self._ended: list[int] = []
-
-    def see(self, places: Mapping[int, Address]) -> None:
-        """Watches those of these ranks that aren't watched yet and whose process can be."""
-        for rank, place in places.items():
-            if rank in self._known or place.pid == self._own_place.pid or not place.pid.isdigit():
-                continue
-            if place.processes == self._own_place.processes != "":
-                self._known.add(rank)
-                self._open(rank, int(place.pid), place.born)
-
-    def _open(self, rank: int, pid: int, began: str) -> None:
-        try:
-            self._ends.add(rank, pid, began)
-        except ProcessLookupError:
-            self._ended.append(rank)
-        except OSError as error:  # no descriptor, or neither pidfds nor /proc: only the deadline
-            logger.debug("rank %d can't be watched while it starts: %s", rank, error)
-
-    def ended(self) -> list[int]:
-        """Returns all that have ended so far."""
-        self._ended += self._ends.wait(0.0)
-        return sorted(self._ended)
-
-    def close(self) -> None:
-        self._ends.close()
 
 
 class AbandonedError(RuntimeError):

@@ -382,11 +382,13 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
     try:
         if group.rank_in_group:
             group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
+            group.barrier()  # the ring is empty: the beginning of the next message has room
             stop_writing(group, 2.0)
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
             time.sleep(1.0)  # the other rank's calls find this one in the group
             return told, ""
         receive()
+        group.barrier()
         time.sleep(0.5)  # the ring is full by then, and its writer waits
         before = signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.4)

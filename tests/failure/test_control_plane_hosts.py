@@ -38,8 +38,8 @@ class HostParty(Party):
 
 
 @contextlib.contextmanager
-def _party(placement: Sequence[int], **options: float) -> Iterator[HostParty]:
-    """Yields ranks that have joined a world over hosts and agreed on something once."""
+def _party(placement: Sequence[int], *, agreed: bool = True, **options: float) -> Iterator[HostParty]:
+    """Yields ranks that have joined a world over hosts and, if `agreed`, agreed on something once."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -47,8 +47,9 @@ def _party(placement: Sequence[int], **options: float) -> Iterator[HostParty]:
         party = HostParty(hosts, placement)
         try:
             party.join(**{"limit_s": LIMIT_S, "beat_s": BEAT_S, **options})  # type: ignore[arg-type]
-            found = party.each(range(party.size), agree, "start", list(range(party.size)), b"", 30.0)
-            assert {verdict.kind for verdict, _ in found.values()} == {"agreed"}
+            if agreed:
+                found = party.each(range(party.size), agree, "start", list(range(party.size)), b"", 30.0)
+                assert {verdict.kind for verdict, _ in found.values()} == {"agreed"}
             yield party
         finally:
             party.signal(signal.SIGCONT, *range(party.size))
@@ -170,3 +171,28 @@ def test_threads_and_descriptors_are_gone_after_a_cut() -> None:
         while time.monotonic() < until_s and "ps-control" in str(party.each(ALL, ranks_of.threads)):
             time.sleep(0.01)
         assert "ps-control" not in str(party.each(ALL, ranks_of.threads))
+
+
+def _tcp_counts() -> dict[str, int]:
+    """Of this host's network."""
+    counts: dict[str, int] = {}
+    for name in ("snmp", "netstat"):
+        lines = [line.split() for line in Path("/proc/net", name).read_text(encoding="ascii").splitlines()]
+        for names, values in zip(lines[::2], lines[1::2], strict=True):
+            counts.update(zip(names[1:], map(int, values[1:]), strict=True))
+    return counts
+
+
+def test_the_end_of_a_job_takes_two_frames_a_rank_and_no_dials() -> None:
+    """Four hosts of four ranks. A frame here is a segment with data; no beats are sent in that time."""
+    everyone, leads = range(16), range(0, 16, 4)
+    with _party([rank // 4 for rank in everyone], agreed=False, limit_s=60.0, beat_s=15.0) as party:
+        time.sleep(1.0)  # the leads have dialed each other
+        before = party.each(leads, _tcp_counts)
+        party.each(everyone, leave)
+        after = party.each(leads, _tcp_counts)
+    dials, segments = (
+        sum(after[lead][name] - before[lead][name] for lead in leads) for name in ("ActiveOpens", "TCPOrigDataSent")
+    )
+    assert dials == 0
+    assert 0 < segments <= 2 * len(everyone)

@@ -20,7 +20,7 @@ from tests.failure.test_killed_at_random import _mixed_calls
 from tests.failure.test_queues import _reader_dies
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, ROUTES
-from tests.internals.faults import watch_no_processes
+from tests.internals.faults import report_nothing_to_python
 from tests.sandbox import needs_filters, refusing
 
 pytestmark = needs_filters
@@ -87,7 +87,7 @@ def test_row_57_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, rout
 
 
 def _seen_by_the_library_alone(folder: str) -> Any:
-    watch_no_processes()
+    report_nothing_to_python()
     return _reader_dies("one message", folder)
 
 

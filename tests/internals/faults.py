@@ -22,7 +22,6 @@ from parallel_state.process_groups import pool
 from parallel_state.process_groups.agreement import Agreement
 from parallel_state.startup import reachability
 from parallel_state.startup.rendezvous import Met, _Meeting
-from parallel_state.startup.reserved import ReservedPort
 
 Place = tuple[Any, str]
 STARTS: dict[str, Place] = {
@@ -75,9 +74,9 @@ def after_entering(then: Callable[[], object]) -> None:
 
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
-    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, ReservedPort(), Watcher())
+    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, Watcher(), [])
 
 
-def watch_no_processes() -> None:
-    """Has Python watch no process of a rank: what notices deaths is the library alone."""
-    Watcher.follow = lambda self, rank, places: None  # type: ignore[method-assign]
+def report_nothing_to_python() -> None:
+    """Keeps reports of the control plane from Python: waits learn of deaths from the compiled library alone."""
+    Watcher._take_in = lambda self, change: None  # type: ignore[method-assign]

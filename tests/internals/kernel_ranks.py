@@ -30,9 +30,9 @@ class KernelRank:
         segment_bytes = self._library.ps_segment_bytes(self.size)
         self._table = self._map(f"{folder}/table", mmap.PAGESIZE)
         own = self._map(f"{folder}/arena{self.rank}", ARENA_BYTES)
-        pids = self._meet()
+        self._meet()
         self.group = self._library.ps_group_new(
-            self._mapped(f"{folder}/segment", segment_bytes), segment_bytes, self.rank, self.size, pids,
+            self._mapped(f"{folder}/segment", segment_bytes), segment_bytes, self.rank, self.size,
             spin_us * 1000, yields, timeout_s,
         )  # fmt: skip
         pages = [self._mapped(f"{folder}/arena{rank}", mmap.PAGESIZE, ARENA_BYTES) for rank in range(self.size)]
@@ -59,7 +59,7 @@ class KernelRank:
                 file.truncate(max(size_bytes, file_bytes))
             return self._library.ps_map(file.fileno(), size_bytes, 0)
 
-    def _meet(self) -> Any:
+    def _meet(self) -> None:
         table = memoryview(self._table).cast("q")
         table[self.rank] = os.getpid()
         deadline = time.monotonic() + MEET_S
@@ -67,7 +67,6 @@ class KernelRank:
             if time.monotonic() > deadline:
                 raise TimeoutError("the other ranks have not come")
             time.sleep(0.001)
-        return (ctypes.c_int64 * self.size)(*table[: self.size])
 
     def at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         return self._arena[offset : offset + count * dtype.itemsize].view(dtype)

@@ -73,7 +73,9 @@ def channels(
     memory = FileMemory(path, size)
     if meet:
         memory.meet(rank)
-    made = Channels(native.load(), members_of(rank, size, timeout_s), memory, memory.pids, spin_ns, 20)
+    library = native.load()
+    liveness = library.ps_liveness_new((ctypes.c_int64 * size)(*memory.pids), size)
+    made = Channels(library, members_of(rank, size, timeout_s), memory, liveness, spin_ns, 20)
     try:
         yield made
     finally:

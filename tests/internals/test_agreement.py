@@ -17,7 +17,7 @@ from device_communicators.base.errors import (
     UnsupportedError,
     UsageError,
 )
-from device_communicators.control.plane import Change, ControlError
+from device_communicators.control.plane import Change, ControlError, Verdict
 from device_communicators.cpu import native
 from device_communicators.liveness.health import Place, Watcher
 from parallel_state.process_groups.agreement import Agreement
@@ -229,3 +229,19 @@ def test_a_problem_of_one_ends_the_meeting_of_all(world: World) -> None:
     )
     assert _kinds(outcomes) == {CommunicationError}
     assert all(outcome.suspect_ranks == (2,) for outcome in outcomes)  # type: ignore[attr-defined]
+
+
+def test_a_rank_without_a_verdict_is_reported_to_those_that_may_have_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, first, *others = world.watchers
+    monkeypatch.setattr(first, "agree", lambda *_: Verdict("undecided", [], [0]))
+    for reports in (False, True):
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come or answer"):
+            first.gather("settings", EVERYONE, b"", TIMEOUT_S, reports=reports)
+        for watcher in (silent, *others):
+            until = time.monotonic() + (5.0 if reports else 0.3)
+            while not watcher.deaths_of([1]) and time.monotonic() < until:
+                time.sleep(0.01)
+            reasons = [death.reason for death in watcher.deaths_of([1])]
+            assert reasons == ["gave up 'settings': ranks [0] did not answer within 0.3 s"] * reports

@@ -11,7 +11,6 @@ import pytest
 from harness.teams import Team, started
 
 from parallel_state.tools.bench.rounds import Plan, measure
-from tests.extent import LONG
 from tests.programs import Program, script
 
 pytestmark = pytest.mark.slow
@@ -92,24 +91,6 @@ def test_dispatch(tmp_path: Path) -> None:
     assert "op, in place" not in names(content, ranks=2, mode="requires_grad")
 
 
-SMALL = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-import decode
-
-decode.LAYERS, decode.HIDDEN, decode.VOCABULARY = 4, 64, 256
-"""
-
-
-def test_decode(tmp_path: Path) -> None:
-    """Of a smaller model. Four ranks that spin on fewer cores take long: in short runs two do."""
-    ours, spinning = "parallel_state", "parallel_state, spinning"
-    content = run("decode", tmp_path / "e.json", "--only", ours, *([spinning] if LONG else []), before=SMALL)
-    assert names(content, ranks=4) == ({ours, spinning} if LONG else {ours})
-    content = run("decode", tmp_path / "two.json", "--ranks", "2", "--only", spinning, before=SMALL)
-    assert names(content, ranks=2) == {spinning}
-
-
 TINY = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
@@ -119,11 +100,15 @@ decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
 """
 
 
-def test_decode_of_a_models_shape(tmp_path: Path) -> None:
-    """Of smaller sizes; the steps' results are checked, of both peers that are always there."""
-    arguments = ["--models", "0.5B", "--layouts", "TP2xPP2", "--batches", "2"]
-    content = run("decode", tmp_path / "m.json", *arguments, before=TINY)
-    assert names(content, model="0.5B", batch=2) == {"parallel_state", "gloo", "(matmuls alone)"}
+def test_decode(tmp_path: Path) -> None:
+    """Of smaller sizes; the steps' results are checked. Four ranks that spin on fewer cores take long: two do here."""
+    ours, spinning = "parallel_state", "parallel_state, spinning"
+    arguments = ["--models", "0.5B", "--batches", "2"]
+    content = run("decode", tmp_path / "m.json", *arguments, "--only", ours, "gloo", before=TINY)
+    assert names(content, model="0.5B", layout="TP2xPP2", batch=2) == {ours, "gloo", "(matmuls alone)"}
+    arguments += ["--layouts", "TP2", "--only", spinning, "parallel_state over gloo"]
+    content = run("decode", tmp_path / "two.json", *arguments, before=TINY)
+    assert names(content, layout="TP2") == {spinning, "parallel_state over gloo"}
 
 
 KEPT = """

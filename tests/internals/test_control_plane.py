@@ -6,6 +6,7 @@ of their own are in tests/failure/test_control_plane_hosts.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -26,7 +27,7 @@ import pytest
 
 from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UsageError
 from device_communicators.base.host import start_time
-from device_communicators.control.plane import MOST_STATUS_BYTES, ControlError, Endpoint, Member, World
+from device_communicators.control.plane import MOST_STATUS_BYTES, Change, ControlError, Endpoint, Member, World
 from device_communicators.cpu import native
 from tests.extent import LONG
 from tests.failure.leftovers import nothing_left_after
@@ -180,16 +181,15 @@ def test_a_rank_that_pauses_judges_nobody(pool: Ranks) -> None:
     party.each(ALL, leave)
 
 
-@pytest.mark.parametrize("flag", ["failed", "revoked"])
 @LAYOUTS
-def test_a_rank_reports_its_own_failure(pool: Ranks, tmp_path: Path, hosts: list[int], flag: str) -> None:
+def test_a_rank_reports_its_own_failure(pool: Ranks, tmp_path: Path, hosts: list[int]) -> None:
     def trial() -> float:
         party = _joined(pool, hosts)
         since_s = time.time()
-        party.each([2], _report, flag, "out of memory in step 7 " + "x" * 400)
+        party.each([2], _report_failed, "out of memory in step 7 " + "x" * 400)
         try:
-            latest_s = party.latest(ALL, flag, [2], since_s, 5.0)
-            (seen,) = party.each([5], ranks_of.wait_for, [(flag, 2)], 1.0)[5]
+            latest_s = party.latest(ALL, "failed", [2], since_s, 5.0)
+            (seen,) = party.each([5], ranks_of.wait_for, [("failed", 2)], 1.0)[5]
             assert seen.change.text.startswith("out of memory in step 7")
             return latest_s
         finally:
@@ -198,8 +198,8 @@ def test_a_rank_reports_its_own_failure(pool: Ranks, tmp_path: Path, hosts: list
     _within(trial, tmp_path)
 
 
-def _report(flag: str, text: str) -> None:
-    {"failed": world().report_failed, "revoked": world().revoke}[flag](text)
+def _report_failed(text: str) -> None:
+    world().report_failed(text)
 
 
 # Leaving.
@@ -408,6 +408,40 @@ def test_without_descriptors_the_limit_is_named() -> None:
     assert len(_descriptors()) <= before
 
 
+def test_a_callback_that_takes_long_delays_no_verdict() -> None:
+    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    members = [Member(rank, str(rank), os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    runs, may_end = threading.Event(), threading.Event()
+
+    def take_long(change: Change) -> None:
+        runs.set()
+        may_end.wait(DEADLINE_S)
+
+    worlds[0].meet(members, take_long)
+    worlds[1].meet(members, lambda change: None)
+    worlds[1].leave()
+    try:
+        assert runs.wait(5.0)
+        assert worlds[0].agree("beside it", 0, [0], b"value", 5.0) == ("agreed", [b"value"], [])
+    finally:
+        may_end.set()
+        worlds[0].leave()
+
+
+def test_a_shortage_of_descriptors_is_logged_once(alone: World, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(3)]
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for client in clients:
+            client.connect(("127.0.0.1", alone.endpoint.port))
+        time.sleep(0.6)
+    assert caplog.text.count("can't accept connections: files or memory ran out") == 1
+
+
 def test_callbacks_that_raise_end_nothing() -> None:
     def fail(*_: object) -> bytes:
         raise ValueError("mine")
@@ -580,9 +614,15 @@ _DESCRIPTORS: set[str] = set()
 """Of a rank, before it opens a world."""
 
 
+def _numbers() -> set[str]:
+    """Numbers and kinds of the descriptors. The pipe for signals is a child's own, at the same numbers."""
+    return {each.partition(":")[0] for each in _descriptors()}
+
+
 def _note_descriptors() -> None:
+    native.load()  # it opens a pipe for signals
     _DESCRIPTORS.clear()
-    _DESCRIPTORS.update(_descriptors())
+    _DESCRIPTORS.update(_numbers())
 
 
 def _fork_while_joining(count: int, members: list[Member]) -> None:
@@ -591,7 +631,7 @@ def _fork_while_joining(count: int, members: list[Member]) -> None:
     for attempt in range(count):
         child = os.fork()
         if child == 0:
-            os._exit(len(set(_descriptors()) - _DESCRIPTORS))
+            os._exit(len(_numbers() - _DESCRIPTORS))
         assert agree("forks", ALL, b"", 20.0, attempt)[0].kind == "agreed"
         _, status = os.waitpid(child, 0)
         assert status == 0, f"the child holds {os.waitstatus_to_exitcode(status)} descriptors"

@@ -1,69 +1,204 @@
-"""Meetings of ranks that are threads of one process, over a store in its memory."""
+"""Meetings of ranks that are threads of one process, over a launcher's store in its memory."""
 
 from __future__ import annotations
 
 import json
+import secrets
+import threading
 import time
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from device_communicators.base.errors import RendezvousError
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.errors import PeerDiedError, RendezvousError
+from device_communicators.cpu.watching import listen
+from device_communicators.liveness.health import Watcher
 from parallel_state.startup import rendezvous
 from parallel_state.startup.binding import different_cores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import _Meeting
+from parallel_state.startup.stores import StoreWay
+
+SOON_S = 5.0
+AMPLE_S = 30.0
+
+
+class Job:
+    """A launcher's store and the processes that meet there, each a thread."""
+
+    def __init__(self) -> None:
+        self.launcher = dist.HashStore()
+        self._threads = ThreadPoolExecutor(8)
+        self._watchers: dict[str, Watcher] = {}
+
+    def meeting(self, rank: int, size: int, timeout_s: float = AMPLE_S) -> _Meeting:
+        place = ProcessEnvironment(rank, rank, size, size, "localhost", 1, "explicit")
+        pid, watcher = secrets.token_hex(4), Watcher()
+        self._watchers[pid] = watcher
+        own_place = Address("1", "127.0.0.1", pid=pid, endpoint=listen(watcher, "127.0.0.1"))
+        way = StoreWay("here", lambda: self.launcher, "start")
+        return _Meeting(place, own_place, way, timeout_s, time.monotonic() + timeout_s)
+
+    def start(self, meeting: _Meeting) -> Future[BoundedStore]:
+        return self._threads.submit(meeting.enter_world if meeting.place.rank else meeting.open_world)
+
+    def kill(self, meeting: _Meeting) -> None:
+        """Ends the control plane of a process, and what it holds."""
+        self._watchers[meeting.own_place.pid].close()
+
+    def close(self) -> None:
+        for watcher in self._watchers.values():
+            watcher.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.close()
+
+
+def _entered(monkeypatch: pytest.MonkeyPatch) -> dict[int, BoundedStore]:
+    """Returns the stores of the worlds that ranks have entered, by rank, as they enter."""
+    entered: dict[int, BoundedStore] = {}
+    enter = _Meeting._enter
+
+    def enter_and_note(meeting: _Meeting, world: BoundedStore) -> bool:
+        is_in = enter(meeting, world)
+        if is_in:
+            entered[meeting.place.rank] = world
+        return is_in
+
+    monkeypatch.setattr(_Meeting, "_enter", enter_and_note)
+    return entered
+
+
+def _until(condition: object) -> None:
+    until = time.monotonic() + AMPLE_S
+    while not condition() and time.monotonic() < until:  # type: ignore[operator]
+        time.sleep(0.005)
+
+
+def test_all_ranks_get_the_places_of_all(job: Job) -> None:
+    meetings = [job.meeting(rank, 3) for rank in range(3)]
+    stores = [future.result(AMPLE_S) for future in [job.start(meeting) for meeting in meetings]]
+    assert all(meeting.places == {rank: each.own_place for rank, each in enumerate(meetings)} for meeting in meetings)
+    stores[1].set("key", "value")
+    assert stores[2].get("key") == b"value"
+
+
+def test_a_rank_that_ends_is_named_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 is missing, rank 2 ends: also above a missing rank, and though it was never read."""
+    entered = _entered(monkeypatch)
+    futures = {rank: job.start(job.meeting(rank, 4)) for rank in (0, 2, 3)}
+    _until(lambda: len(entered) == 2)
+    began = time.monotonic()
+    entered[2].raw.close()
+    for rank in (0, 3):
+        with pytest.raises(PeerDiedError, match=r"global ranks \[2\] ended while") as told:
+            futures[rank].result(AMPLE_S)
+        assert told.value.suspect_ranks == (2,)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_rank_0_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = _entered(monkeypatch)
+    first = job.meeting(0, 3)
+    opened, other = job.start(first), job.start(job.meeting(1, 3))
+    _until(lambda: 1 in entered)
+    job.kill(first)
+    with pytest.raises(PeerDiedError) as told:
+        other.result(SOON_S)
+    assert told.value.suspect_ranks == (0,)
+    with pytest.raises(dist.DistError):
+        opened.result(SOON_S)
 
 
 @pytest.mark.slow
-def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
+def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
     """Rank 2 never comes; rank 1, which started first, gives up and ends before rank 0's time is over."""
-    store = dist.HashStore()
-
-    def meeting(rank: int, timeout_s: float) -> _Meeting:
-        place = ProcessEnvironment(rank, rank, 3, 3, "localhost", 1, "explicit")
-        deadline = time.monotonic() + timeout_s
-        return _Meeting(place, Address(), "here", timeout_s, deadline, lambda: store, "start")
-
-    with ThreadPoolExecutor(1) as threads:
-        opened = threads.submit(meeting(0, 30.0).open_world)
-        with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
-            meeting(1, 0.5).enter_world()
-        world = dist.PrefixStore("start", store).get("world").decode()
-        dist.PrefixStore(f"start/{world}", store).set("ended", "1")  # as a neighbour of rank 1 would tell
-        with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as told:
-            opened.result(10.0)
+    opened = job.start(job.meeting(0, 3))
+    with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
+        job.meeting(1, 3, 1.0).enter_world()
+    with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as told:
+        opened.result(10.0)
     assert own.value.suspect_ranks == told.value.suspect_ranks == (2,)
 
 
-@pytest.mark.parametrize("decided", [True, False])
-def test_a_rank_stays_in_the_world_that_was_decided(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 opens another world between two looks: as its start failed, or as it was killed and is back."""
-    top = dist.PrefixStore("start", dist.HashStore())
+def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint of an earlier round refuses. While its rank 0 lives, another process has this rank's place."""
+    old = [job.meeting(rank, 2) for rank in range(2)]
+    for future in [job.start(meeting) for meeting in old]:
+        future.result(AMPLE_S)
+    launcher = dist.PrefixStore("start", job.launcher)
+    launcher.set("world", old[0].own_place.endpoint)  # rank 0 was killed before it cleared the key
+    came = job.start(job.meeting(1, 2))
+    time.sleep(0.3)
+    job.kill(old[0])
+    time.sleep(0.3)
+    new = job.meeting(0, 2)
+    job.start(new).result(AMPLE_S)
+    came.result(AMPLE_S)
 
-    def decide(world: str) -> None:
-        dist.PrefixStore(world, top).set("roster", zlib.compress(json.dumps({}).encode()).hex())
-        dist.PrefixStore(world, top).set("verdict", "complete 2")
 
-    def looks(*_: object) -> Iterator[None]:
-        top.set("world", "first")
-        yield
-        if decided:
-            decide("first")
-        top.set("world", "second")
-        yield
-        decide("second")
-        yield
+def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are told, soon, with both hosts and both ports."""
+    first, second, far = (job.meeting(rank, 3) for rank in range(3))
+    for meeting, host in ((first, "a"), (second, "a"), (far, "b")):
+        address = {"a": "10.0.0.1", "b": "10.0.0.2"}[host]
+        meeting.own_place = meeting.own_place._replace(network=host, address=address, name=host)
+        meeting.places = {meeting.place.rank: meeting.own_place}
+    store_at = rendezvous._store_at
 
-    monkeypatch.setattr(rendezvous, "looks", looks)
-    place = ProcessEnvironment(1, 1, 2, 2, "localhost", 1, "explicit")
-    meeting = _Meeting(place, Address(), "here", 1.0, time.monotonic() + 1.0, lambda: top.underlying_store, "start")
-    assert meeting.enter_world().get("rank/1").decode().startswith("2 ")
-    assert dist.PrefixStore("second", top).check(["rank/1"]) != decided
+    def refused(endpoint: rendezvous.Endpoint, timeout_s: float) -> rendezvous.WorldStore:
+        is_far = threading.current_thread().name == "far"
+        return store_at(endpoint._replace(port=1) if is_far else endpoint, timeout_s)
+
+    monkeypatch.setattr(rendezvous, "_store_at", refused)
+    told: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            far.enter_world()
+        except RendezvousError as error:
+            told.append(error)
+
+    began, thread = time.monotonic(), threading.Thread(target=enter, name="far")
+    thread.start()
+    where = r"ranks \[0, 1\] on host a .* are not reached from rank 2 on host b"
+    for future in [job.start(first), job.start(second)]:
+        with pytest.raises(RendezvousError, match=where) as error:
+            future.result(AMPLE_S)
+        assert error.value.suspect_ranks == (0, 1)
+    thread.join(AMPLE_S)
+    assert "PARALLEL_STATE_PORTS" in str(told[0]) and "The ranks met at here" in str(told[0])
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_rank_stays_in_the_world_that_was_decided(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's start failed at once, and it is back, before the other rank reads the verdict."""
+    entered = _entered(monkeypatch)
+    first, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3))
+    _until(lambda: 1 in entered)
+    far = job.meeting(2, 4)
+    third = job.start(far)
+    again = job.start(job.meeting(0, 3))
+    for future in (first, other, third):
+        with pytest.raises(Exception, match="rank 0 has 3 and rank 2 4"):
+            future.result(AMPLE_S)
+    for future in [again, job.start(job.meeting(1, 3)), job.start(job.meeting(2, 3))]:
+        future.result(AMPLE_S)
+
+
+def test_the_entries_are_read_as_written(job: Job) -> None:
+    meeting = job.meeting(1, 2)
+    size, *words = json.loads(json.dumps([2, *meeting.own_place]))
+    assert size == 2 and Address.parse(words) == meeting.own_place
 
 
 def test_ranks_of_each_host_must_begin_with_the_same_cores() -> None:

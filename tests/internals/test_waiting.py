@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError, HostUnreachableError, PeerDiedError
-from device_communicators.liveness.health import NOTICE_S, Watcher
+from device_communicators.cpu import native
+from device_communicators.liveness.health import LOOPBACK, NOTICE_S, Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched, WatchedByThread
@@ -90,6 +91,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
         assert other.stdout is not None and other.stdout.read(1)
         while Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
             time.sleep(0.01)
+        watcher.listen(native.load(), LOOPBACK)
         watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would tell of the end
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(4), 0)] == [1]
@@ -99,12 +101,14 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
         for process in (killed, other):
             process.kill()
             process.communicate()
+        watcher.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfds here")
 def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         watcher = Watcher()
+        watcher.listen(native.load(), LOOPBACK)
         watcher._pids = {2: ended.pid}
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(3), 0)] == [1]

@@ -93,7 +93,7 @@ struct Agreement {
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
                                "one_way", "short_cut", "drop",      "pause",     "pause_lead", "pause_host",
                                "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
-                               "delay",   "relay",     "revoke",    "pause_two", "epoch",      "status"};
+                               "delay",   "relay",     "fail",      "pause_two", "epoch",      "status"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 
 class Simulator {
@@ -320,11 +320,11 @@ class Simulator {
       }
     }
     if (name == "delay") slow_percent_ = 20;
-    if (name == "revoke") {
+    if (name == "fail") {
       at(when, [=] {
         Event event;
         event.kind = Event::kReport;
-        event.flags = random_.chance(50) ? kFailed : kRevoked;
+        event.flags = kFailed;
         event.bytes = "a cause";
         if (!processes_[rank].alive || processes_[rank].left) return;
         processes_[rank].declared = true;
@@ -854,12 +854,12 @@ class Simulator {
           joins_at_[rank] > when - kSecond || cut_hosts_.count(process.host) != 0) {
         continue;
       }
-      // Its host heard nothing while two leads stopped after each other, or one revoked the world.
+      // Its host heard nothing while two leads stopped after each other, or one failed.
       const auto& mates = on_host_[process.host];
       const auto deaf = std::count_if(mates.begin(), mates.end(), [&](int mate) {
         return mate < rank && (!processes_[mate].runs || processes_[mate].declared);
       });
-      if (process.host != victim.host && (deaf > 1 || faults_.count("revoke") * deaf > 0)) continue;
+      if (process.host != victim.host && (deaf > 1 || faults_.count("fail") * deaf > 0)) continue;
       if (!knows(rank, dead)) {
         fail("rank " + std::to_string(rank) + " doesn't know after " + std::to_string((now_ - when) / 1e9) +
              " s that rank " + std::to_string(dead) + " is dead");

@@ -23,6 +23,8 @@
 #include <thread>
 #include <vector>
 
+#include "../../control/csrc/end_listeners.h"
+#include "../../control/csrc/machine.h"
 #include "call.h"
 #include "handle.h"
 #include "messages.h"
@@ -109,8 +111,7 @@ std::uint64_t open_group(const World& world, const File& segment, double timeout
   WaitPolicy policy;
   policy.spin_ns = 2000;
   policy.yields = 5;
-  auto handle = std::make_shared<Handle>(segment.mapping(), segment.bytes, world.rank, kRanks, world.pids.data(),
-                                         policy, timeout_s);
+  auto handle = std::make_shared<Handle>(segment.mapping(), segment.bytes, world.rank, kRanks, policy, timeout_s);
   if (part) handle->be_part();
   return keep(std::move(handle));
 }
@@ -531,9 +532,21 @@ void failures(const World& world, const std::vector<const File*>& segments) {
   for (const std::uint64_t group : {differs, late, doomed}) close_group(group);
 }
 
-// The last rank ends without a word, in the middle of a loop.
+// The last rank ends without a word, in the middle of a loop. The first is told by the control plane, here a thread,
+// and the second by what the first then writes to their memory.
 void death(const World& world, const File& segment) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  std::thread tells;
+  if (world.rank == 0) {
+    const auto ends = std::make_shared<control::EndListeners>();
+    find(group)->liveness().listen_to(ends, {0, 1, 2}, {0, 1, 2});
+    tells = std::thread([&world, ends] {
+      control::ProcessWatch last;
+      CHECK(last.open(static_cast<int>(world.pids[kRanks - 1]), 0) != control::ProcessWatch::kUnknown);
+      while (!last.has_exited()) usleep(1000);
+      ends->report(kRanks - 1, true);
+    });
+  }
   std::vector<float> x(5000, 1.0f);
   for (int call = 0;; ++call) {
     if (world.rank == kRanks - 1 && call == 50) _exit(0);
@@ -544,6 +557,7 @@ void death(const World& world, const File& segment) {
     CHECK(status == Status::kPeerDied && find(group)->failure().suspect == kRanks - 1);
     break;
   }
+  if (tells.joinable()) tells.join();
   close_group(group);
 }
 

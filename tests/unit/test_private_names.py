@@ -1,4 +1,4 @@
-"""torch's private names: the installed torch has those of the table, and one file alone uses any."""
+"""torch's private names: the installed torch has those of the tables, and one file alone uses any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.base.torch_internals import MARKS, NAMES, OF_CUDA
 from tests.sources import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +20,94 @@ ELSEWHERE = {
     "device_communicators/peer/memory.py": {"_SymmetricMemory", "_symmetric_memory", "_share_cuda_", "_new_shared_cuda"}
 }
 """Names that live and go with one file."""
+NAMES = (
+    # Process groups.
+    "torch.distributed.distributed_c10d._DistributedBackendOptions",
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d._set_pg_timeout",
+    "torch.distributed.distributed_c10d._world.group_count",
+    "torch.distributed.distributed_c10d._world.pg_group_ranks",
+    "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.rendezvous._create_c10d_store",
+    "torch.distributed.Backend._plugins",
+    "torch.distributed.ProcessGroup._allgather_base",
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroup._get_backend_name",
+    "torch.distributed.ProcessGroup._reduce_scatter_base",
+    "torch.distributed.ProcessGroup._register_backend",
+    "torch.distributed.ProcessGroup._set_default_backend",
+    "torch.distributed.ProcessGroup._set_group_name",
+    "torch.distributed.ProcessGroup.bound_device_id",
+    "torch.distributed.ProcessGroupGloo._Options._devices",
+    "torch.distributed.ProcessGroupGloo._Options._timeout",
+    "torch.distributed.ProcessGroupGloo._set_default_timeout",
+    "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group",
+    "torch._C._distributed_c10d._register_process_group",
+    "torch._C._distributed_c10d._unregister_process_group",
+    "torch.distributed._functional_collectives.wait_tensor",
+    "torch.testing._internal.distributed.fake_pg",
+    # Tensors, ops and devices.
+    "torch.Tensor._base",
+    "torch.Tensor._is_view",
+    "torch.Tensor._is_zerotensor",
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._check",
+    "torch.ops.aten._fused_rms_norm.default",
+    "torch.ops.aten._to_copy.default._schema",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._pytree.tree_leaves",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.cuda._sleep",
+    # Compiling.
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._dynamo.backends.debugging.aot_eager",
+    "torch._dynamo.backends.debugging.boxed_nop",
+    "torch._inductor.compile_fx",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    # autograd.
+    "torch.autograd.graph._engine_run_backward",
+    "torch._C._autograd._get_sequence_nr",
+    "torch._C._current_autograd_node",
+    "torch._C._current_graph_task_id",
+    "torch._C._get_obj_in_tls",
+    "torch._C._is_key_in_tls",
+    "torch._C._stash_obj_in_tls",
+    "torch.autograd.graph.Node._sequence_nr",
+    # AOTAutograd and torch.func.
+    "torch._functorch.autograd_function.custom_function_call_vmap_helper",
+    "torch._functorch.config.activation_memory_budget",
+    "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
+    "torch._functorch.utils.enable_single_level_autograd_function",
+    "torch._subclasses.functional_tensor.FunctionalTensor",
+    "torch._subclasses.functional_tensor.FunctionalTensorMode",
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+    "torch.fx.experimental.proxy_tensor.get_proxy_slot",
+    "torch.autograd.forward_ad._current_level",
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
+    "torch.autograd.function._SingleLevelFunction",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+)
+"""Those in use."""
+OF_CUDA = (
+    "torch._C._cuda_getCurrentRawStream",
+    "torch._C._cuda_getDevice",
+    "torch.distributed.ProcessGroupNCCL.Options._timeout",
+)
+"""Those that builds for the CPU may lack."""
+MARKS = (
+    "_dynamo_marked_constant",
+    "_dynamo_static_input_type",
+    "_torchdynamo_disable",
+    "_torchdynamo_disable_msg",
+    "_torchdynamo_disable_recursive",
+)
+"""Attributes that torch._dynamo reads."""
 OURS = {"torch.ops._C"}
 """Of vLLM's ops."""
 

@@ -5,6 +5,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 
+#include "../../cpu/csrc/signals.h"
 #include "resolving.h"
 
 namespace py = pybind11;
@@ -78,8 +79,11 @@ Callbacks callbacks_of(const py::object& python) {
     });
   };
   const auto main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-  made.interruption = [main_thread]() -> std::exception_ptr {
+  const auto* const signals =
+      reinterpret_cast<const std::atomic<int>*>(owner->attr("signal_descriptor").cast<std::uintptr_t>());
+  made.interruption = [main_thread, signals]() -> std::exception_ptr {
     if (PyThread_get_thread_ident() != main_thread) return nullptr;
+    if (signals != nullptr && !has_signal(*signals)) return nullptr;
     return python_error("interrupted", []() -> py::object {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       return py::none();

@@ -13,7 +13,7 @@ constexpr auto kLeft = std::chrono::microseconds(1000);
 // For how many such times the thread looks again before it sleeps until it is woken.
 constexpr int kLooks = 20;
 // For what a handler of signals raised.
-constexpr auto kBetweenLooks = std::chrono::milliseconds(100);
+constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 std::atomic<int> forks{0};
 

@@ -20,7 +20,8 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
-// What a handler of signals raised in this thread, which then is the one that runs them: Ctrl-C, for one. Else null.
+// What a handler of signals raised in this thread, if it is the one that runs them and a signal has come: Ctrl-C, for
+// one. Else null, and it takes no lock.
 using Interruption = std::function<std::exception_ptr()>;
 
 // A started call. Whoever ran it calls `settle` once, and then `announce`, outside of every lock: callbacks of the

@@ -15,6 +15,8 @@ namespace {
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
 // Older agreements that are over here are erased, even if members are not done.
 constexpr std::size_t kMostKept = 256;
+// An agreement that this process was only asked about is kept this long: its decider may have ended.
+constexpr Nanos kAskedTime = 600 * kSecond;
 
 Bytes encode(const Message& message) {
   Writer writer;
@@ -142,26 +144,22 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   return entry;
 }
 
-// Erases the oldest agreements that are over: members that never call would keep them here for ever.
-void Core::forget_oldest() {
-  std::vector<std::uint64_t> numbers;
+// Forgets the oldest agreements that are over, as members that never call would keep them here for ever, and those that
+// this process has not called and whose callers are past their deadlines.
+void Core::forget_rounds() {
+  std::vector<std::uint64_t> over;
   for (const auto& [key, round] : rounds_) {
-    if (round.is_over()) numbers.push_back(round.number);
+    if (round.is_over()) over.push_back(round.number);
   }
-  if (numbers.size() <= kMostKept) return;
-  const auto first = numbers.end() - kMostKept;
-  std::nth_element(numbers.begin(), first, numbers.end());
-  for (auto at = rounds_.begin(); at != rounds_.end();) {
-    at = at->second.is_over() && at->second.number < *first ? rounds_.erase(at) : std::next(at);
+  std::uint64_t first = 0;
+  if (over.size() > kMostKept) {
+    std::nth_element(over.begin(), over.end() - kMostKept, over.end());
+    first = *(over.end() - kMostKept);
   }
-}
-
-// Forgets what this process has not called, where all callers are past their deadlines.
-void Core::forget_expired() {
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     const Round& round = at->second;
-    const bool is_expired = !round.called && round.verdict == nullptr && round.expires < now_ - kSecond;
-    at = is_expired ? rounds_.erase(at) : std::next(at);
+    const bool is_old = round.is_over() ? round.number < first : !round.called && round.expires < now_ - kSecond;
+    at = is_old ? rounds_.erase(at) : std::next(at);
   }
 }
 
@@ -186,14 +184,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   const auto sits = [&](const std::vector<Proc>& members) {
     return message.seat < members.size() && members[message.seat] == frame.from;
   };
-  auto found = rounds_.find(message.key);
-  const auto costs = [&] {
-    return found == rounds_.end() || (!found->second.called && frame.kind == FrameKind::kValue);
-  };
-  if (costs()) {
-    forget_expired();  // before anything refers to a round: it may be this one
-    found = rounds_.find(message.key);
-  }
+  const auto found = rounds_.find(message.key);
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
@@ -207,13 +198,9 @@ bool Core::on_round(int connection, const Frame& frame) {
   }
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
-  if (costs() && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) {
-    Message full{message.key};  // the sender's error names this process
-    full.seat = static_cast<std::uint32_t>(std::find(members.begin(), members.end(), self_) - members.begin());
-    full.verdict = undecided({self_});
-    send_round(connection, FrameKind::kVerdict, full);
-    return true;
-  }
+  const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
+  // Without room the sender's call ends as undecided, with this process.
+  if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) return true;
   take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;
 }
@@ -225,6 +212,7 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
     if (index < round.promised) return;  // from a decider that a later one replaced
     if (kind == FrameKind::kAsk) {
       round.promised = index;
+      if (!round.called) round.expires = std::min(round.expires, now_ + kAskedTime);
       Message answer = message_of(*entry);
       answer.ballot = message->seat;
       answer.verdict = round.verdict;
@@ -423,7 +411,6 @@ bool Core::decide(RoundEntry* entry) {
 }
 
 void Core::advance_all() {
-  routed_ = false;
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     RoundEntry* entry = &*at++;
     advance(entry);

@@ -9,7 +9,7 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kMostStrangers = 256;  // unidentified connections, plus one per member; the oldest is closed
-constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kRevoked | kStopped;
+constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
 std::uint64_t entry_digest(Proc proc, const End& end) {
   Digest digest;
@@ -100,7 +100,6 @@ void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
     tend();
   }
   if (publish_at_once_) publish();
-  if (routed_ && !left_) advance_all();
   if (!left_) try_leave();
   out_ = nullptr;
 }
@@ -140,7 +139,7 @@ void Core::handle(const Event& event) {
     case Event::kCancel: on_call(*event.call, true); break;
     case Event::kReport:
       if (event.proc != 0 && event.proc != self_) report(event.proc, event.flags & kUnreachable, event.bytes);
-      else report(self_, event.flags & (kFailed | kRevoked), event.bytes);
+      else report(self_, event.flags & kFailed, event.bytes);
       break;
     case Event::kAsk: on_ask(event); break;
     case Event::kReply: {
@@ -197,7 +196,7 @@ void Core::join(const Ends& other, Source source) {
     ends_digest_ += entry_digest(proc, at->second) - (is_new ? 0 : entry_digest(proc, before));
     if (source != Source::kBoard) unpublished_ = true;
     if (at->second.flags == before.flags) continue;
-    dirty_ = routed_ = true;
+    dirty_ = true;
     const bool died = at->second.is_death() && !before.is_death();
     if (died && source != Source::kPeer) urgent_ = true;
     if (died && source != Source::kBoard) publish_at_once_ = true;
@@ -221,6 +220,18 @@ void Core::announce(Proc proc, const End& end, const End& before) {
   action.flags = end.flags;
   action.bytes = end.text;
   action.id = end.reporter;
+}
+
+std::vector<int> Core::lost_by(const Action& end) const {
+  const int domain = domain_of(end.proc), mine = roster_->domain_of[me_];
+  if (domain != mine || (end.flags & (kLeft | kExited | kFailed)) != 0) {
+    return {roster_->members[index_of(end.proc)].rank};
+  }
+  std::vector<int> lost;
+  const int teller = domain_of(end.id);
+  if (teller < 0 || teller == mine) return lost;
+  for (const int index : roster_->domains[teller]) lost.push_back(roster_->members[index].rank);
+  return lost;
 }
 
 // Publishes unpublished ends: deaths at once, others with the next tick.
@@ -425,7 +436,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
   link.identified = true;
   link.heard = link.sign = now_;
   link.parser.trust();
-  routed_ = dirty_ = true;
+  dirty_ = true;
   if (!ends_.empty()) send_state(connection);
   if (link.beating) send_beat(connection);
   if (is_dead(frame.from)) close(connection);  // after it received the state
@@ -485,14 +496,13 @@ void Core::drop(int connection, bool by_peer) {
   for (Question& question : questions_) {
     if (question.sent_on == connection) question.sent_on = -1;
   }
-  routed_ = true;
+  dirty_ = true;
   // If the connection was watched, or a hunt runs, dial the whole domain. A process that closes a call's connection
   // isn't suspected.
   const int domain = domain_of(link.proc);
   if (!by_peer || !leading_ || domain < 0 || is_gone(link.proc)) return;
   if (!link.beating && watches_[domain].hunt < 0) return;
   start_hunt(domain);
-  dirty_ = true;
 }
 
 void Core::close(int connection) {
@@ -687,7 +697,7 @@ void Core::tend() {
   if (ticked) ask_beats(), publish();
   if (roster_ != nullptr) tend_domains(ticked);
   tend_links();
-  if (ticked) forget_peers(), forget_oldest();
+  if (ticked) forget_peers(), forget_rounds();
   advance_all();
 }
 
@@ -816,7 +826,6 @@ void Core::tend_links() {
   }
   for (const int connection : useless) close(connection);
   for (const int connection : late) refuse(connection, "it has not proved in time that it belongs to this job");
-  dirty_ = dirty_ || !useless.empty();
 }
 
 // Erases peers without a connection or dial.

@@ -98,7 +98,6 @@ enum EndFlag : std::uint8_t {
   kExited = 2,       // the process exited
   kUnreachable = 4,  // no sign of life within the limit
   kFailed = 8,       // reported its own failure
-  kRevoked = 16,     // revoked the world
   kStopped = 32      // its kernel responds, but no process of its domain sent bytes within the limit
 };
 
@@ -111,8 +110,7 @@ struct End {
 
   // An exit after a farewell is no death.
   bool is_death() const {
-    return (flags & (kFailed | kRevoked)) != 0 ||
-           ((flags & (kExited | kUnreachable | kStopped)) != 0 && (flags & kLeft) == 0);
+    return (flags & kFailed) != 0 || ((flags & (kExited | kUnreachable | kStopped)) != 0 && (flags & kLeft) == 0);
   }
 };
 
@@ -179,7 +177,7 @@ struct Event {
     kExiting,   // answers kLook: `proc` is exiting, though its descriptors are still open
     kCall,      // agreement: `call`
     kCancel,    // ends `call` early, if it isn't decided
-    kReport,    // this process failed or revoked, or `proc` is unreachable: `flags`, `bytes` is the cause
+    kReport,    // this process failed, or `proc` is unreachable: `flags`, `bytes` is the cause
     kAsk,       // status: sends `bytes` to `proc`; `id`, `deadline`
     kReply,     // status: `bytes` answers the question `id` of `proc`
     kLeave      // this process leaves the world; the core is over by `deadline`
@@ -225,6 +223,7 @@ struct Action {
   const Endpoint* endpoint = nullptr;  // of the roster
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
+  PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)  // for the program
 };
 
 class Core {
@@ -242,6 +241,9 @@ class Core {
 
   const Ends& ends() const { return ends_; }
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
+  // Returns the ranks that this process lost by the end that a kDoom or kLeft reports. Those of the other domain if
+  // that declared this one unreachable or stopped.
+  std::vector<int> lost_by(const Action& end) const;
   // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
@@ -323,7 +325,7 @@ class Core {
     PARALLEL_STATE_FIELDS(members, me, number, called, delivered, promised, deadline, decide_by, expires, value,
                           verdict, hint, sent_on, sent_to, sent_done, seats, values, bytes, hinted, checked)
     // Returns true if this process needs it no more. It is kept for members that have not received the verdict.
-    bool is_over() const { return verdict != nullptr && (delivered || !called); }
+    bool is_over() const { return called ? delivered : verdict != nullptr; }
   };
 
   struct Question {
@@ -408,9 +410,8 @@ class Core {
   void end_calls();
   void forget_older_epochs();
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
-  void forget_expired();
+  void forget_rounds();
   bool has_room(std::size_t bytes) const;
-  void forget_oldest();
   void send_round(int connection, FrameKind kind, const Message& message);
   bool on_round(int connection, const Frame& frame);
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
@@ -445,8 +446,7 @@ class Core {
   int beats_asked_ = 0;                            // and not answered yet
   bool said_left_ = false;                         // on the board
   bool left_ = false;
-  bool dirty_ = false;                                  // ends or watched connections changed
-  bool routed_ = false;                                 // a connection opened or closed: rounds and questions may send
+  bool dirty_ = false;                                  // ends or connections changed
   bool urgent_ = false;                                 // this domain has a death to report
   bool unpublished_ = false, publish_at_once_ = false;  // an end isn't on the board yet
   Ends ends_;
@@ -467,8 +467,8 @@ class Core {
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
-                        left_, dirty_, routed_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_,
-                        epoch_, term_, leading_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
+                        left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_, world_, epoch_,
+                        term_, leading_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
 };
 
 }  // namespace parallel_state::control

@@ -26,6 +26,7 @@ constexpr Nanos kDialTime = 2 * kSecond;
 constexpr Nanos kCloseTime = 2 * kSecond;  // a close is forced after this time
 constexpr Nanos kPoll = 5 * kMillisecond;  // poll interval for acknowledgements and boards, which raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
+constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
 constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
@@ -92,15 +93,14 @@ Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
 
 Bytes encode_news(const Action& action) {
   Writer writer;
-  writer.number(action.flags).number(action.proc).number(action.id).text(action.bytes);
-  writer.number(action.key.members).number(action.key.attempt).text(action.key.purpose);
-  if (action.kind != Action::kVerdict) return writer.take();
-  const Verdict& verdict = *action.verdict;
-  writer.number(static_cast<std::uint8_t>(verdict.kind)).number(static_cast<std::uint32_t>(verdict.values.size()));
-  for (const Bytes& value : verdict.values) writer.text(value);
-  writer.number(static_cast<std::uint32_t>(verdict.culprits.size()));
-  for (const Proc proc : verdict.culprits) writer.number(proc);
+  put(&writer, action);
   return writer.take();
+}
+
+void give(Stay* stay, Inbox::Kind kind, const Action& action) {
+  AgreementKey key = action.key;
+  key.epoch = 0;  // callers don't know it
+  stay->inbox.give(key, static_cast<char>(kind) + encode_news(action));
 }
 
 // `cause` is null after a farewell.
@@ -273,6 +273,7 @@ void Driver::end(Stay* stay, const char* cause) noexcept {
   stay->listener.close();
   stay->board.close();
   try {
+    if (cause != nullptr && stay->rank >= 0) stay->listeners->report(stay->rank, true);
     stay->inbox.end(last_news(cause));
   } catch (...) {
     stay->inbox.end(std::move(stay->without_memory));
@@ -412,12 +413,21 @@ void Driver::act(Stay* stay, const Action& action) {
         stay->events.push_back(event_of(Event::kExiting, action.proc));
       }
       break;
-    case Action::kDoom: stay->inbox.push(Inbox::kDied, encode_news(action)); break;
-    case Action::kLeft: stay->inbox.push(Inbox::kLeft, encode_news(action)); break;
-    case Action::kVerdict: stay->inbox.push(Inbox::kVerdict, encode_news(action)); break;
+    case Action::kDoom:
+      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, true);
+      stay->inbox.push(Inbox::kDied, encode_news(action));
+      break;
+    case Action::kLeft:
+      for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, false);
+      stay->inbox.push(Inbox::kLeft, encode_news(action));
+      break;
+    case Action::kVerdict: give(stay, Inbox::kVerdict, action); break;
     case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, encode_news(action)); break;
     case Action::kReply: stay->inbox.push(Inbox::kReply, encode_news(action)); break;
-    case Action::kRefuse: stay->inbox.push(Inbox::kRefused, encode_news(action)); break;
+    case Action::kRefuse:
+      if (action.key.members != 0) give(stay, Inbox::kRefused, action);
+      else stay->inbox.push(Inbox::kRefused, encode_news(action));
+      break;
     case Action::kGuest: serve(stay, action.connection, action.bytes); break;
     case Action::kLog: log(stay, action); break;
   }
@@ -491,8 +501,10 @@ void Driver::accept(Stay* stay) {
       // The listener stays readable. epoll is level-triggered: disable it, or the thread spins.
       control(EPOLL_CTL_MOD, stay->listener_number, *stay->listener, 0);
       stay->accepts = false;
-      shortage_until_ = monotonic_now() + kShortage;
-      return log(stay, "can't accept a connection: files or memory ran out");
+      const Nanos now = monotonic_now();
+      shortage_until_ = now + kShortage;
+      if (now < std::exchange(stay->quiet_until, std::max(stay->quiet_until, now + kQuiet))) return;
+      return log(stay, "can't accept connections: files or memory ran out; tried again 10 times a second", true);
     }
     send_at_once(*connection.socket);
     const int number = add(stay, kConnection, *connection.socket, EPOLLIN);
@@ -656,6 +668,7 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   const int me = event.roster->index_of(stay->proc);
   feed(stay, event);
   if (me < 0) return;
+  stay->rank = event.roster->members[me].rank;
   for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
     const Member& member = event.roster->members[index];
     const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),
@@ -787,7 +800,38 @@ void Inbox::push(Kind kind, Bytes news) {
 void Inbox::end(Bytes news) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   last_ = std::move(news);
+  over_ = true;
   wake_.set();
+  changed_.notify_all();
+}
+
+bool Inbox::expect(const AgreementKey& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return verdicts_.emplace(key, Bytes()).second;
+}
+
+void Inbox::give(const AgreementKey& key, Bytes news) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = verdicts_.find(key);
+  if (found == verdicts_.end()) return;  // its caller was interrupted
+  found->second = std::move(news);
+  changed_.notify_all();
+}
+
+std::int64_t Inbox::await(const AgreementKey& key, Nanos wait, char* buffer, std::size_t capacity) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = verdicts_.find(key);
+  if (found == verdicts_.end()) return -1;
+  const Bytes& news = found->second;
+  changed_.wait_for(lock, std::chrono::nanoseconds(wait), [&] { return over_ || !news.empty(); });
+  if (news.empty()) return over_ ? -1 : 0;
+  std::memcpy(buffer, news.data(), std::min(news.size(), capacity));
+  return static_cast<std::int64_t>(news.size());
+}
+
+void Inbox::forget(const AgreementKey& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  verdicts_.erase(key);
 }
 
 std::size_t Inbox::take(char* buffer, std::size_t capacity) {

@@ -4,6 +4,7 @@
 // A forked child has no stays and no thread, and may open stays of its own.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -13,13 +14,15 @@
 #include <vector>
 
 #include "core.h"
+#include "end_listeners.h"
 #include "machine.h"
 #include "store.h"
 #include "record.h"
 
 namespace parallel_state::control {
 
-// Ordered queue of a stay's news for Python. All functions may be called by any thread.
+// What a stay has for Python: verdicts for the threads that wait for them, and a queue of other news. All functions may
+// be called by any thread.
 class Inbox {
  public:
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
@@ -32,8 +35,20 @@ class Inbox {
   std::size_t take(char* buffer, std::size_t capacity);
   int number() const { return wake_.number(); }  // readable while there is news
 
+  // Expects a verdict of the call; returns false if one is expected already.
+  bool expect(const AgreementKey& key);
+  // Gives a verdict to the thread that expects it.
+  void give(const AgreementKey& key, Bytes news);
+  // Waits at most `wait` for the verdict, and copies as much of it as fits. Returns its size; 0: none came; -1: none
+  // will, the stay is over. It stays until `forget`.
+  std::int64_t await(const AgreementKey& key, Nanos wait, char* buffer, std::size_t capacity);
+  void forget(const AgreementKey& key);
+
  private:
   std::mutex mutex_;
+  std::condition_variable changed_;         // a verdict came, or the stay is over
+  std::map<AgreementKey, Bytes> verdicts_;  // empty: expected
+  bool over_ = false;
   Wake wake_;
   std::deque<Bytes> news_;
   Bytes last_;
@@ -76,6 +91,7 @@ struct Stay {
   Board board;
   Bytes without_memory;  // the last news if there is no memory for any other
   Inbox inbox;
+  const std::shared_ptr<EndListeners> listeners = std::make_shared<EndListeners>();
   // Guarded by the fork mutex:
   bool over = false;
   std::condition_variable_any ended;  // with the fork mutex: `over`
@@ -85,6 +101,7 @@ struct Stay {
   Store store;
   Record record;
   // The thread's:
+  int rank = -1;  // of this process; -1 until the world is met
   std::map<int, Connection> connections;
   std::map<int, Neighbour> neighbours;
   std::deque<Event> events;
@@ -92,7 +109,8 @@ struct Stay {
   Nanos leave_by = kNever;
   int listener_number = -1;
   bool listens = true;
-  bool accepts = true;  // false for 0.1 s after descriptors ran out
+  bool accepts = true;    // false for 0.1 s after descriptors ran out
+  Nanos quiet_until = 0;  // shortages aren't logged before
 };
 
 // Opens a stay that listens at `address`; returns its handle or the negative errno. `first` to `last`: the ports that

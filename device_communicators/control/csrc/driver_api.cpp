@@ -76,15 +76,8 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
     std::vector<Member> all(static_cast<std::size_t>(count));
     std::vector<int> boards;
     for (Member& member : all) {
-      member.rank = reader.number<int>();
-      member.proc = reader.number<Proc>();
-      member.domain = reader.number<std::uint64_t>();
-      member.pid = reader.number<int>();
-      member.began = reader.number<std::uint64_t>();
-      boards.push_back(reader.number<int>());
-      member.endpoint.port = reader.number<std::uint16_t>();
-      member.endpoint.host = reader.text();
-      member.endpoint.token = reader.text();
+      get(&reader, std::tie(member.rank, member.proc, member.domain, member.pid, member.began, boards.emplace_back(),
+                            member.endpoint.port, member.endpoint.host, member.endpoint.token));
     }
     if (!reader.finished()) return -EINVAL;
     Event event;
@@ -98,9 +91,12 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
 }
 
 // Begins an agreement among `members`, in rank order, or with a negative timeout cancels it. `digest` identifies the
-// members in the verdict.
+// members. Returns -EEXIST if a call is under way; after each other call that began, `ps_control_forget` must follow.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) {
+  *digest = Core::digest_of({members, members + count});
+  const auto stay = find_stay(handle);
+  if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({0, *digest, purpose, attempt})) return -EEXIST;
   return post_event(handle, timeout_s < 0 ? Event::kCancel : Event::kCall, [&](Event* event) {
     auto call = std::make_shared<Call>();
     call->purpose = purpose;
@@ -108,10 +104,28 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
     call->members.assign(members, members + count);
     call->value.assign(value, size);
     call->deadline = from_now(timeout_s);
-    *digest = Core::digest_of(call->members);
     event->call = std::move(call);
   });
 }
+
+// Waits for the verdict of a call: copies as much as fits of it into `buffer`, and returns its size. 0: there is none
+// yet; -ESHUTDOWN: there will be none. Another thread may close the stay meanwhile.
+std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt,
+                                double wait_s, char* buffer, std::uint64_t capacity) {
+  const std::shared_ptr<Stay> stay = find_stay(handle);
+  if (stay == nullptr) return -ESRCH;
+  const auto size =
+      stay->inbox.await({0, digest, purpose, attempt}, static_cast<Nanos>(wait_s * 1e9), buffer, capacity);
+  return size < 0 ? -ESHUTDOWN : size;
+}
+
+// Frees the verdict of a call.
+void ps_control_forget(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt) {
+  if (const auto stay = find_stay(handle)) stay->inbox.forget({0, digest, purpose, attempt});
+}
+
+// Returns 1 if the process exited, or each of its threads is exiting or has a pending SIGKILL.
+int ps_control_is_ending(int pid) { return is_ending(pid) ? 1 : 0; }
 
 int ps_control_ask(std::int64_t handle, std::uint64_t proc, std::uint64_t id, const char* question, std::uint64_t size,
                    double timeout_s) {

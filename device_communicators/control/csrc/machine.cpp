@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -229,6 +230,10 @@ ProcessWatch::Found ProcessWatch::open(int pid, std::uint64_t began) {
 }
 
 bool ProcessWatch::has_exited() const {
+  if (polled_) {
+    pollfd exit{*file_, POLLIN, 0};
+    return poll(&exit, 1, 0) > 0 && (exit.revents & POLLIN) != 0;
+  }
   char byte;
   if (pread(*file_, &byte, 1, 0) < 0 && errno == ESRCH) return true;
   const auto fields = stat_fields(*file_);
@@ -241,7 +246,7 @@ bool is_ending(int pid) {
   const std::string folder = "/proc/" + std::to_string(pid) + "/task";
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());  // or a forked child keeps the folder open
   DIR* tasks = opendir(folder.c_str());
-  if (tasks == nullptr) return false;  // it has exited, or there is no /proc
+  if (tasks == nullptr) return (errno == ENOENT || errno == ESRCH) && access("/proc/self/task", F_OK) == 0;
   bool all = true;
   while (const dirent* task = readdir(tasks)) {
     if (task->d_name[0] != '.') all = all && is_thread_ending(folder + "/" + task->d_name + "/stat");

@@ -120,7 +120,7 @@ class ProcessWatch {
   bool polled_ = false;
 };
 
-// Returns true if each thread of the process is exiting or has a pending SIGKILL.
+// Returns true if the process exited, or if each thread of it is exiting or has a pending SIGKILL.
 bool is_ending(int pid);
 
 }  // namespace parallel_state::control

@@ -8,6 +8,7 @@
 
 #include "calling.h"
 #include "handle.h"
+#include "../../control/csrc/driver.h"
 #include "interrupt.h"
 
 using namespace parallel_state;
@@ -38,15 +39,14 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 13; }
+int ps_version() { return 14; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
 // 0, or 1 where this processor lacks it.
 int ps_use_instruction_set(const char* name) { return use_instruction_set(name) ? 0 : 1; }
 
-// PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release, and the thread that
-// runs signal handlers: see interrupt.h.
+// The functions of Interpreter, and the thread that runs signal handlers: see interrupt.h.
 void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
                         void (*let_lock)(int), unsigned long main_thread) {
   set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
@@ -63,6 +63,9 @@ void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long)
 
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
+
+// The address of a `std::atomic<int>`, for Python to set: see signal_descriptor.
+void* ps_signal_descriptor() { return &signal_descriptor(); }
 
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
@@ -96,12 +99,12 @@ void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
 void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
 
 // Takes over `memory`, a mapping of `bytes` that begins with what the collectives need. Its number, or 0.
-std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids,
-                           std::int64_t spin_ns, int yields, double timeout_s) {
+std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, std::int64_t spin_ns, int yields,
+                           double timeout_s) {
   WaitPolicy policy;
   policy.spin_ns = spin_ns;
   policy.yields = yields;
-  return keep(std::make_shared<Handle>(memory, bytes, rank, size, pids, policy, timeout_s));
+  return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
 // See Handle::set_arenas.
@@ -154,8 +157,15 @@ int ps_group_has_left(std::uint64_t group, int rank) {
   return handle != nullptr && handle->liveness().has_left(rank);
 }
 
-void ps_group_note_end(std::uint64_t group, int rank) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().note_end(rank);
+// See GroupLiveness::listen_to: `count` ranks of the group, and `domain_count` of the domain. `stay`: of
+// ps_control_open. Returns 0 for an unknown group or stay.
+int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, int count, const int* domain,
+                    int domain_count) {
+  const std::shared_ptr<Handle> handle = find(group);
+  const std::shared_ptr<control::Stay> found = control::find_stay(stay);
+  if (handle == nullptr || found == nullptr) return 0;
+  handle->liveness().listen_to(found->listeners, {ranks, ranks + count}, {domain, domain + domain_count});
+  return 1;
 }
 
 // The group is the part on this host of one that spans several. Before its first call.
@@ -163,7 +173,7 @@ void ps_group_be_part(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->be_part();
 }
 
-// A rank of the group's failure domain has died: waits of this process in the group end, and its calls fail.
+// Waits of this process in the group end, and its calls fail.
 void ps_group_doom(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
 }

@@ -4,7 +4,7 @@
 
 namespace parallel_state {
 
-Group::Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy)
+Group::Group(void* segment, int rank, int size, const GroupLiveness& liveness, WaitPolicy policy)
     : lines_(static_cast<Counter*>(segment)),
       archives_(reinterpret_cast<Archive*>(static_cast<char*>(segment) + archive_offset(size))),
       data_(static_cast<char*>(segment) + data_offset(size)),

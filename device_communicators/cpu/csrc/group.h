@@ -77,7 +77,7 @@ class Group {
  public:
   // `segment` holds `segment_bytes(size)` bytes, zero when the first rank attaches. `liveness` of all
   // ranks lives as long as the group.
-  Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy);
+  Group(void* segment, int rank, int size, const GroupLiveness& liveness, WaitPolicy policy);
 
   static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
 
@@ -246,7 +246,7 @@ class Group {
   int size_;
   const Tuning tuning_;
   WaitPolicy policy_;
-  const ProcessLiveness& liveness_;
+  const GroupLiveness& liveness_;
   std::uint64_t tick_ = 0;         // the last one that this rank published
   std::uint64_t all_reached_ = 0;  // a tick that all others are known to have published
   std::uint64_t small_used_[kSmallSlots] = {};

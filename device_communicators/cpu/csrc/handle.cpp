@@ -47,19 +47,22 @@ Tables& tables() { return *current_tables().load(std::memory_order_relaxed); }
 
 }  // namespace
 
-Handle::Handle(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids, WaitPolicy policy,
-               double timeout_s)
+Handle::Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s)
     : memory_(memory),
       bytes_(bytes),
       rank_(rank),
       size_(size),
       timeout_s_(timeout_s),
-      liveness_(pids, size, reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)), rank),
+      liveness_(reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)),
+                reinterpret_cast<ReportedEnds*>(static_cast<char*>(memory) + ends_offset(size)), size, rank),
       group_(memory, rank, size, liveness_, policy),
       queues_(size),
       tensor_queues_(size) {}
 
-Handle::~Handle() { munmap(memory_, bytes_); }
+Handle::~Handle() {
+  liveness_.stop_listening();  // the control plane's thread writes to this memory
+  munmap(memory_, bytes_);
+}
 
 void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset) {
   for (int rank = 0; rank < size_; ++rank) {

@@ -88,11 +88,10 @@ double coarse_now_s();
 class Handle {
  public:
   // Of the memory that a handle works in.
-  static std::size_t segment_bytes(int size) { return members_offset(size) + size * sizeof(Member); }
+  static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
   // Takes over `memory`, a mapping of `bytes`.
-  Handle(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids, WaitPolicy policy,
-         double timeout_s);
+  Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
@@ -147,7 +146,7 @@ class Handle {
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
   Lender* lender() const { return lender_.get(); }  // of tensors in this rank's arena
 
-  ProcessLiveness& liveness() { return liveness_; }
+  GroupLiveness& liveness() { return liveness_; }
 
   Queues& queues() { return queues_; }                // of messages
   Queues& tensor_queues() { return tensor_queues_; }  // of plain tensors, each to one rank
@@ -167,6 +166,7 @@ class Handle {
 
  private:
   static std::size_t members_offset(int size) { return (Group::segment_bytes(size) + 63) / 64 * 64; }
+  static std::size_t ends_offset(int size) { return members_offset(size) + size * sizeof(Member); }
   struct Leave {
     Handle& handle;
     ~Leave() { handle.leave(); }
@@ -184,7 +184,7 @@ class Handle {
   int rank_;
   int size_;
   std::atomic<double> timeout_s_;
-  ProcessLiveness liveness_;
+  GroupLiveness liveness_;
   Group group_;
   Meter meter_;
   std::mutex failure_mutex_;

@@ -6,6 +6,8 @@
 
 #include <atomic>
 
+#include "signals.h"
+
 namespace parallel_state {
 namespace {
 
@@ -27,8 +29,13 @@ void set_interpreter(const Interpreter& interpreter, unsigned long thread) {
   known.store(true, std::memory_order_release);
 }
 
-bool interrupted() {
-  if (!in_main_thread()) return false;
+std::atomic<int>& signal_descriptor() {
+  static std::atomic<int> descriptor{-1};  // written and read by the main thread
+  return descriptor;
+}
+
+bool interrupted(bool surely) {
+  if (!in_main_thread() || !(has_signal(signal_descriptor()) || surely)) return false;
   const int lock = python.take_lock();
   const bool raises = python.check_signals() != 0;
   if (raises) python.fetch(&raised[0], &raised[1], &raised[2]);

@@ -1,6 +1,8 @@
-// Ctrl-C while a thread of a Python program sleeps here: the interpreter has noted the signal, and runs its handler
-// only when it is asked to. The library knows Python by three functions that are handed to it.
+// Ctrl-C while a thread of a Python program waits here: the interpreter has noted the signal, and runs its handler
+// only when it is asked to. The library knows Python by functions that are handed to it.
 #pragma once
+
+#include <atomic>
 
 namespace parallel_state {
 
@@ -14,8 +16,12 @@ struct Interpreter {
 // `main_thread` is the one that runs handlers, a pthread_t.
 void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 
-// Whether a handler raised, now. Asked between two sleeps, never on the fast path.
-bool interrupted();
+// See has_signal. Python sets it.
+std::atomic<int>& signal_descriptor();
+
+// Whether a handler raised, now. Runs handlers, with the interpreter lock, if a signal has come; else takes no lock.
+// `surely`: a signal has come. Asked between two sleeps, never on the fast path.
+bool interrupted(bool surely);
 
 // What the last one raised, three references that are the caller's; null where there is nothing, and in other threads.
 void take_exception(void** type, void** value, void** traceback);

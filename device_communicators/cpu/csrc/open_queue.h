@@ -41,9 +41,9 @@ class Turn {
 // The fields behind `turn` are written in it, or before anybody else knows of the end.
 template <typename End>
 struct OpenEnd {
-  OpenEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const ProcessLiveness& processes,
-          WaitPolicy policy, QueueReport* report)
-      : end(control, data, shape, ranks, me, processes, policy), report(report) {}
+  OpenEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses, WaitPolicy policy,
+          QueueReport* report)
+      : end(control, data, shape, ranks, me, losses, policy), report(report) {}
 
   End end;
   QueueReport* const report;

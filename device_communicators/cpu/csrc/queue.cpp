@@ -13,7 +13,7 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 60;
 
 }  // namespace
 
-RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const ProcessLiveness& processes,
+RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses,
                  WaitPolicy policy)
     : shape_(shape),
       me_(me),
@@ -21,7 +21,7 @@ RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, i
       counters_(reinterpret_cast<Counter*>(static_cast<char*>(control) + sizeof(Ends))),
       data_(static_cast<char*>(data)),
       ranks_(ranks, ranks + shape.readers + 1),
-      processes_(processes),
+      losses_(losses),
       policy_(policy) {
   counter(me).own();
 }
@@ -35,7 +35,7 @@ void RingEnd::leave() {
 // Who ended first: an end may have left because another rank died.
 Loss RingEnd::loss(int index) const {
   if (leaving_.load(std::memory_order_relaxed)) return {ranks_[index], -1, 0};
-  const Loss found = processes_.loss(ranks_[index]);
+  const Loss found = losses_.loss(ranks_[index]);
   const bool there = (ends_->left.load(std::memory_order_acquire) >> index & 1) == 0;
   return found.rank >= 0 || found.reporter >= 0 || there ? found : Loss{ranks_[index], -1, 0};
 }

@@ -79,11 +79,11 @@ struct QueueReport {
 };
 
 // One side of a ring: its counters, and whether the others are still there.
-class RingEnd : public Liveness {
+class RingEnd : public Losses {
  public:
-  // `ranks[0]` is the writer's, the others are the readers'; `processes` tells which of the group's live. `me` is an
+  // `ranks[0]` is the writer's, the others are the readers'; `losses` tells which of the group's live. `me` is an
   // index.
-  RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const ProcessLiveness& processes,
+  RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const Losses& losses,
           WaitPolicy policy);
 
   // Tells the other ends that this one writes or reads no more, and a call that another thread is in to return.
@@ -91,11 +91,6 @@ class RingEnd : public Liveness {
   int writer() const { return ranks_[0]; }        // a rank
   int suspect() const { return suspect_; }        // whose death or absence the last call failed with: a rank
   const Loss& given_up() const { return lost_; }  // who gave up, after kGivenUp, and why
-  // Whether there is sense in waiting for the end with this index, the writer being 0.
-  bool is_alive(int index) const override {
-    const Loss found = loss(index);
-    return found.rank < 0 && found.reporter < 0;
-  }
 
  protected:
   struct alignas(128) Ends {  // a bit each, by index
@@ -118,12 +113,13 @@ class RingEnd : public Liveness {
   Ends* const ends_;
 
  private:
-  Loss loss(int index) const;
+  // Of the end with this index, the writer being 0.
+  Loss loss(int index) const override;
 
   Counter* counters_;
   char* data_;
   std::vector<int> ranks_;
-  const ProcessLiveness& processes_;
+  const Losses& losses_;
   WaitPolicy policy_;
   std::atomic<bool> leaving_{false};
   Deadline deadline_;

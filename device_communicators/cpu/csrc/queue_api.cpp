@@ -10,6 +10,7 @@
 #include <memory>
 #include <utility>
 
+#include "../../control/csrc/machine.h"
 #include "calling.h"
 #include "handle.h"
 #include "messages.h"
@@ -22,6 +23,8 @@ namespace {
 using parallel_state::calling;
 using parallel_state::Handle;
 using parallel_state::InTurn;
+using parallel_state::Loss;
+using parallel_state::Losses;
 using parallel_state::number_of;
 using parallel_state::OpenEnd;
 using parallel_state::OpenReader;
@@ -30,7 +33,6 @@ using parallel_state::Packer;
 using parallel_state::packer;
 using parallel_state::Piece;
 using parallel_state::pointer_of;
-using parallel_state::ProcessLiveness;
 using parallel_state::Python;
 using parallel_state::QueueReader;
 using parallel_state::QueueReport;
@@ -38,12 +40,45 @@ using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
 using parallel_state::WaitPolicy;
+using parallel_state::control::ProcessWatch;
 
-// Which of a group's ranks are lost: as the group knows it, or, without one, by their processes alone.
+// Ends of a queue that are no ranks of a world, as those of vLLM's queues: only this process watches them.
+class ProcessLiveness final : public Losses {
+ public:
+  // A PID of 0 or less, as of a process in another PID namespace, isn't watched.
+  ProcessLiveness(const std::int64_t* pids, int count) : processes_(static_cast<std::size_t>(count)) {
+    for (Process& each : processes_) each.found = each.watch.open(static_cast<int>(*pids++), 0);
+  }
+
+  Loss loss(int awaited) const override {
+    if (has_ended(processes_[awaited])) return {awaited, -1, 0};
+    for (std::size_t end = 0; end < processes_.size(); ++end) {
+      if (has_ended(processes_[end])) return {static_cast<int>(end), -1, 0};
+    }
+    return {};
+  }
+
+ private:
+  struct Process {
+    ProcessWatch watch;
+    ProcessWatch::Found found = ProcessWatch::kUnknown;
+  };
+  static bool has_ended(const Process& process) {
+    return process.found == ProcessWatch::kExited ||
+           (process.found == ProcessWatch::kRuns && process.watch.has_exited());
+  }
+
+  std::vector<Process> processes_;
+};
+
+// Which ends are lost: as their group knows it, or, without one, by their processes alone.
 struct Watch {
   std::shared_ptr<Handle> group;
   std::unique_ptr<ProcessLiveness> processes;
-  const ProcessLiveness& liveness() const { return group != nullptr ? group->liveness() : *processes; }
+  const Losses& losses() const {
+    if (group != nullptr) return group->liveness();
+    return *processes;
+  }
 };
 
 template <typename End>
@@ -53,7 +88,7 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
   policy.spin_ns = spin_ns;
   policy.yields = yields;
   const auto made = std::make_shared<OpenEnd<End>>(control, data, RingShape{chunk_bytes, chunks, readers}, ranks, me,
-                                                   static_cast<const Watch*>(liveness)->liveness(), policy, report);
+                                                   static_cast<const Watch*>(liveness)->losses(), policy, report);
   made->spin_ns = spin_ns;
   made->itself = made;
   return made.get();

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "forks.h"
-#include "interrupt.h"
 #include "wait.h"
 
 namespace parallel_state {
@@ -602,11 +601,12 @@ std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slic
       lock.lock();
       continue;
     }
-    if (sleep(lock, until - now, all) == kInterrupted) return kInterrupted;
+    if (!sleep(lock, until - now, all)) return kLook;
   }
 }
 
-std::int64_t Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all) {
+// Returns false if a signal came: Python runs its handler between two slices.
+bool Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all) {
   std::vector<pollfd> polled;
   for (const auto& stream : streams_) {
     if (!stream->error_.empty()) continue;
@@ -616,10 +616,10 @@ std::int64_t Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t lim
   }
   if (waiters_ > 1) limit_ns = std::min(limit_ns, kTwoWaitNs);  // another one may move what this one waits for
   lock.unlock();
-  const bool ends = interrupted();
-  if (!ends) poll(polled.data(), polled.size(), static_cast<int>(std::max<std::int64_t>(1, limit_ns / 1'000'000)));
+  const int limit_ms = static_cast<int>(std::max<std::int64_t>(1, limit_ns / 1'000'000));
+  const bool interrupted = poll(polled.data(), polled.size(), limit_ms) < 0 && errno == EINTR;
   lock.lock();
-  return ends ? kInterrupted : kLook;
+  return !interrupted;
 }
 
 std::int64_t Streams::post_frames(const std::string& head, std::vector<Part>& parts,

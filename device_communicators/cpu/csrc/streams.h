@@ -164,10 +164,9 @@ struct Part {
 class Streams {
  public:
   // What came of a call, where it isn't a number from 0 on.
-  static constexpr std::int64_t kLook = -1;         // a slice of time has passed
-  static constexpr std::int64_t kDiffer = -2;       // a frame isn't that of this call: see `frame`
-  static constexpr std::int64_t kInterrupted = -3;  // by a signal's handler
-  static constexpr std::int64_t kFailed = -4;       // less the rank whose connection has an error
+  static constexpr std::int64_t kLook = -1;    // a slice of time has passed
+  static constexpr std::int64_t kDiffer = -2;  // a frame isn't that of this call: see `frame`
+  static constexpr std::int64_t kFailed = -4;  // less the rank whose connection has an error
 
   // Bodies from `striped_bytes` on are striped, where there is more than one connection.
   Streams(std::int64_t spin_ns, std::uint64_t striped_bytes);
@@ -223,7 +222,7 @@ class Streams {
                            std::vector<std::uint64_t>* numbers);
   template <typename Awaited>
   std::int64_t move(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all);
-  std::int64_t sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all);
+  bool sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all);
 
   std::mutex mutex_;
   const std::int64_t spin_ns_;

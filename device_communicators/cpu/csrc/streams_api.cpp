@@ -1,8 +1,7 @@
 // The interface of streams.h to Python: what a message takes as calling.h has it, the rest for ctypes.
 //
 // A part is four arguments: a rank, an address, a number of bytes, and the object whose memory that is, which a
-// transfer keeps as long as it needs it. What may wait returns what streams.h says, or null where a signal's handler
-// has raised meanwhile.
+// transfer keeps as long as it needs it. What may wait returns what streams.h says.
 
 #include <algorithm>
 #include <cstring>
@@ -11,7 +10,6 @@
 #include <vector>
 
 #include "calling.h"
-#include "interrupt.h"
 #include "streams.h"
 
 namespace {
@@ -74,12 +72,7 @@ void* unlocked(Streams& streams, Function function) {
   calling.restore_thread(thread);
   for (void* const owner : owners) calling.let_go(owner);
   if (!has_memory) return calling.no_memory();
-  if (outcome != Streams::kInterrupted) return calling.make_integer(outcome);
-  void *type = nullptr, *value = nullptr, *traceback = nullptr;
-  take_exception(&type, &value, &traceback);
-  if (type == nullptr) return calling.make_integer(Streams::kLook);
-  calling.raise(type, value, traceback);
-  return nullptr;
+  return calling.make_integer(outcome);
 }
 
 // As `unlocked`, of a function that returns a text.

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "interrupt.h"
 
@@ -40,9 +41,12 @@ std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
   return word;
 }
 
-void futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
+// Returns true if a signal ended it.
+bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
   timespec limit{static_cast<time_t>(slice_ns / 1'000'000'000), static_cast<long>(slice_ns % 1'000'000'000)};
-  syscall(SYS_futex, futex_word(counter.value), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
+  return syscall(SYS_futex, futex_word(counter.value), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr,
+                 0) != 0 &&
+         errno == EINTR;
 }
 
 bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 0; }
@@ -85,7 +89,7 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
   // it sees this one; if after, the value that it stored before it looked is seen below.
   const bool sure = membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) || counter.fences.load(std::memory_order_relaxed) != 0;
   WaitResult result = WaitResult::kReached;
-  for (;;) {
+  for (bool signal = false;;) {
     const std::uint64_t seen = counter.value.load(std::memory_order_seq_cst);
     if (seen >= target) break;
     const std::int64_t left_ns = deadline_ns - now_ns();
@@ -97,11 +101,11 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
       result = WaitResult::kPeerDied;
       break;
     }
-    if (interrupted()) {
+    if (interrupted(signal)) {
       result = WaitResult::kInterrupted;
       break;
     }
-    futex_wait(counter, seen, std::min(left_ns, sure ? kSliceNs : kUnsureSliceNs));
+    signal = futex_wait(counter, seen, std::min(left_ns, sure ? kSliceNs : kUnsureSliceNs));
   }
   counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
   return result;

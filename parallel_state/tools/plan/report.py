@@ -127,29 +127,28 @@ def _cost(communicators: Communicators) -> Iterator[str]:
 
 def rank_text(plan: Plan, rank: int) -> str:
     """Returns what one rank is: its place, its coordinates, its stage, and its group of every kind."""
-    node, gpu = plan.place(rank)
-    lines = [*heading(plan), "", f"rank {rank}: node {node}, GPU {gpu}"]
-    place_on_axes = coordinates(plan.layout, rank)
-    lines.append("coordinates: " + (" ".join(f"{name}={index}" for name, index in place_on_axes.items()) or "one rank"))
-    lines += [f"pipeline: {stage_text(plan, rank)}", ""]
+    facts = _rank_json(plan, rank)
+    before = "the first" if facts["first_stage"] else f"previous rank {facts['previous']}"
+    after = "the last" if facts["last_stage"] else f"next rank {facts['next']}"
     rows = [["group", "rank in it", "of", "ranks", "process group", "made"]]
     for kind in plan.kinds:
         if kind.size > 1:
-            ranks = plan.layout.group_of(rank, kind.name)
-            position = str(ranks.index(rank)) if ranks else "–"
-            rows.append([kind.name, position, str(len(ranks)) if ranks else "–",
-                         abbreviate(ranks) if ranks else "not in one", _process_group(plan, kind),
-                         "yes" if kind.made else ""])  # fmt: skip
-    return "\n".join([*lines, *columns(rows, right=(1, 2))])
-
-
-def stage_text(plan: Plan, rank: int) -> str:
-    """Returns `stage 2 of 8: previous rank 10, next rank 42`, or `the first` and `the last`."""
-    stages = plan.layout.group_of(rank, "pp")
-    stage = stages.index(rank)
-    before = "the first" if stage == 0 else f"previous rank {stages[stage - 1]}"
-    after = "the last" if stage == len(stages) - 1 else f"next rank {stages[stage + 1]}"
-    return f"stage {stage} of {len(stages)}: {before}, {after}"
+            group = facts["groups"].get(kind.name)
+            place = (
+                ["–", "–", "not in one"]
+                if group is None
+                else [str(group["rank_in_group"]), str(len(group["ranks"])), abbreviate(group["ranks"])]
+            )
+            rows.append([kind.name, *place, _process_group(plan, kind), "yes" if kind.made else ""])  # fmt: skip
+    return "\n".join([
+        *heading(plan),
+        "",
+        f"rank {rank}: node {facts['node']}, GPU {facts['gpu']}",
+        "coordinates: " + (" ".join(f"{name}={at}" for name, at in facts["coordinates"].items()) or "one rank"),
+        f"pipeline: stage {facts['stage']} of {facts['stages']}: {before}, {after}",
+        "",
+        *columns(rows, right=(1, 2)),
+    ])  # fmt: skip
 
 
 def _paragraph(text: str, indent: str = "") -> str:

@@ -1,0 +1,71 @@
+"""The wakeup descriptor of Python's signals, by which compiled waits learn of a signal without the interpreter lock.
+
+Python's signal handler in C writes a byte to it (`signal.set_wakeup_fd`). A process has only one, and asyncio may set
+it. A program's own descriptor goes first: while there is one, waits of the main thread take the lock in each slice to
+ask for signals. So `signal.set_wakeup_fd` is replaced, once the compiled library is loaded, by a function that does the
+same and notes whose descriptor is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from ctypes import c_int
+from typing import Any
+
+from device_communicators.base import forks
+
+_set = signal.set_wakeup_fd
+
+
+class _Wakeup:
+    """A pipe, and who is told its reading end."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.told: list[c_int] = []
+        self.is_set = self.is_foreign = False
+        """Whose descriptor is set: this one, or the program's."""
+        forks.call_in_children(self.renew)
+        signal.set_wakeup_fd = self.set
+
+    def set(self, fd: int, /, **options: Any) -> int:
+        """Does what signal.set_wakeup_fd does, whose place it takes. Programs don't see this object's descriptor."""
+        before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
+        self.is_set, self.is_foreign = fd == -1, fd != -1
+        self.tell()
+        return -1 if before == self.writer else before
+
+    def tell(self) -> None:
+        for told in self.told:
+            told.value = self.reader if self.is_set else -1
+
+    def renew(self) -> None:
+        """Replaces the pipe in a forked child, or its signals would be the parent's."""
+        for own, new in zip((self.reader, self.writer), os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC), strict=True):
+            os.dup2(new, own, inheritable=False)
+            os.close(new)
+
+
+@functools.cache
+def _wakeup() -> _Wakeup:
+    return _Wakeup()
+
+
+def tell(descriptor: c_int) -> None:
+    """Keeps `descriptor` equal to one that is readable after a signal; -1 while there is none."""
+    _wakeup().told.append(descriptor)
+    begin()
+
+
+def begin() -> None:
+    """Sets the descriptor if the program has set none. Does nothing outside of the main thread: call it again there."""
+    wakeup = _wakeup()
+    if not wakeup.is_set and not wakeup.is_foreign:
+        with contextlib.suppress(ValueError):  # another thread
+            before = wakeup.set(-1)
+            if before != -1:
+                wakeup.set(before)
+    wakeup.tell()
