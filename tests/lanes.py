@@ -82,10 +82,10 @@ PROGRAMS = _files(
 )  # fmt: skip
 """Contract tests of programs, rather than of ranks."""
 RANKS = _files(
-    "tests/internals", "test_areas", "test_control_plane", "test_control_store", "test_direct_calls",
+    "tests/internals", "test_areas", "test_control_plane", "test_direct_calls",
     "test_group_topology_ranks", "test_kernels", "test_message_queue", "test_nccl_windows_ranks", "test_peer_calls",
     "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_thread_names",
-    "test_trace", "test_tune",
+    "test_trace", "test_tune", "test_world_store",
 )  # fmt: skip
 """Tests of internals that start ranks or take seconds: beside the contract tests."""
 FUZZING = _files("tests/internals", "test_fuzzed")
