@@ -24,7 +24,8 @@ class _Wakeup:
     """A pipe, and who is told its reading end."""
 
     def __init__(self) -> None:
-        self.reader, self.writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.reader, self.writer = _pipe()
+        self._inode = os.fstat(self.reader).st_ino
         self.told: list[c_int] = []
         self.is_set = self.is_foreign = False
         """Whose descriptor is set: this one, or the program's."""
@@ -44,9 +45,27 @@ class _Wakeup:
 
     def renew(self) -> None:
         """Replaces the pipe in a forked child, or its signals would be the parent's."""
-        for own, new in zip((self.reader, self.writer), os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC), strict=True):
-            os.dup2(new, own, inheritable=False)
+        made, inode = _pipe(), self._inode
+        self._inode = os.fstat(made[0]).st_ino
+        self.reader, self.writer = (
+            _take_over(*each, inode) for each in zip(made, (self.reader, self.writer), strict=True)
+        )
+        if self.is_set:
+            self.set(-1)
+
+
+def _take_over(new: int, old: int, inode: int) -> int:
+    """Gives the number `old` to `new` unless the program has closed that of the pipe `inode`. Returns its number."""
+    with contextlib.suppress(OSError):
+        if os.fstat(old).st_ino == inode:
+            os.dup2(new, old, inheritable=False)
             os.close(new)
+            return old
+    return new
+
+
+def _pipe() -> tuple[int, int]:
+    return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 @functools.cache

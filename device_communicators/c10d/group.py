@@ -60,7 +60,7 @@ from device_communicators.routing.failures import (
     kind_of_failure,
     note_error,
 )
-from device_communicators.routing.waiting import abandon
+from device_communicators.routing.waiting import Watched, abandon
 
 _TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP = 1, 2, 4, 5
 """`QueueStatus` in csrc/queue.h; any other is of a malformed message."""
@@ -138,7 +138,8 @@ class Group:
         self.hosts: Any = None
         """Carries collectives of a group over several hosts."""
         if len(members.ranks) > 1 and self.collectives is None:
-            self._gloo = self.make_gloo()  # now, while all ranks are here: who transfers first needn't wait for others
+            self._gloo = self.make_gloo()
+            self._connect_gloo()
             if memory.problem is None and len(memory.hosts) < len(members.ranks):
                 address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
                 self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo), address)
@@ -353,6 +354,24 @@ class Group:
             raise as_torch_error(died(self._context, "new_group", started))
         silent = StoreSilentError(f"{store} did not let the ranks connect over gloo")
         raise self._lost_store(silent, "new_group", started)
+
+    def _connect_gloo(self) -> None:
+        """Connects neighbours in the gloo group while all ranks are here, by a barrier.
+
+        A transfer between ranks that are not connected blocks until the peer transfers too: gloo connects a pair of
+        ranks at its first use, and one fixed side dials. Signal handlers don't run meanwhile.
+        """
+        context, started = replace(self._context, make_cpu_group=lambda: self._gloo), time.monotonic()
+        try:
+            Watched(self._gloo.barrier(), context, "new_group").wait()
+        except RuntimeError as error:
+            if isinstance(error, CommunicationError):
+                raise
+            text = f"the ranks of {context} can't be connected over gloo: {plain(error)}"
+            failure: CommunicationError = context.failure(
+                kind_of_failure(str(error)), text, "new_group", started=started
+            )
+            raise attributed(context, "new_group", started, failure) from error
 
     def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
         """Returns the error for an operation of the group's store that failed."""

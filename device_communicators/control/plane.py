@@ -13,6 +13,7 @@ module has no socket and makes no decision.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -20,11 +21,13 @@ import json
 import logging
 import os
 import select
+import stat
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -60,6 +63,10 @@ _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
 """kMostMembers of csrc/frame.h and kMostDomains of csrc/core.h: leads hold a connection to each other domain."""
 MOST_TOKEN_BYTES = 64
 """Of a token that the program gives: HMAC hashes longer keys first."""
+_ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
+"""Where a board holds the endpoint; see BoardHead in csrc/machine.h."""
+_BOARDS = ("/memfd:ps-control", "/dev/shm/#")
+"""Targets of the descriptors of boards. The second one is used where memfd_create is refused."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
@@ -81,6 +88,9 @@ def greeter(greeting: bytes) -> int:
     magic, proc = _GREETING.unpack(greeting)
     return int(proc) if magic == b"\0PSCTRL1" else 0
 
+
+Answer = bytes | Callable[[Callable[[bytes], None]], None]
+"""A reply, or a function that is given where to send it."""
 
 _OPEN: WeakSet[World] = WeakSet()
 
@@ -205,6 +215,7 @@ class World:
             named = name_shortage(error, doing)
             raise (ControlError(f"{doing} failed: {error}{advice}") if named is error else named) from error
         self.endpoint = Endpoint(proc.value, address, bound.value, shown.value.decode(), board.value)
+        os.pwrite(board.value, str(self.endpoint).encode()[:_ENDPOINT_BYTES], _ENDPOINT_AT)
         self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
@@ -213,7 +224,7 @@ class World:
         self._asked = 0
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
-        self._on_question: Callable[[int, bytes], bytes] = lambda rank, question: b""
+        self._on_question: Callable[[int, bytes], Answer] = lambda rank, question: b""
         self._look: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._is_leaving = False
@@ -223,13 +234,15 @@ class World:
         self,
         members: Sequence[Member],
         on_change: Callable[[Change], None],
-        on_question: Callable[[int, bytes], bytes] | None = None,
+        on_question: Callable[[int, bytes], Answer] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
         """Joins the world. Every member calls it with the same members. Returns without waiting.
 
         `on_change` is called for each rank that ends, and for this rank if a peer reports it.
-        `on_question(rank, question)` returns the reply. One thread calls both, so they must be quick.
+        `on_question(rank, question)` returns the reply, or a function. That function receives another one, which sends
+        the reply when any thread calls it. A rank of -1 is a guest of the store, that is a process that has the token.
+        One thread calls `on_change` and `on_question`, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -479,7 +492,10 @@ class World:
             self._take_reply(number, None if flags else text)
         elif kind == _ASKED:
             reply = self._guarded(self._on_question, rank, text) or b""
-            self._library.ps_control_reply(self._handle, proc, number, reply, min(len(reply), MOST_STATUS_BYTES))
+            if callable(reply):
+                self._guarded(reply, partial(self._reply, proc, number))
+            else:
+                self._reply(proc, number, reply)
         elif kind == _OVER:
             self._end = f"its thread failed: {_words(text)}" if flags else "this process left the world"
             if flags:
@@ -495,6 +511,10 @@ class World:
         elif rank >= 0 and not (kind == _HAS_LEFT and proc == self.endpoint.proc):
             word, by = "left" if kind == _HAS_LEFT else _kind_of(flags), self._ranks.get(number, -1)
             self._guarded(self._on_change, Change(word, rank, _words(text), by))
+
+    def _reply(self, proc: int, number: int, reply: bytes) -> None:
+        size = min(len(reply), MOST_STATUS_BYTES) if proc else len(reply)
+        self._library.ps_control_reply(self._handle, proc, number, reply, size)
 
     def _take_reply(self, number: int, reply: bytes | None) -> None:
         with self._lock:
@@ -537,6 +557,23 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
         buffer = ctypes.create_string_buffer(needed)
         needed = fill(buffer, len(buffer))
     return ctypes.string_at(buffer, needed)
+
+
+def find_endpoints() -> dict[int, list[Endpoint]]:
+    """Returns the endpoints of processes of this PID namespace, by PID. Reads the boards that this user may open."""
+    found: dict[int, list[Endpoint]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        folder = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):  # it exited, or is another user's
+            for number in os.listdir(folder):
+                path = f"{folder}/{number}"
+                with contextlib.suppress(OSError, ValueError, TypeError):  # it was closed, or is another file
+                    is_own = os.lstat(path).st_mode & stat.S_IWUSR  # it reads those of its neighbours
+                    if is_own and os.readlink(path).startswith(_BOARDS):
+                        with open(path, "rb") as board:
+                            text = os.pread(board.fileno(), _ENDPOINT_BYTES, _ENDPOINT_AT).rstrip(b"\0")
+                        found.setdefault(int(pid), []).append(Endpoint.parse(text))
+    return found
 
 
 def _kind_of(flags: int) -> str:

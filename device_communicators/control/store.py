@@ -31,7 +31,7 @@ MOST_BYTES = (32 << 20) - 4096
 MAGIC = b"\0PSCTRL1"
 """The first bytes of a listener of the control plane."""
 _MOST_PARTS = 1 << 17
-_SET, _GET, _ADD, _WAIT, _CHECK, _COMPARE_SET, _DELETE, _COUNT, _APPEND, _HOLD = range(1, 11)
+_SET, _GET, _ADD, _WAIT, _CHECK, _COMPARE_SET, _DELETE, _COUNT, _APPEND, _HOLD, _QUESTION = range(1, 12)
 """StoreCall in csrc/store.h."""
 _WAITING = (_GET, _WAIT)
 _HEAD, _LENGTH = struct.Struct("<BI"), struct.Struct("<I")
@@ -125,6 +125,10 @@ class ControlStore(dist.Store):
             connection.close()
             raise
         self._held.append(connection)
+
+    def question(self, text: str) -> bytes:
+        """Returns the reply of the server's program; see `World.meet`, on_question."""
+        return self._ask(_QUESTION, [text])[0]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._ask(_SET, [part for pair in zip(keys, values, strict=True) for part in pair])

@@ -32,7 +32,7 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import is_loopback
 from device_communicators.base.member import GroupMember
-from device_communicators.control.plane import Change, ControlError, Endpoint, Member, Verdict, World
+from device_communicators.control.plane import Answer, Change, ControlError, Endpoint, Member, Verdict, World
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.gathering import in_parts, over_gloo
 
@@ -202,10 +202,10 @@ class Watcher:
         """Returns True if a rank of this host, global, ended on purpose."""
         self._left: set[int] = set()
         self._pid = os.getpid()
-        self.answers: dict[str, Callable[[int, bytes], bytes]] = {}
-        """By topic: returns the reply to a peer's question, from the global rank that asks and the payload.
+        self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
+        """By topic: returns the reply to a question, from the global rank that asks and the payload.
 
-        The control plane's callback thread calls it, so it must be quick.
+        As `on_question` of `World.meet`: quick, and a rank of -1 is a guest, such as `debug --live`.
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         """Called by the control plane's callback thread each 0.4 s. Must be quick."""
@@ -290,7 +290,7 @@ class Watcher:
             on_replies({})
         return {}
 
-    def _answer(self, rank: int, question: bytes) -> bytes:
+    def _answer(self, rank: int, question: bytes) -> Answer:
         topic, _, payload = question.partition(b"\0")
         answer = self.answers.get(topic.decode(errors="replace"))
         return b"" if answer is None else answer(rank, payload)

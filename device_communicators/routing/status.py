@@ -24,7 +24,7 @@ from typing import Any
 
 from device_communicators.base import settings
 from device_communicators.calls.recorder import Operation
-from device_communicators.liveness import questions, stacks
+from device_communicators.liveness import stacks
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import Report
@@ -85,7 +85,13 @@ class Status:
         """When this rank was last seen in a call."""
         self._logged = 0.0, 0.0
         """The start of the wait that was logged last, and its length then."""
-        watcher.answers.update(state=self._answer_state, report=self._answer_report)
+        self._began_s = time.monotonic()
+        watcher.answers.update(
+            state=self._answer_state,
+            report=self._answer_report,
+            describe=lambda rank, _: json.dumps(self.describe()).encode(),
+            elsewhere=lambda rank, _: self._answer_elsewhere,
+        )
         watcher.on_look.append(self._look)
 
     def add(self, route: Route) -> None:
@@ -132,6 +138,7 @@ class Status:
             "rank": self.rank,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "began_s": self._began_s,
             "state": self.state(),
             "world": self._world_ranks,
             "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
@@ -156,10 +163,11 @@ class Status:
             ],
         }  # fmt: skip
 
-    def states_elsewhere(self) -> dict[int, State]:
-        """Returns the states of ranks of other hosts, of at most 256."""
+    def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
+        """Replies the states of ranks of other hosts, of at most 256."""
         near = {self.rank, *self._watcher.pids}
-        return self.ask_states([rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN])
+        far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
+        self._ask_states(far, "", None, lambda states: reply(json.dumps(states).encode()))
 
     @property
     def _world_ranks(self) -> tuple[int, ...]:
@@ -326,41 +334,6 @@ def _packed(key: str, report: Report) -> bytes:
     return json.dumps([key, report.sequence, report.call, report.timed_out, report.before]).encode()
 
 
-class _Process:
-    """The worlds of this process, and the thread that answers for them."""
-
-    def __init__(self) -> None:
-        self._worlds: list[Status] = []
-        self._answers: questions.AnswerThread | None = None
-        self._lock = threading.Lock()
-
-    def add(self, world: Status) -> None:
-        with self._lock:
-            self._worlds.append(world)
-            if self._answers is None:
-                self._answers = questions.AnswerThread(self._answer)
-
-    def remove(self, world: Status) -> None:
-        with self._lock:
-            self._worlds = [each for each in self._worlds if each is not world]
-            answers = None if self._worlds else self._answers
-            if answers is not None:
-                self._answers = None
-        if answers is not None:
-            answers.close()
-
-    def _answer(self, question: str) -> Any:
-        """Answers `describe` or `states` for the newest world."""
-        worlds = self._worlds
-        if not worlds:
-            return None
-        asked = {"describe": worlds[-1].describe, "states": worlds[-1].states_elsewhere}
-        return asked[question]() if question in asked else None
-
-
-_PROCESS = _Process()
-
-
 def watch(route: Route) -> None:
     """Answers for a group's calls and logs its long waits from now on, if its ranks have a control plane."""
     context, watcher = route.context, route.context.watcher
@@ -368,6 +341,4 @@ def watch(route: Route) -> None:
         return
     if watcher.status is None:
         watcher.status = Status(watcher, context.global_rank)
-        _PROCESS.add(watcher.status)
-        watcher.on_close.append(partial(_PROCESS.remove, watcher.status))
     watcher.status.add(route)

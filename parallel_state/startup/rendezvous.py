@@ -73,6 +73,7 @@ _WORLD, _COMPLAINT = "world", "complaint"
 _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
 _GONE, _NOTHING = "gone/", "?"
 """Keys of the world's store; `_GONE` and the key of an entry whose rank exited."""
+_WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
 _UNREACHED, _NO_LIBRARY = "unreached", "no library"
@@ -167,8 +168,6 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        if isinstance(store.raw, WorldStore):
-            store.raw.met_at = way.where
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.served)
     except BaseException as error:
         watcher.close()
@@ -197,8 +196,8 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
         places = {number: Address.parse(json.loads(value)) for number, value in enumerate(verdict.values)}
         endpoint = Endpoint.parse(places[0].endpoint)
         return Met(
-            BoundedStore(_store_at(endpoint, timeout_s)),
-            "the control plane of the world before",
+            BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE)),
+            _WORLD_BEFORE,
             places,
             deadline,
             watcher,
@@ -251,7 +250,9 @@ class _Meeting:
         """Returns the store of a world: that of rank 0's control plane; without one, a part of the launcher's."""
         if not name.startswith("["):
             return launcher.prefixed(name)
-        return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S)).until(self.deadline + LAST_WORD_S)
+        return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S, self.way.where)).until(
+            self.deadline + LAST_WORD_S
+        )
 
     # Rank 0.
 
@@ -563,9 +564,11 @@ class _Meeting:
         )
 
 
-def _store_at(endpoint: Endpoint, timeout_s: float) -> WorldStore:
+def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> WorldStore:
     address = endpoint.host, endpoint.port
-    return WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
+    store = WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
+    store.met_at = met_at
+    return store
 
 
 def _peek(store: BoundedStore, key: str) -> str:

@@ -1,33 +1,38 @@
 """`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
 
-A thread of each rank of this host answers over a socket (`liveness.questions`), with its stacks. One of them asks the
-ranks of other hosts over the control plane. Nobody is stopped.
+The control plane of each rank of this host answers, with the stacks of its threads. One of them asks the ranks of other
+hosts. No rank is stopped.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from device_communicators.base.errors import format_ranks
 from device_communicators.base.host import parent_of
-from device_communicators.liveness import questions
+from device_communicators.control.plane import Endpoint, find_endpoints
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
 from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.states import SILENT, State
 
-_ANSWER_S = 0.5
+_ANSWER_S = 0.7
 _STATES_S = 1.0
+_MOST_AT_ONCE = 16
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID_JOB")
 _MOST_SHOWN = 256
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     """Prints what the ranks of the job are at; 0, or 2 where `target` names none of this host's."""
-    pids = questions.listening()
-    described = questions.ask({pid: pid for pid in pids}, "describe", _ANSWER_S)
-    answers = {pid: each for pid, each in described.items() if each}
+    endpoints = find_endpoints()
+    pids = sorted(endpoints)
+    described = _describe_all(endpoints)
+    answers = {pid: answer for pid, (answer, _) in described.items()}
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
@@ -37,7 +42,7 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     first, answer = next(iter(job.items()))
     others = sorted(set(job) - {first, *answer["pids"].values()})
     job = {pid: each for pid, each in answers.items() if pid in {first, *answer["pids"].values()}}
-    world, states = _states_of(job)
+    world, states = _states_of(job, described[first][1])
     if as_json:
         ranks = {rank: state._asdict() for rank, state in sorted(states.items())}
         told = {"world": world, "ranks": ranks, "answers": list(job.values()), "others": others}
@@ -72,15 +77,39 @@ def _ancestors(pid: int) -> set[int]:
     return found
 
 
-def _states_of(job: dict[int, Any]) -> tuple[list[int], dict[int, State]]:
-    """Returns the world's ranks, and what each is known to be at."""
+def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
+    """Returns the answer of a process; None without one, or if its world has no groups."""
+    store = ControlStore(native.load(), (endpoint.host, endpoint.port), endpoint.token, limit_s)
+    try:
+        return json.loads(store.question(f"{topic}\0") or b"null")
+    except (RuntimeError, ValueError):
+        return None
+    finally:
+        store.close()
+
+
+def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, Endpoint]]:
+    """Returns the description of each process' newest world, and the world's endpoint in that process."""
+    if endpoints:
+        native.load()  # before any deadline
+    asked = [(pid, each) for pid, worlds in sorted(endpoints.items()) for each in worlds]
+    found: dict[int, tuple[Any, Endpoint]] = {}
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        answers = threads.map(lambda each: _ask(each[1], "describe", _ANSWER_S), asked)
+        for (pid, endpoint), answer in zip(asked, answers, strict=True):
+            if answer and (pid not in found or answer["began_s"] > found[pid][0]["began_s"]):
+                found[pid] = answer, endpoint
+    return found
+
+
+def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict[int, State]]:
+    """Returns the world's ranks, and what each is known to be at. `endpoint`: of one of its ranks."""
     world = max((each["world"] for each in job.values()), key=len)
     pids = {int(rank): pid for each in job.values() for rank, pid in each["pids"].items()}
     pids |= {each["rank"]: pid for pid, each in job.items()}
     states: dict[int, State] = {}
     if set(world) - set(pids):
-        first = next(iter(job))
-        told = questions.ask({first: first}, "states", _STATES_S).get(first) or {}
+        told = _ask(endpoint, "elsewhere", _STATES_S) or {}
         states = {int(rank): State(*state) for rank, state in told.items() if int(rank) not in pids}
     for rank, pid in pids.items():
         obstacle = condition_of(pid)

@@ -21,6 +21,7 @@ from tests.failure.trials import late, median_of
 from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S
 from tests.hosts import HostRanks, Hosts, problem
 
+STARTED_S = 10.0
 reason = problem()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no hosts can be made here: {reason}")
 
@@ -104,6 +105,27 @@ def test_the_address_is_that_on_the_way_to_the_store() -> None:
 def test_collectives_and_transfers_give_what_gloo_gives(placement: Sequence[int]) -> None:
     with Hosts(2) as hosts, hosts.ranks(placement) as ranks:
         assert min(ranks.run(_compare_with_gloo, timeout_s=3 * DEADLINE_S)) >= 60
+
+
+def _receives_before_sends(folder: str) -> bool:
+    """Each rank starts to receive from the next one, which sends once all ranks have started to receive."""
+    with torch_world() as world:
+        work = dist.irecv(x := torch.empty(3), (world.rank + 1) % world.world_size)
+        Path(folder, str(world.rank)).touch()
+        until = time.monotonic() + STARTED_S
+        while len(list(Path(folder).iterdir())) < world.world_size and time.monotonic() < until:
+            time.sleep(0.01)
+        have_all_started = time.monotonic() < until
+        dist.send(torch.ones(3), (world.rank - 1) % world.world_size)
+        assert work is not None
+        work.wait()
+        return have_all_started and x.tolist() == [1.0] * 3
+
+
+def test_a_receive_starts_before_its_sender_does(tmp_path: Path) -> None:
+    """gloo connects two ranks at their first transfer, from one side. So neighbours are connected with their group."""
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
+        assert ranks.run(_receives_before_sends, str(tmp_path), timeout_s=3 * DEADLINE_S) == [True] * 4
 
 
 def _kill(ranks: HostRanks, operation: str, victim: int, folder: Path) -> float:

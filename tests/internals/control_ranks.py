@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.host import local_namespace, namespace_id, start_time
-from device_communicators.control.plane import Change, Endpoint, Member, Verdict, World
+from device_communicators.control.plane import Answer, Change, Endpoint, Member, Verdict, World
 from device_communicators.cpu import native
 from tests.workers import WorkerPool, WorkersFailedError
 
@@ -130,7 +131,9 @@ def meet(members: list[Member]) -> None:
     _Rank.world.meet(members, lambda change: _Rank.seen.append(Seen(time.time(), change)), _reply)
 
 
-def _reply(rank: int, question: bytes) -> bytes:
+def _reply(rank: int, question: bytes) -> Answer:
+    if question == b"later":
+        return lambda reply: threading.Timer(0.1, reply, (b"%d: now" % rank,)).start()
     return b"%d: %s" % (rank, question)
 
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a process that can't go on, and the answers of processes to each other."""
+"""What the kernel says of a process that can't go on, and the places of threads in the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators.liveness import questions, stacks
+from device_communicators.liveness import stacks
 from device_communicators.liveness.condition import condition_of
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
@@ -76,35 +76,6 @@ def test_a_real_process_that_is_stopped() -> None:
     finally:
         process.kill()
         process.wait()
-
-
-@LINUX
-def test_a_process_answers_and_one_that_is_slow_does_not() -> None:
-    release = threading.Event()
-
-    def answer(question: str) -> str:
-        if question == "slow":
-            release.wait(5)
-        if question == "wrong":
-            raise KeyError(question)
-        return question.upper()
-
-    thread = questions.AnswerThread(answer)
-    try:
-        own = os.getpid()
-        assert own in questions.listening()
-        assert questions.ask({3: own, 4: 1 << 22}, "state", 2.0) == {3: "STATE"}
-        assert "KeyError" in questions.ask({0: own}, "wrong", 2.0)[0]["error"]
-        started = time.monotonic()
-        assert questions.ask({0: own}, "slow", 0.1) == {}
-        assert time.monotonic() - started < 1.0
-        release.set()
-        assert questions.ask({0: own}, "state", 2.0) == {0: "STATE"}
-    finally:
-        release.set()
-        thread.close()
-    assert os.getpid() not in questions.listening()
-    assert questions.ask({0: os.getpid()}, "state", 0.5) == {}
 
 
 def test_places_name_the_callers_lines() -> None:

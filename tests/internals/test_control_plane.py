@@ -27,7 +27,16 @@ import pytest
 
 from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UsageError
 from device_communicators.base.host import start_time
-from device_communicators.control.plane import MOST_STATUS_BYTES, Change, ControlError, Endpoint, Member, World
+from device_communicators.control.plane import (
+    MOST_STATUS_BYTES,
+    Change,
+    ControlError,
+    Endpoint,
+    Member,
+    World,
+    find_endpoints,
+)
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from tests.extent import LONG
 from tests.failure.leftovers import nothing_left_after
@@ -506,6 +515,27 @@ def test_long_replies(pool: Ranks) -> None:
     assert party.each([0], _ask, [1, 4], question, 5.0) == {0: dict.fromkeys([1, 4], b"0: " + question)}
     assert party.each([0], _ask, [1], question + 11 * b"x", 5.0) == {0: {}}
     party.each(ALL, leave)
+
+
+def test_a_reply_that_comes_later(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    assert party.each([0], _ask, [1, 4], b"later", 5.0) == {0: {1: b"0: now", 4: b"0: now"}}
+    party.each(ALL, leave)
+
+
+def test_a_process_of_this_user_finds_and_asks_ranks(pool: Ranks) -> None:
+    party = _joined(pool, TWO)
+    found = find_endpoints()
+    for member in party.members:
+        assert found[member.pid] == [member.endpoint]
+        store = ControlStore(
+            native.load(), (member.endpoint.host, member.endpoint.port), member.endpoint.token, timeout_s=5.0
+        )
+        assert store.question("who?") == b"-1: who?"
+        assert store.question("later") == b"-1: now"
+        store.close()
+    party.each(ALL, leave)
+    assert not {member.pid for member in party.members} & find_endpoints().keys()
 
 
 def _ask_in_the_callback_thread() -> str:

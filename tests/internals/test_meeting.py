@@ -155,9 +155,9 @@ def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: py
         meeting.places = {meeting.place.rank: meeting.own_place}
     store_at = rendezvous._store_at
 
-    def refused(endpoint: rendezvous.Endpoint, timeout_s: float) -> rendezvous.WorldStore:
+    def refused(endpoint: rendezvous.Endpoint, timeout_s: float, met_at: str) -> rendezvous.WorldStore:
         is_far = threading.current_thread().name == "far"
-        return store_at(endpoint._replace(port=1) if is_far else endpoint, timeout_s)
+        return store_at(endpoint._replace(port=1) if is_far else endpoint, timeout_s, met_at)
 
     monkeypatch.setattr(rendezvous, "_store_at", refused)
     told: list[BaseException] = []

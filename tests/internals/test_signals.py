@@ -137,3 +137,24 @@ def test_a_library_that_another_thread_loaded_is_told_later(monkeypatch: pytest.
     wakeup.begin()
     assert told.value >= 0
     wakeup._wakeup().told.remove(told)
+
+
+CLOSED = """
+import os, signal
+from device_communicators.cpu import native
+native.load()
+os.closerange(3, 256)
+kept = os.open("/dev/null", os.O_RDONLY), os.open("/dev/null", os.O_RDONLY), os.open("/dev/null", os.O_RDONLY)
+child = os.fork()
+if child == 0:
+    assert all(os.readlink(f"/proc/self/fd/{each}") == "/dev/null" for each in kept)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.raise_signal(signal.SIGUSR1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_child_of_a_program_that_closed_all_descriptors_takes_none_of_its_new_ones() -> None:
+    found = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (0, "")

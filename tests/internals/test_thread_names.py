@@ -65,6 +65,20 @@ def _names_in_a_world() -> tuple[list[str], dict[str, str]]:
     return told
 
 
+def _threads_at_rest() -> list[str]:
+    before = _tasks()
+    ps.init_distributed_environment(timeout=DEADLINE_S)
+    ps.initialize_model_parallel(2)
+    group = ps.get_tp_group()
+    group.all_reduce(torch.ones(4))
+    group.all_gather_object(group.rank)
+    group.barrier()
+    new = [name for number, name in _tasks().items() if number not in before and name.startswith("ps-")]
+    group.barrier()
+    ps.destroy_distributed_environment()
+    return sorted(new)
+
+
 def _names_over_torch() -> tuple[list[str], dict[str, str]]:
     before = _tasks()
     dist.init_process_group("parallel_state")
@@ -106,9 +120,18 @@ def test_threads_of_a_world(shared_memory: bool) -> None:
     env = {} if shared_memory else {"PARALLEL_STATE_SHARED_MEMORY": "off"}
     _check(
         ps.launch(_names_in_a_world, 2, env=env, timeout=DEADLINE_S),
-        {"ps-control", "ps-control-news", "ps-answers", "ps-metrics"},
+        {"ps-control", "ps-control-news", "ps-metrics"},
         ("gloo", "pt_gloo"),
     )
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_rank_has_few_threads(shared_memory: bool) -> None:
+    """ps-helper: an idle thread of the pool, if a store was asked."""
+    env = {} if shared_memory else {"PARALLEL_STATE_SHARED_MEMORY": "off"}
+    for names in ps.launch(_threads_at_rest, 2, env=env, timeout=DEADLINE_S):
+        assert len(names) <= 3
+        assert {"ps-control", "ps-control-news"} <= set(names) <= {"ps-control", "ps-control-news", "ps-helper"}
 
 
 def test_threads_of_the_torch_backend() -> None:

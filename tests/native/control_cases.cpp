@@ -624,7 +624,10 @@ struct Visits {
     take();
   }
   void take() {
-    for (const auto& [id, bytes] : std::exchange(out, {})) guests[id].reply += bytes;
+    for (const auto& [id, bytes, is_question] : std::exchange(out, {})) {
+      if (is_question) questions += std::to_string(id) + " " + bytes;
+      else guests[id].reply += bytes;
+    }
   }
   static Bytes raw(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
   static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
@@ -649,6 +652,7 @@ struct Visits {
   Store store;
   std::vector<Guest> guests;
   std::vector<Store::Output> out;
+  Bytes questions;
 };
 
 void a_guest_uses_the_store() {
@@ -666,6 +670,23 @@ void a_guest_uses_the_store() {
   CHECK(ask(StoreCall::kDelete, {"c"}) == "1" && ask(StoreCall::kDelete, {"c"}) == "0");
   CHECK(ask(StoreCall::kCount, {}) == "3" && ask(StoreCall::kCount, {"a"}).find("problem:") == 0);
   CHECK(ask(static_cast<StoreCall>(99), {}).find("problem:") == 0);
+}
+
+void a_guest_asks_the_program() {
+  Visits visits(2);
+  const auto answer = [&](int id, const Bytes& bytes) {
+    for (Visits::Guest& guest : visits.guests) guest.reply.clear();
+    visits.store.answer(id, bytes, &visits.out);
+    visits.take();
+    return visits.reply(id);
+  };
+  CHECK(visits.ask(0, StoreCall::kQuestion, {"what?"}) == "-" && visits.questions == Bytes("0 what?"));
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "1"}) == "" && answer(1, "nobody asked") == "-");
+  CHECK(answer(0, Bytes(100'000, 'x')) == Bytes(100'000, 'x') && answer(0, "again") == "-");
+  CHECK(visits.ask(0, StoreCall::kGet, {"a"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kQuestion, {"first"}) == "-" && visits.ask(0, StoreCall::kCount, {}) == "-");
+  CHECK(visits.guests[0].closed && answer(0, "too late") == "-");
+  CHECK(visits.ask(1, StoreCall::kQuestion, {"two", "parts"}) == "-" && visits.guests[1].closed);
 }
 
 void a_guest_is_woken_once_all_its_keys_are_set() {
@@ -795,6 +816,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
     CASE(a_guest_uses_the_store),
+    CASE(a_guest_asks_the_program),
     CASE(a_guest_is_woken_once_all_its_keys_are_set),
     CASE(a_held_key_ends_with_its_connection),
     CASE(a_guest_is_closed_for_what_it_must_not_send),

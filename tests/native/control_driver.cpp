@@ -135,7 +135,20 @@ void call(const std::vector<Opened>& all, std::uint32_t attempt) {
     Event event;
     event.kind = Event::kCall;
     event.call = std::move(call);
+    check(one.stay->inbox.expect({0, Core::digest_of(members), "test", attempt}), "a call is under way already");
     check(post(one.stay, std::move(event)), "a stay takes no call");
+  }
+}
+
+void await_verdicts(const std::vector<Opened>& all, std::uint32_t attempt) {
+  std::vector<Proc> members;
+  for (const Opened& one : all) members.push_back(one.stay->proc);
+  const AgreementKey key{0, Core::digest_of(members), "test", attempt};
+  std::vector<char> buffer(1 << 16);
+  for (const Opened& one : all) {
+    const std::int64_t size = one.stay->inbox.await(key, 10 * kSecond, buffer.data(), buffer.size());
+    check(size > 0 && size < static_cast<std::int64_t>(buffer.size()), "a verdict that was due is missing after 10 s");
+    one.stay->inbox.forget(key);
   }
 }
 
@@ -157,7 +170,7 @@ void run_worlds(int rounds) {
       call(all, attempt);
       const pid_t child = attempt == 2 ? fork() : -1;
       if (child == 0) _exit(run_child(all[0].handle));
-      for (const Opened& one : all) await(one, Inbox::kVerdict);
+      await_verdicts(all, attempt);
       int status = 0;
       if (child > 0) check(waitpid(child, &status, 0) == child && status == 0, "a forked child failed");
     }
@@ -178,7 +191,7 @@ void run_throws() {
   for (int i = 0; i < 3; ++i) all.push_back(open_one());
   meet(all);
   call(all, 0);
-  for (const Opened& one : all) await(one, Inbox::kVerdict);
+  await_verdicts(all, 0);
   memory_is_out = true;
   post(all[0].stay, Event{});
   const Nanos until = monotonic_now() + 5 * kSecond;

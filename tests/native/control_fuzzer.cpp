@@ -267,7 +267,7 @@ class Guests {
     for (std::size_t count = random_.below(5); count > 0; --count) {
       parts.push_back(random_.chance(90) ? Bytes(1, static_cast<char>('0' + random_.below(5))) : Bytes("gone/1"));
     }
-    Bytes body = encode_store(static_cast<std::uint8_t>(random_.below(12)), parts);
+    Bytes body = encode_store(static_cast<std::uint8_t>(random_.below(13)), parts);
     if (random_.chance(10)) body = mutated(std::move(body), &random_);
     Guest& guest = guests_[id];
     body = guest.out.seal(std::move(body));
@@ -277,11 +277,16 @@ class Guests {
     const bool fine = store_.take(id, frame, &out_);
     take();
     if (!fine) drop(id);
+    if (random_.chance(30)) {  // also to guests that did not ask
+      store_.answer(static_cast<int>(random_.below(4)), Bytes(random_.below(100), 'x'), &out_);
+      take();
+    }
   }
 
   void take() {
-    for (const auto& [id, bytes] : std::exchange(out_, {})) {
+    for (const auto& [id, bytes, is_question] : std::exchange(out_, {})) {
       require(guests_.count(id) != 0, "a reply to nobody");
+      if (is_question) continue;
       Bytes body = bytes.substr(kHeadBytes);
       std::uint8_t code = 0;
       std::vector<Bytes> parts;

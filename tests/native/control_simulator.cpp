@@ -51,6 +51,7 @@ struct Process {
   bool alive = true;     // its kernel answers for it
   bool runs = true;      // not stopped
   bool exiting = false;  // killed, its descriptors still open
+  bool large = false;    // was exiting for some time
   bool joined = false;
   bool left = false;
   bool left_early = false;  // it knew that all had heard of it
@@ -288,7 +289,7 @@ class Simulator {
       at(when, [=] {
         Process& process = processes_[rank];
         if (!process.alive || process.left) return;
-        process.exiting = true;
+        process.exiting = process.large = true;
         process.died = now_;
         expect_death(rank, now_ + (has_witness(rank) ? 0 : frees));
         at(now_ + frees, [=] { kill(rank); });
@@ -854,12 +855,15 @@ class Simulator {
           joins_at_[rank] > when - kSecond || cut_hosts_.count(process.host) != 0) {
         continue;
       }
-      // Its host heard nothing while two leads stopped after each other, or one failed.
+      // Its host received nothing while two leads stopped after each other, or one failed. The exit of a large process
+      // is detected late, so there one such lead is enough.
       const auto& mates = on_host_[process.host];
       const auto deaf = std::count_if(mates.begin(), mates.end(), [&](int mate) {
-        return mate < rank && (!processes_[mate].runs || processes_[mate].declared);
+        const Process& each = processes_[mate];
+        return mate < rank && (!each.runs || each.declared || each.exiting);
       });
-      if (process.host != victim.host && (deaf > 1 || faults_.count("fail") * deaf > 0)) continue;
+      const bool is_late = deaf + (victim.large ? 1 : 0) > 1 || faults_.count("fail") * deaf > 0;
+      if (process.host != victim.host && deaf > 0 && is_late) continue;
       if (!knows(rank, dead)) {
         fail("rank " + std::to_string(rank) + " doesn't know after " + std::to_string((now_ - when) / 1e9) +
              " s that rank " + std::to_string(dead) + " is dead");

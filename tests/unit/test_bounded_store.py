@@ -34,7 +34,6 @@ MAY_HOLD_RAW = {
     "parallel_state/groups/world.py:_make_fake_group": "torch's fake backend; in memory",
     "parallel_state/groups/world.py:_init_process_group.init": "torch's init; run_watched runs it in a thread",
     "parallel_state/process_groups/pool.py:ProcessGroupPool.alone": "torch's init of one rank; in memory",
-    "parallel_state/startup/rendezvous.py:WorldStore": "bounded by itself",
     "parallel_state/startup/stores.py:StoreWay": "the type of what makes a store",
     "parallel_state/startup/stores.py:find_store": "the type of what makes a store",
     "parallel_state/startup/stores.py:_torch_rendezvous": "made by torch, within a deadline",

@@ -539,11 +539,16 @@ void Core::meet(const Event& event) {
   world_ = event.world;
   epoch_ = event.epoch;
   term_ = event.term;
-  roster_ = event.roster;
+  const auto former = std::exchange(roster_, event.roster);
   me_ = me;
   leading_ = false;
   watches_.assign(hosts, Watch());
-  seen_.assign(own_domain().size(), now_);
+  const auto seen = std::exchange(seen_, std::vector<Nanos>(own_domain().size(), now_));
+  for (const int index : own_domain()) {  // a beat that stopped before stays stale
+    const int before = former == nullptr ? -1 : former->index_of(proc_at(index));
+    if (before < 0 || former->domain_of[before] != former->domain_of[former->index_of(self_)]) continue;
+    seen_[roster_->place_of[index]] = seen[former->place_of[before]];
+  }
   forget_older_epochs();
   const Ends known = std::exchange(ends_, {});
   ends_digest_ = kEmptyDigest;

@@ -321,6 +321,12 @@ void Driver::obey(Command command) {
   if (stays_.emplace(stay, command.stay).second) stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
   if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
   if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
+  if (command.event.kind == Event::kReply && command.event.proc == 0) {  // to a guest
+    std::vector<Store::Output> replies;
+    stay->store.answer(static_cast<int>(command.event.id), command.event.bytes, &replies);
+    reply(stay, replies);
+    return flush_all();
+  }
   feed(stay, std::move(command.event));
 }
 
@@ -560,7 +566,16 @@ void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
 }
 
 void Driver::reply(Stay* stay, const std::vector<Store::Output>& replies) {
-  for (const auto& [guest, bytes] : replies) send(stay, guest, bytes);
+  for (const auto& [guest, bytes, is_question] : replies) {
+    if (!is_question) {
+      send(stay, guest, bytes);
+      continue;
+    }
+    Action question;
+    question.id = static_cast<std::uint64_t>(guest);
+    question.bytes = bytes;
+    stay->inbox.push(Inbox::kQuestion, encode_news(question));
+  }
 }
 
 // Discards the bytes that a peer still sends; returns true at the end of the stream.

@@ -93,7 +93,7 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
 // Begins an agreement among `members`, in rank order, or with a negative timeout cancels it. `digest` identifies the
 // members. Returns -EEXIST if a call is under way; after each other call that began, `ps_control_forget` must follow.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
-                    int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) {
+                    int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
   *digest = Core::digest_of({members, members + count});
   const auto stay = find_stay(handle);
   if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({0, *digest, purpose, attempt})) return -EEXIST;
@@ -106,6 +106,8 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
     call->deadline = from_now(timeout_s);
     event->call = std::move(call);
   });
+} catch (const std::bad_alloc&) {
+  return -ENOMEM;
 }
 
 // Waits for the verdict of a call: copies as much as fits of it into `buffer`, and returns its size. 0: there is none

@@ -62,7 +62,7 @@ class Wake {
 
 // A nameless file: it vanishes when the processes exit. Its process writes it, and the others of its watch domain open
 // it through /proc. Two areas for the state are written in turn. If the writer is killed while it writes one, readers
-// use the other.
+// use the other. Bytes 64 to 4095 hold the endpoint as JSON, which plane.py writes for `find_endpoints`.
 struct BoardHead {
   Proc proc = 0;
   std::uint64_t beat = 0;

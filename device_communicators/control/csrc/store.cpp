@@ -225,11 +225,27 @@ bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
   Parser::Result result;
   while ((result = from.parser.next(&hello, &frame)) == Parser::Result::kFrame) {
     std::vector<Table::Reply> replies;
-    if (frame.kind != FrameKind::kStoreCall || !from.in.open(&frame.body)) return false;
+    if (frame.kind != FrameKind::kStoreCall || from.asks || !from.in.open(&frame.body)) return false;
+    if (!frame.body.empty() && frame.body[0] == static_cast<char>(StoreCall::kQuestion)) {
+      std::uint8_t code = 0;
+      std::vector<Bytes> parts;
+      if (!decode_store(frame.body, &code, &parts) || parts.size() != 1 || parts[0].size() > kMostStatusBytes) {
+        return false;
+      }
+      from.asks = true;
+      out->push_back({guest, parts[0], true});
+      continue;
+    }
     if (!table_.ask(guest, frame.body, &replies)) return false;
     send(replies, out);
   }
   return result == Parser::Result::kNeedsMore;
+}
+
+void Store::answer(int guest, const Bytes& bytes, std::vector<Output>* out) {
+  const auto found = guests_.find(guest);
+  if (found == guests_.end() || !std::exchange(found->second.asks, false)) return;
+  send({{guest, encode_store(0, {bytes.substr(0, kMostStoreBytes - kSealBytes)})}}, out);
 }
 
 void Store::drop(int guest, std::vector<Output>* out) {

@@ -52,7 +52,8 @@ enum class StoreCall : std::uint8_t {
   kDelete,      // key; "1" if it was set, else "0"
   kCount,       // the number of keys
   kAppend,      // key, more
-  kHold         // key, value; as kSet, and when the connection ends, gone/KEY replaces KEY
+  kHold,        // key, value; as kSet, and when the connection ends, gone/KEY replaces KEY
+  kQuestion     // question; answered by the program, not by the table
 };
 
 // Returns the body of a request or reply.
@@ -95,18 +96,22 @@ class Store {
  public:
   struct Output {
     int guest;
-    Bytes bytes;  // to send
+    Bytes bytes;               // to send
+    bool is_question = false;  // or to hand to the program, which answers
   };
   // Takes over a connection. `handed`: what the core handed over. Returns false if it is to be closed, as `take` does.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
   // Takes in bytes of a guest.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
+  // Sends the program's answer to a guest that waits for it.
+  void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
   void drop(int guest, std::vector<Output>* out);
 
  private:
   struct Guest {
     Parser parser;
     Seal in, out;
+    bool asks = false;  // the program, which has not answered yet
   };
 
   void send(const std::vector<Table::Reply>& replies, std::vector<Output>* out);
