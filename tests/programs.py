@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from device_communicators.base import wakeup
 from tests.workers import fork_context
 
 
@@ -149,10 +150,16 @@ def fork_servers() -> None:
     util.spawnv_passfds = start  # type: ignore[assignment]
 
 
+def wakeup_descriptors() -> list[int]:
+    """Returns this process' pipe for signals. Its forks go on with both numbers, so nothing else may have them there."""
+    wakeups = [wakeup._wakeup()] if wakeup._wakeup.cache_info().currsize else []
+    return [number for each in wakeups for number in (each.reader, each.writer)]
+
+
 def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
     """Runs a fork server's code as in a new interpreter: with no descriptors and handlers but what that would have."""
     try:
-        kept = sorted({0, 1, 2, *descriptors})
+        kept = sorted({0, 1, 2, *descriptors, *wakeup_descriptors()})
         for before, after in zip(kept, [*kept[1:], 4096], strict=True):
             os.closerange(before + 1, after)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

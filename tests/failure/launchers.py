@@ -19,6 +19,7 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.programs import wakeup_descriptors
 from tests.workers import fork_context
 
 _STEP_S = 0.01
@@ -122,11 +123,12 @@ def _started_by(spawn: Callable[..., int]) -> Callable[..., int]:
         code = args[-1]
         if "forkserver" not in str(code):
             return spawn(path, args, passed)
+        kept = {*passed, *wakeup_descriptors()}
         pid = os.fork()
         if pid == 0:
             try:
                 for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
-                    if descriptor > 2 and descriptor not in passed:
+                    if descriptor > 2 and descriptor not in kept:
                         with suppress(OSError):  # the one that listed them
                             os.close(descriptor)
                 exec(code, {})
