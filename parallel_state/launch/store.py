@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import InvalidArgumentError, RendezvousError, UnsupportedError
+from device_communicators.base.errors import (
+    InvalidArgumentError,
+    LaunchError,
+    RendezvousError,
+    ResourceLimitError,
+    UnsupportedError,
+)
 from device_communicators.control.plane import ControlError, World
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
@@ -98,10 +104,12 @@ def _secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
 
 
 def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
-    """Serves the store. Nobody joins this world, so it has no peers to watch. Raises OSError."""
+    """Serves the store. Nobody joins this world, so it has no peers to watch. Raises OSError or LaunchError."""
     limit_s, beat_s = settings.HEARTBEAT_LIMIT_S.get(), settings.HEARTBEAT_S.get()
     try:
         world = World(library, address, limit_s=limit_s, beat_s=beat_s, port=port, token=secret.hex())
+    except ResourceLimitError as error:
+        raise LaunchError(f"the job's store can't be served: {error}") from error
     except ControlError as error:
         raise error.__cause__ or error from None
     world.start_thread()
