@@ -205,10 +205,10 @@ class Watcher:
         self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
         """By topic: returns the reply to a question, from the global rank that asks and the payload.
 
-        As `on_question` of `World.meet`: quick, and a rank of -1 is a guest, such as `debug --live`.
+        Must be quick. Rank -1 is a guest, such as `debug --live`. See `on_question` of `World.meet`.
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
-        """Called by the control plane's callback thread each 0.4 s. Must be quick."""
+        """The control plane's callback thread calls these every 0.4 s. They must be quick."""
         self.on_death: list[Callable[[], None]] = []
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
         self.status: Any = None
@@ -397,12 +397,12 @@ class Watcher:
         records, or raise for the same reason. A record takes a round trip for each 4 KiB. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. After the
-          latter other ranks may have the records, and would wait for this one: it is reported to them as failed, if no
-          death is known, unless `reports` is False. The cause is an UnmetError with the verdict.
+        - CollectiveTimeoutError with the ranks that left, did not call by the deadline, or did not answer. Its cause is
+          an UnmetError with the verdict. If a rank did not answer, other ranks may have the records and wait for this
+          rank. So this rank reports itself as failed, unless a death is known or `reports` is False.
+        - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
 
-        `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
-        `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
+        `what` begins the error's text: "rank 3 asks for parallel groups". `group` and `operation` are its fields.
         """
         if len(ranks) == 1:
             return [record]
@@ -470,7 +470,7 @@ class Watcher:
             also = f", as {named} did" if others else ""
             return (
                 f"rank {self._rank} came too late{also}: the others had waited {timeout_s:g} s for it and gave up. "
-                "Try again on all ranks; look at what kept this one"
+                "Try again on all ranks, and find what delayed this rank"
             ), others
         if not others:
             return "this process left the world", others

@@ -87,7 +87,10 @@ def _secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
     """Returns what the ranks prove to hold, and the compiled library; nothing if torch's store is to be used."""
     secret = b"" if config.secret_file is None else read_secret(config.secret_file)
     if not secret and config.nproc != config.world_size:
-        logger.warning("several nodes without a secret_file: whoever reaches the store of this job may change it")
+        logger.warning(
+            "any process that reaches the store of this job can change it: several nodes without a secret_file. Pass "
+            "launch(secret_file=...) on each node"
+        )
         return b"", None
     try:
         return secret or secrets.token_bytes(SECRET_BYTES), native.load()
@@ -98,7 +101,8 @@ def _secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
                 "has it, or a C++ compiler"
             ) from error
         logger.warning(
-            "whoever reaches the store of this job may change it, for want of the compiled library: %s", error
+            "any process that reaches the store of this job can change it: no compiled library is available (%s)",
+            error,
         )
         return b"", None
 

@@ -180,7 +180,7 @@ class Agreement:
         for suspect, text in zip(ranks, problems, strict=True):
             if text:
                 raise CommunicationError(
-                    f"{who}, but global rank {suspect} can't: {text.decode(errors='replace')}",
+                    f"{who}, but global rank {suspect} can't make it: {text.decode(errors='replace')}",
                     group="world",
                     operation="new_group",
                     rank=self._rank,
