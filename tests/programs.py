@@ -151,7 +151,7 @@ def fork_servers() -> None:
 
 
 def wakeup_descriptors() -> list[int]:
-    """Returns this process' pipe for signals. Its forks go on with both numbers, so nothing else may have them there."""
+    """Returns this process' pipe for signals. Its forks go on with both numbers: nothing else may have them."""
     wakeups = [wakeup._wakeup()] if wakeup._wakeup.cache_info().currsize else []
     return [number for each in wakeups for number in (each.reader, each.writer)]
 
