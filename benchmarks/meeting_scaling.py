@@ -141,8 +141,11 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
 def find_others(rank: int, world_size: int, port: int) -> None:
     """Meets the others, as before `init_process_group`."""
     place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
-    met = rendezvous.meet("env://", place, TRIAL_S)
-    met.watcher.close()
+    _MET.append(rendezvous.meet("env://", place, TRIAL_S))
+
+
+_MET: list[rendezvous.Met] = []
+"""Kept until the fork ends: rank 0's has the store that others may still read."""
 
 
 def _place_of(rank: int) -> Address:

@@ -150,7 +150,7 @@ def fork_servers() -> None:
 
 
 def wakeup_descriptors() -> list[int]:
-    """Returns this process' pipe for signals. Its forks go on with both numbers: nothing else may have them."""
+    """Returns this process' pipe for signals. Its forks keep both numbers, so nothing else may have them there."""
     wakeup = sys.modules.get("device_communicators.base.wakeup")
     made = [wakeup._wakeup()] if wakeup is not None and wakeup._wakeup.cache_info().currsize else []
     return [number for each in made for number in (each.reader, each.writer)]

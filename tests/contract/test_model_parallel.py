@@ -125,7 +125,7 @@ def test_a_rank_that_never_divides_the_world(pools: Pools) -> None:
     *outcomes, _ = pools(4).run(_one_rank_stays_away, timeout_s=DEADLINE_S)
     for outcome in outcomes:
         assert outcome.kind in ("CollectiveTimeoutError", "PeerDiedError"), outcome
-        assert "world" in outcome.text
+        assert "parallel groups" in outcome.text
         assert outcome.seconds < 2 + SOON_S
 
 

@@ -1,56 +1,39 @@
-"""The control planes of several ranks in one process, as far as questions about their status need them."""
+"""Kernels in peer memory: how ranks may share it, and a group's communicator over one way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
-from device_communicators.liveness.health import Watcher
-from device_communicators.routing.status import Status
+from device_communicators import Row
+from device_communicators.peer.communicator import PeerMemoryCommunicator
+from device_communicators.peer.device import PeerDevice
+from device_communicators.peer.memory import IpcSharing, SymmetricSharing, Way
+from device_communicators.peer.thresholds import ALGORITHMS
+from parallel_state import GroupCoordinator
 
-Replies = dict[int, bytes]
+__all__ = ["ALGORITHMS", "WAYS", "peers_of", "row_over", "share_by"]
+WAYS: dict[str, Way] = {"symmetric": SymmetricSharing, "ipc": IpcSharing}
 
 
-class Peers:
-    """Ranks that ask each other. A test sets which of them don't answer."""
+def peers_of(group: GroupCoordinator) -> PeerMemoryCommunicator:
+    """Returns the group's communicator; fails where it has none."""
+    found = [each for each in group.route.communicators if isinstance(each, PeerMemoryCommunicator)]
+    assert found, group.explain()
+    return found[0]
 
-    def __init__(self) -> None:
-        self.watchers: dict[int, Watcher] = {}
-        self.holding: set[int] = set()
-        """Their control planes reply, and their Python doesn't."""
-        self.stopped: set[int] = set()
-        self.hosts: dict[int, int] = {}
 
-    def join(self, rank: int, host: int = 0) -> Watcher:
-        made = self.watchers[rank] = Watcher()
-        self.hosts[rank] = host
-        made.ask = partial(self._ask, rank)  # type: ignore[method-assign]
-        made.neighbours_of = self._neighbours_of  # type: ignore[method-assign]
-        made.conditions = partial(self._conditions, rank)  # type: ignore[method-assign]
-        made.status = Status(made, rank)
-        return made
+def share_by(way: str) -> None:
+    """Has this process share memory in one way only."""
+    PeerDevice.ways = (WAYS[way],)
 
-    def leave(self, rank: int) -> None:
-        del self.watchers[rank]
 
-    def _neighbours_of(self, rank: int) -> list[int]:
-        return [each for each, host in self.hosts.items() if host == self.hosts[rank] and each != rank]
+def row_over(group: GroupCoordinator, way: str) -> Row:
+    """Returns a row of the catalog whose communicator shares memory in one way only."""
+    gpu = PeerDevice(group.device)
+    gpu.ways = (WAYS[way],)
 
-    def _conditions(self, rank: int, ranks: Sequence[int]) -> dict[int, str]:
-        seen = self.stopped & set(ranks) & set(self._neighbours_of(rank))
-        return dict.fromkeys(seen, f"stopped, as rank {rank} sees")
+    class Here(Row):
+        def load(self) -> Any:
+            return lambda context: PeerMemoryCommunicator(context, gpu)
 
-    def _ask(
-        self,
-        rank: int,
-        ranks: Sequence[int],
-        topic: str,
-        payload: bytes,
-        timeout_s: float,
-        on_replies: Callable[[Replies], None] = lambda replies: None,
-    ) -> Replies:
-        silent = self.stopped | (self.holding if topic else set())
-        asked = [each for each in ranks if each in self.watchers and each not in silent]
-        replies = {each: self.watchers[each].answers[topic](rank, payload) if topic else b"" for each in asked}
-        on_replies(replies)
-        return replies
+    return Here("peer_memory", "", "")

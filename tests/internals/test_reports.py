@@ -11,7 +11,7 @@ from device_communicators.base.errors import CollectiveMismatchError, Collective
 from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import _MOST_REPORTS, Report, _asked, _verdict, explained
-from tests.internals.peers import Peers
+from tests.internals.asked_peers import Peers
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:

@@ -9,7 +9,7 @@ from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import add_calls
 from device_communicators.routing.states import SILENT, State
-from tests.internals.peers import Peers
+from tests.internals.asked_peers import Peers
 
 HOSTS = (0, 0, 1, 1)
 

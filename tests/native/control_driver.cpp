@@ -152,6 +152,12 @@ void await_verdicts(const std::vector<Opened>& all, std::uint32_t attempt) {
   }
 }
 
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kForks = false;  // its allocator's locks stay locked in a child if another thread held them
+#else
+constexpr bool kForks = true;
+#endif
+
 // Like a child of a program: it has none of its parent's stays, and may have one of its own.
 int run_child(std::int64_t handle) {
   if (find_stay(handle) != nullptr) return 1;
@@ -168,7 +174,7 @@ void run_worlds(int rounds) {
     meet(all);
     for (std::uint32_t attempt = 0; attempt < 5; ++attempt) {
       call(all, attempt);
-      const pid_t child = attempt == 2 ? fork() : -1;
+      const pid_t child = attempt == 2 && kForks ? fork() : -1;
       if (child == 0) _exit(run_child(all[0].handle));
       await_verdicts(all, attempt);
       int status = 0;
