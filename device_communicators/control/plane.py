@@ -406,6 +406,11 @@ class World:
     # Calls.
 
     @property
+    def library(self) -> Any:
+        """Returns the loaded C++ library."""
+        return self._library
+
+    @property
     def _handle(self) -> int:
         """The handle. Raises ForkedError in a forked child."""
         if self._pid != os.getpid():  # before any lock: the parent may have held it at the fork

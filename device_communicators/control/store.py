@@ -70,6 +70,9 @@ class ControlStore(dist.Store):
     torch's C++ code doesn't keep it alive: the caller keeps a reference as long as torch uses it.
     """
 
+    served_by: int | None = None
+    """The global rank that serves it; None for a launcher."""
+
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:

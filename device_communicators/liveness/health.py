@@ -217,6 +217,8 @@ class Watcher:
         """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
+        self._stores: dict[int, BoundedStore] = {}
+        """By the global rank that serves it. torch's groups don't keep their stores alive: this does."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -593,6 +595,26 @@ class Watcher:
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
 
+    def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
+        """Returns the store that the lowest of `ranks` serves in its control plane; None without a control plane.
+
+        A process group of `ranks` needs no store longer than that rank lives.
+        """
+        from device_communicators.control.store import ControlStore  # it imports torch's stores
+
+        world, server = self._world, min(ranks)
+        place = self._places.get(server)
+        if world is None or place is None or place.endpoint is None:
+            return None
+        if server not in self._stores:
+            _, host, port, token, _ = place.endpoint
+            store = ControlStore(
+                world.library, (host, port), token, settings.START_TIMEOUT_S.get(), f"the store of rank {server}"
+            )
+            store.served_by = server
+            self._stores.setdefault(server, BoundedStore(store))
+        return self._stores[server]
+
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
@@ -634,3 +656,5 @@ class Watcher:
         self._leave()
         self._pids, self._places = {}, {}
         self.has_left = lambda rank: False
+        for store in self._stores.values():
+            store.close()

@@ -267,8 +267,9 @@ def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
     }[cache]
     where = {"XDG_CACHE_HOME": "", "HOME": "/proc/nowhere"} if cache == "missing" else {"XDG_CACHE_HOME": str(folder)}
     # An interpreter of its own: a fork of one that has failed to load the library closes descriptors of others.
+    code = f"from tests.failure import test_limits\ntest_limits._launch_two_in_own_mounts({script!r})"
     done = subprocess.run(
-        [sys.executable, "-c", f"from tests.failure import test_limits; test_limits._launch_two_in_own_mounts({script!r})"],
+        [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PARALLEL_STATE_START_TIMEOUT_S": "30", **where},
         capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT,
     )  # fmt: skip
