@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -95,7 +96,12 @@ Answer = bytes | Callable[[Callable[[bytes], None]], None]
 _OPEN: WeakSet[World] = WeakSet()
 
 
-@atexit.register
+@functools.cache
+def _leave_at_exit() -> None:
+    """Has `_leave_all` called at the exit of the program. Twice is fine."""
+    atexit.register(_leave_all)
+
+
 def _leave_all() -> None:
     """Sends the farewells at a program's normal exit. After an uncaught exception sends none: it is a death."""
     if getattr(sys, "last_value", None) is None:
@@ -191,6 +197,7 @@ class World:
         no free port.
         """
         exits.prepare()
+        _leave_at_exit()
         self._library, self._pid = library, os.getpid()
         first, last = (port, port) if port is not None else settings.PORTS.get() or (0, 0)
         proc, bound, board = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()

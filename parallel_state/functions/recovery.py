@@ -20,11 +20,9 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
-from device_communicators.control.plane import Endpoint
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state import state
 from parallel_state.layout.axes import other_sizes_by_name
-from parallel_state.startup.rendezvous import meet_again, met_before
 
 logger = logging.getLogger("parallel_state")
 
@@ -69,6 +67,9 @@ def reinitialize(
     world, InvalidArgumentError for `ranks`, RendezvousError where a survivor doesn't come before
     PARALLEL_STATE_START_TIMEOUT_S, and what initialize_model_parallel raises.
     """
+    from device_communicators.control.plane import Endpoint
+    from parallel_state.startup.rendezvous import meet_again, met_before
+
     start, world = state._START, state._WORLD
     if start is None or world is None:
         raise GroupNotInitializedError(

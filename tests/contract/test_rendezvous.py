@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.control.plane import Endpoint
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.workers import WorkerPool
 
@@ -174,7 +174,7 @@ def test_the_name_of_a_world_whose_first_rank_was_killed(pools: Pools, library: 
     pool = pools(4)
     assert pool.run(_meet, "env://", [4] * 4, AMPLE_S, timeout_s=DEADLINE_S)[0][1].text == "[6.0]"
     with held_port() as port:
-        name = str(Endpoint(3, "127.0.0.1", port, "token", 0)) if library else "left"
+        name = json.dumps([3, "127.0.0.1", port, "token", 0]) if library else "left"
         pool.run(_leave_the_name_of_a_world, name, timeout_s=DEADLINE_S)
     for met, works in pool.run(_meet, "env://", [4] * 4, AMPLE_S, timeout_s=DEADLINE_S):
         assert met.kind == "ok", met
