@@ -135,6 +135,8 @@ def _number(error: BaseException) -> int | None:
         return errno.EMFILE if is_short else None  # tempfile hides which error it met
     known = {*_TEXTS.values(), errno.ENFILE}
     if isinstance(error, OSError) and error.errno is not None:
+        if error.errno == errno.EPERM and _clone3_is_forbidden():  # a thread in C++
+            return errno.EAGAIN
         return error.errno if error.errno in known else None
     text = str(error)
     return next((number for words, number in _TEXTS.items() if words in text), None)
