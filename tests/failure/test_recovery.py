@@ -174,6 +174,43 @@ def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served_by:
     _check(results, route, [3, 2])
 
 
+@contextmanager
+def _port_range(count: int) -> Iterator[str]:
+    """Finds so many free ports in a row, as PARALLEL_STATE_PORTS takes them."""
+    with held_port() as held:
+        first = held + 1
+        while True:
+            with ExitStack() as tried, suppress(OSError, OverflowError):
+                for port in range(first, first + count):
+                    tried.enter_context(socket.create_server(("127.0.0.1", port)))
+                break
+            first += count
+        yield f"{first}-{first + count - 1}"
+
+
+def _again_with_ports(port: int, port_range: str) -> Any:
+    with environment(PARALLEL_STATE_PORTS=port_range, PARALLEL_STATE_START_TIMEOUT_S=str(DEADLINE_S)):
+        _start(port)
+        _lose(3)
+        told = attempt(ps.reinitialize, [0, 1, 2], 1)
+        if told.kind == "ok":
+            ps.destroy_distributed_environment()
+        return told
+
+
+@pytest.mark.parametrize("a_rank", [1, 2])
+def test_the_next_world_needs_ports_of_its_own(ranks: Ranks, a_rank: int) -> None:
+    with held_port() as port, _port_range(4 * a_rank) as port_range:
+        results = ranks.survivors(_again_with_ports, port, port_range, timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 1, 2]
+    for told in results.values():
+        assert told.kind == ("ok" if a_rank == 2 else "RendezvousError"), told
+        if a_rank == 1:
+            assert "can't listen for the next world beside the old one" in told.text, told
+            assert f"ports {port_range} (PARALLEL_STATE_PORTS)" in told.text and "two ports for each rank" in told.text
+            assert set(told.suspect_ranks) < {0, 1, 2}, told
+
+
 SCRIPT = """
 import json, os, signal, sys, time
 import torch
