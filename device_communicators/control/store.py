@@ -336,7 +336,8 @@ class _Connection:
             return _StaleError()
         if code == errno.EKEYREJECTED:
             return PermissionError(
-                "it can't prove that it knows it; each node needs the same secret_file, or another process has the port"
+                "it can't prove that it knows it; another process has the port, or the nodes of launch() need the same "
+                "secret_file"
             )
         if code == errno.EPROTO:
             return ForeignServiceError(in_words(self._text()))

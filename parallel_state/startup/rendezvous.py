@@ -12,8 +12,8 @@ other rank takes it from there, and holds its own entry in rank 0's store: the e
 rank 0 exits, its store's connections end. Rank 0 waits for all entries, publishes its verdict and clears the key.
 
 A rank that reaches the launcher's store only, because of a firewall, files a complaint there. Rank 0 withdraws it once,
-as it may have been stopped itself. If the rank complains again, all ranks raise the same error. An endpoint that an earlier round of torchrun left in the key doesn't
-answer, or knows another token: the rank waits for the next one.
+as it may have been stopped itself. If the rank complains again, all ranks raise the same error. An endpoint that an
+earlier round of torchrun left in the key doesn't answer, or knows another token: the rank waits for the next one.
 
 Without the compiled library on rank 0, the same steps use the launcher's store, under a random name. Exits are noticed
 at the deadline.

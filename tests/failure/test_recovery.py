@@ -22,7 +22,7 @@ import torch.distributed as dist
 import parallel_state as ps
 from tests import hosts
 from tests.contract.attempts import attempt, environment
-from tests.contract.test_rendezvous import held_port
+from tests.contract.test_rendezvous import free_ports, held_port
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill_me, on_routes, settings_of, some
 
@@ -174,20 +174,6 @@ def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served_by:
     _check(results, route, [3, 2])
 
 
-@contextmanager
-def _port_range(count: int) -> Iterator[str]:
-    """Finds so many free ports in a row, as PARALLEL_STATE_PORTS takes them."""
-    with held_port() as held:
-        first = held + 1
-        while True:
-            with ExitStack() as tried, suppress(OSError, OverflowError):
-                for port in range(first, first + count):
-                    tried.enter_context(socket.create_server(("127.0.0.1", port)))
-                break
-            first += count
-        yield f"{first}-{first + count - 1}"
-
-
 def _again_with_ports(port: int, port_range: str) -> Any:
     with environment(PARALLEL_STATE_PORTS=port_range, PARALLEL_STATE_START_TIMEOUT_S=str(DEADLINE_S)):
         _start(port)
@@ -200,7 +186,7 @@ def _again_with_ports(port: int, port_range: str) -> Any:
 
 @pytest.mark.parametrize("a_rank", [1, 2])
 def test_the_next_world_needs_ports_of_its_own(ranks: Ranks, a_rank: int) -> None:
-    with held_port() as port, _port_range(4 * a_rank) as port_range:
+    with held_port() as port, free_ports(4 * a_rank) as port_range:
         results = ranks.survivors(_again_with_ports, port, port_range, timeout_s=DEADLINE_S)
     assert sorted(results) == [0, 1, 2]
     for told in results.values():
