@@ -3,10 +3,10 @@
     python benchmarks/decode.py                  a model of 26 M parameters, TP 2 × PP 2, a batch of 4
     python benchmarks/decode.py --models 0.5B 7B --layouts TP2 TP4 TP2xPP2 --batches 1 8 64
 
-Over this library as it is, with waits that only spin, and without shared memory; over torch.distributed alone; and over
-vLLM's own coordinators where its wheel is there. The model is sharded as engines do it, and its matmuls only take their
-time (see decode_models.py). Printed are the time of a step, and the share of it in which ranks do something else than
-matmuls: with more ranks than cores, it is also what waiting ranks take from those that work.
+Compares this library with its default waits, with waits that only spin, and without shared memory; torch.distributed;
+and vLLM's coordinators if vLLM is installed. The model is sharded as in engines. Its matmuls are simulated: they use as
+much CPU time as real ones (see decode_models.py). Prints the time of a step, and the share of it outside matmuls. With
+more ranks than cores, that share includes the CPU time that waiting ranks take from working ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """This library beside the peers that are there, as a page to show to a colleague.
 
-    python benchmarks/report.py --report DIR              some six minutes on two cores
+    python benchmarks/report.py --report DIR              about five minutes on two cores
     python benchmarks/report.py --quick --report DIR      few sizes, half a minute
     python benchmarks/report.py --against COMMIT          this tree beside a commit, as ratios
 

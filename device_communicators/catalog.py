@@ -266,5 +266,5 @@ def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None])
         votes = context.gather(json.dumps([reason is None for reason in found.values()]).encode(), "vote")
         for (i, reason), fits in zip(found.items(), zip(*map(json.loads, votes), strict=True), strict=True):
             rank = context.ranks[fits.index(False)] if False in fits else None
-            found[i] = reason or (None if rank is None else f"global rank {rank} of the group turned it down")
+            found[i] = reason or (None if rank is None else f"it is unavailable on global rank {rank} of the group")
     return [found.get(i, reason) for i, reason in enumerate(reasons)]

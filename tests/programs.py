@@ -20,7 +20,6 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from device_communicators.base import wakeup
 from tests.workers import fork_context
 
 
@@ -152,8 +151,9 @@ def fork_servers() -> None:
 
 def wakeup_descriptors() -> list[int]:
     """Returns this process' pipe for signals. Its forks keep both numbers, so nothing else may have them there."""
-    wakeups = [wakeup._wakeup()] if wakeup._wakeup.cache_info().currsize else []
-    return [number for each in wakeups for number in (each.reader, each.writer)]
+    wakeup = sys.modules.get("device_communicators.base.wakeup")
+    made = [wakeup._wakeup()] if wakeup is not None and wakeup._wakeup.cache_info().currsize else []
+    return [number for each in made for number in (each.reader, each.writer)]
 
 
 def _serve_forks(code: str, descriptors: Sequence[int]) -> None:

@@ -137,7 +137,7 @@ class BoundedStore:
 
     @property
     def served_by(self) -> int | None:
-        """Returns the global rank that serves the store: 0, or None for a store of a launcher, a file or a dict."""
+        """Returns the global rank that serves the store; None for a store of a launcher, a file or a dict."""
         server = _server_of(self.raw)
         if not isinstance(server, dist.TCPStore):
             return getattr(server, "served_by", None)
@@ -151,7 +151,8 @@ class BoundedStore:
             host, port = getattr(server, "address", ("", 0))
         if not host:
             return f"the store ({type(server).__name__})"
-        return f"the store at {host}:{port}, which {'the launcher' if self.served_by is None else 'rank 0'} serves,"
+        server = "the launcher" if self.served_by is None else f"rank {self.served_by}"
+        return f"the store at {host}:{port}, which {server} serves,"
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)

@@ -1,9 +1,9 @@
-"""The wakeup descriptor of Python's signals, by which compiled waits learn of a signal without the interpreter lock.
+"""Python's wakeup descriptor for signals: compiled waits poll it to detect a signal without the interpreter lock.
 
-Python's signal handler in C writes a byte to it (`signal.set_wakeup_fd`). A process has only one, and asyncio may set
-it. A program's own descriptor goes first: while there is one, waits of the main thread take the lock in each slice to
-ask for signals. So `signal.set_wakeup_fd` is replaced, once the compiled library is loaded, by a function that does the
-same and notes whose descriptor is set.
+Python's signal handler in C writes a byte to the descriptor (`signal.set_wakeup_fd`). A process has only one, and the
+program, such as asyncio, may set its own. Then waits of the main thread take the lock in each slice to check signals.
+To detect that, this module replaces `signal.set_wakeup_fd` once the compiled library is loaded. The replacement sets
+the descriptor and records its owner.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _set = signal.set_wakeup_fd
 
 
 class _Wakeup:
-    """A pipe, and who is told its reading end."""
+    """A pipe for signals, and the variables that hold its reading end."""
 
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()
         self._inode = os.fstat(self.reader).st_ino
         self.told: list[c_int] = []
         self.is_set = self.is_foreign = False
-        """Whose descriptor is set: this one, or the program's."""
+        """True if the pipe's, or the program's, descriptor is set."""
         forks.call_in_children(self.renew)
         signal.set_wakeup_fd = self.set
 
     def set(self, fd: int, /, **options: Any) -> int:
-        """Does what signal.set_wakeup_fd does, whose place it takes. Programs don't see this object's descriptor."""
+        """Replaces signal.set_wakeup_fd. Returns -1 instead of the pipe's descriptor, which programs must not get."""
         before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
         self.is_set, self.is_foreign = fd == -1, fd != -1
         self.tell()
@@ -44,7 +44,7 @@ class _Wakeup:
             told.value = self.reader if self.is_set else -1
 
     def renew(self) -> None:
-        """Replaces the pipe in a forked child, or its signals would be the parent's."""
+        """Makes a new pipe in a forked child: in the shared pipe, a child's signals would wake the parent."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -55,7 +55,7 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Gives the number `old` to `new` unless the program has closed that of the pipe `inode`. Returns its number."""
+    """Moves `new` to the number `old` if that is still the pipe `inode`. Returns the number of `new`."""
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
             os.dup2(new, old, inheritable=False)

@@ -56,7 +56,7 @@ class Operation:
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterable[bytes] = ()) -> Path:
-    """Writes one file for this process, and one for each record in `control`; the last ones stay."""
+    """Writes this process's record, and one file for each record in `control`. Replaces files of an earlier call."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}

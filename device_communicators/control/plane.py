@@ -90,14 +90,14 @@ def greeter(greeting: bytes) -> int:
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
-"""A reply, or a function that is given where to send it."""
+"""A reply, or a function that receives `send` and calls it later with the reply."""
 
 _OPEN: WeakSet[World] = WeakSet()
 
 
 @atexit.register
 def _leave_all() -> None:
-    """Sends the farewells of a program that ends without destroying its groups. One that ends by an exception died."""
+    """Sends the farewells at a program's normal exit. After an uncaught exception sends none: it is a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
@@ -306,7 +306,9 @@ class World:
         call = (self._handle, purpose.encode(), attempt, procs, len(ordered), value, len(value))
         code = self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest))
         if code == -errno.EEXIST:
-            raise InvalidArgumentError(f"{what} of ranks {format_ranks(ordered)} is under way; count attempts up")
+            raise InvalidArgumentError(
+                f"{what} of ranks {format_ranks(ordered)} is under way; use a new attempt number"
+            )
         key = (self._handle, digest.value, purpose.encode(), attempt)
         try:
             self._check(code, what)
@@ -404,6 +406,11 @@ class World:
     # Calls.
 
     @property
+    def library(self) -> Any:
+        """Returns the loaded C++ library."""
+        return self._library
+
+    @property
     def _handle(self) -> int:
         """The handle. Raises ForkedError in a forked child."""
         if self._pid != os.getpid():  # before any lock: the parent may have held it at the fork
@@ -448,8 +455,8 @@ class World:
 
     def _late(self, what: str, timeout_s: float) -> ControlError:
         return ControlError(
-            f"{what} has no end {_GRACE_S:g} s after its timeout of {timeout_s:g} s: the thread ps-control of this "
-            "process hangs, or had no time; see the log"
+            f"{what} did not return within {_GRACE_S:g} s after its timeout of {timeout_s:g} s: thread ps-control of "
+            "this process hangs, or was not scheduled; see the log"
         )
 
     def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:

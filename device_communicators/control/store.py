@@ -70,6 +70,9 @@ class ControlStore(dist.Store):
     torch's C++ code doesn't keep it alive: the caller keeps a reference as long as torch uses it.
     """
 
+    served_by: int | None = None
+    """The global rank that serves it; None for a launcher."""
+
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
@@ -116,7 +119,7 @@ class ControlStore(dist.Store):
     def hold(self, key: str, value: str | bytes) -> None:
         """Sets a key until this process exits or `close`: the server then replaces KEY by gone/KEY.
 
-        `delete_key` before that leaves neither. Key and value have at most 64 KiB.
+        `delete_key` before that removes both. Key and value together have at most 64 KiB.
         """
         connection = self._connections.connect()
         try:
@@ -336,18 +339,16 @@ class _Connection:
             return _StaleError()
         if code == errno.EKEYREJECTED:
             return PermissionError(
-                "it can't prove that it knows it; another process has the port, or the nodes of launch() need the same "
-                "secret_file"
+                "the server can't prove that it has the secret. Give each node the same secret_file, or free the port"
             )
         if code == errno.EPROTO:
             return ForeignServiceError(in_words(self._text()))
         if code == errno.EPROTONOSUPPORT:
             return ConfigMismatchError(
-                f"it speaks version {self._text().decode()} of the control protocol: install the same package on all "
-                "hosts"
+                f"the server has protocol version {self._text().decode()}: install the same package on all hosts"
             )
         if code == errno.EBADMSG:
-            return ConnectionResetError("it sent a reply with a wrong MAC, or another frame than a reply")
+            return ConnectionResetError("the server sent a reply with a wrong MAC, or a frame that is no reply")
         if code in (errno.ECONNRESET, errno.EPIPE, errno.ESRCH):
             return ConnectionResetError("the connection was closed")
         return OSError(code, os.strerror(code))

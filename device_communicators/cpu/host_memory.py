@@ -99,7 +99,7 @@ class HostMemory:
         def gather(step: str, record: bytes) -> list[bytes]:
             return watcher.gather(
                 f"{purpose} ({step})", members.ranks, record, deadline - time.monotonic(), watched=watched,
-                what=f"the ranks of {members} look for shared memory together", group=members, operation="attach",
+                what=f"the ranks of {members} exchange shared-memory segments", group=members, operation="attach",
                 gloo=cpu_group,
             )  # fmt: skip
 

@@ -207,10 +207,10 @@ class Watcher:
         self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
         """By topic: returns the reply to a question, from the global rank that asks and the payload.
 
-        As `on_question` of `World.meet`: quick, and a rank of -1 is a guest, such as `debug --live`.
+        Must be quick. Rank -1 is a guest, such as `debug --live`. See `on_question` of `World.meet`.
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
-        """Called by the control plane's callback thread each 0.4 s. Must be quick."""
+        """The control plane's callback thread calls these every 0.4 s. They must be quick."""
         self.on_death: list[Callable[[], None]] = []
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
         self.status: Any = None
@@ -219,6 +219,8 @@ class Watcher:
         """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
+        self._stores: dict[int, BoundedStore] = {}
+        """By the global rank that serves it. torch's groups don't keep their stores alive: this does."""
 
     @property
     def problem(self) -> str:
@@ -402,12 +404,12 @@ class Watcher:
         records, or raise for the same reason. A record takes a round trip for each 4 KiB. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError with the ranks that left, did not come by the deadline, or did not answer. In the last
-          case other ranks may have the records. They get this rank's name at the deadline of their next step. A report
-          to the world would end this rank's part in `reinitialize`. The cause is an UnmetError with the verdict.
+        - CollectiveTimeoutError with the ranks that left, did not call by the deadline, or did not answer. Its cause is
+          an UnmetError with the verdict. If a rank did not answer, other ranks may have the records and wait for this
+          rank until their next deadline. It isn't reported to the world as failed: failed ranks can't `reinitialize`.
+        - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
 
-        `what` begins the error: "rank 3 asks for parallel groups". `group` makes it; `operation` is its operation.
-        `gloo`: a gloo group of `ranks`, used without a control plane. Without both raises ControlError.
+        `what` begins the error's text: "rank 3 asks for parallel groups". `group` and `operation` are its fields.
         """
         if len(ranks) == 1:
             return [record]
@@ -472,7 +474,7 @@ class Watcher:
             also = f", as {named} did" if others else ""
             return (
                 f"rank {self._rank} came too late{also}: the others had waited {timeout_s:g} s for it and gave up. "
-                "Try again on all ranks; look at what kept this one"
+                "Try again on all ranks, and find what delayed this rank"
             ), others
         if not others:
             return "this process left the world", others
@@ -595,6 +597,26 @@ class Watcher:
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
 
+    def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
+        """Returns the store that the lowest of `ranks` serves in its control plane; None without a control plane.
+
+        A process group of `ranks` needs no store longer than that rank lives.
+        """
+        from device_communicators.control.store import ControlStore  # it imports torch's stores
+
+        world, server = self._world, min(ranks)
+        place = self._places.get(server)
+        if world is None or place is None or place.endpoint is None:
+            return None
+        if server not in self._stores:
+            _, host, port, token, _ = place.endpoint
+            store = ControlStore(
+                world.library, (host, port), token, settings.START_TIMEOUT_S.get(), f"the store of rank {server}"
+            )
+            store.served_by = server
+            self._stores.setdefault(server, BoundedStore(store))
+        return self._stores[server]
+
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
@@ -636,3 +658,5 @@ class Watcher:
         self._leave()
         self._pids, self._places = {}, {}
         self.has_left = lambda rank: False
+        for store in self._stores.values():
+            store.close()

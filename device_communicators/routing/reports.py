@@ -59,7 +59,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Sends this rank's report, of an operation that met another call, to the group's ranks. Doesn't wait."""
+    """Sends this rank's report of a mismatched `operation` to the group's ranks without waiting."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _asked(context), Report(operation.sequence, operation.call))
@@ -100,9 +100,9 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
         if operation is not None and operation.site:  # debug mode: the error has them
             return
         lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
-        failure.args = (f"{failure.args[0]}. Here at {'; '.join([place, *lines])}",)
+        failure.args = (f"{failure.args[0]}. This rank called it at {'; '.join([place, *lines])}",)
     elif states:
-        failure.args = (f"{failure.args[0]}. As last told, {'; '.join(describe_states(states, context))}",)
+        failure.args = (f"{failure.args[0]}. Last known states: {'; '.join(describe_states(states, context))}",)
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
@@ -136,7 +136,7 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns `failure`, or the error that the reports tell of: with who is missing, ahead or in another call.
+    """Returns the error that the reports show, with the ranks that are missing, ahead or in another call; or `failure`.
 
     `reports`: by rank in the group. `missing`: global ranks without a report.
     """

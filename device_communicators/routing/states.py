@@ -12,7 +12,7 @@ from device_communicators.routing.communicator import GroupContext
 
 MOST_ASKED = 16
 """An error and the log name the states of at most this many ranks."""
-SILENT = "without an answer: its process runs, but no thread of Python answers; native code holds the interpreter lock"
+SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
 STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
 """Operations whose end is known when they are waited for."""
 _TRANSFERS = {

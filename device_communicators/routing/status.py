@@ -1,4 +1,4 @@
-"""Status of the ranks: what each is at, asked for over the control plane when an error or the log needs it.
+"""Status of the ranks: the call and place of each rank, requested over the control plane for an error or the log.
 
 Collectives detect mismatches themselves. Transfers and started collectives can't, and no transport names the rank that
 is waited for. So a rank that fails, or waits past the soft limit (PARALLEL_STATE_SLOW_S), asks the others. Each answers
@@ -47,13 +47,13 @@ logger = logging.getLogger("parallel_state")
 _IDLE_S = 1.0
 """After this time without a call a rank's state is the place of its main thread."""
 _KEEP_S = 3.0
-"""A rank that makes no call after a failure is in the failed one for the timeout and this time: others fail later."""
+"""A failed call stays this rank's state until its next call, or the timeout plus this time: peers may fail later."""
 _ANSWER_S = 0.3
 """A rank that hasn't answered after this time is silent."""
 _REPORTS_S = 0.6
-"""Ranks report a failure within the 0.2 s in which a death can become known, or they were not in the call."""
+"""A rank without a report after this time wasn't in the call. Peers detect a failure up to 0.2 s apart."""
 _MOST_GROUPS = 64
-"""Failed groups whose reports are kept."""
+"""Above this number of failed groups, the reports of the least recently used one are dropped."""
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
 _MOST_SHOWN = 256
@@ -125,7 +125,7 @@ class Status:
             return state_without_call(idle_s if idle_s >= _IDLE_S else 0.0)
         context, operation = last
         place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
-        # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
+        # A blocking call without an end and without a waiting thread has failed: its thread is making the error now.
         has_failed = operation.ended_s is None and operation.name not in STARTED
         key = group_key(context) if has_failed else ""
         return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
@@ -321,7 +321,7 @@ class Status:
             known = describe_states({rank: states[rank] for rank in awaited if rank in states}, context)
             silent = [str(rank) for rank in awaited if rank not in states]
             if silent:
-                known.append(f"nothing is known of global rank{'s' * (len(silent) > 1)} {', '.join(silent)}")
+                known.append(f"the state of global rank{'s' * (len(silent) > 1)} {', '.join(silent)} is unknown")
             logger.warning(
                 "%s of %s has waited for %.1f s (timeout %g s): %s",
                 text, context, waited_s, context.timeout_s, "; ".join(known),

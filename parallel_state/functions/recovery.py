@@ -59,12 +59,12 @@ def reinitialize(
 ) -> None:
     """Starts again with the `ranks` (global, of the present world) that are left, in the same processes.
 
-    Each of them calls it with the same `ranks`, ascending, and sizes; `error.suspect_ranks` says who is lost. The old
-    world is let go without a word to the lost ranks, the next one numbers the survivors from 0 in their order. They
-    meet in the control plane of the old world. Then initialize_model_parallel with the sizes and `options` given.
+    Each of them calls it with the same sizes and the same `ranks`, ascending. `error.suspect_ranks` are the lost ranks.
+    The survivors meet in the control plane of the old world, which is then abandoned without a farewell. The next world
+    numbers them from 0 in their order. Then initialize_model_parallel runs with the given sizes and `options`.
 
-    Where it fails on the way, as another rank ends meanwhile, there is no world any more: those that are left then call
-    init_distributed_environment with an address of their own.
+    If it fails, for example because another rank exits meanwhile, there is no world. The surviving ranks can then call
+    init_distributed_environment with a new address.
 
     `timeout` is that of the next world's operations (default: as before). Raises GroupNotInitializedError without a
     world, InvalidArgumentError for `ranks`, RendezvousError where a survivor doesn't come before
@@ -98,8 +98,8 @@ def reinitialize(
             init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         elif len(survivors) > 1 and start.is_served_by_rank_0:
             raise UnsupportedError(
-                "the ranks that are left can't meet: a rank served the store, and there is no control plane. Call "
-                "init_distributed_environment() with an address"
+                "reinitialize() failed: the surviving ranks have no store, because rank 0 served it and no control "
+                "plane is available. Call init_distributed_environment() with an address"
             )
         options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
         with met_before(met):

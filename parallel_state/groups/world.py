@@ -372,7 +372,7 @@ def _not_connected(
     elif error is not None and not late:
         what = f"making the default {backend} group failed: {plain(error)}"
     return RendezvousError(
-        f"{who}{what}. This rank is on {where}; all ranks that were heard of live. {interfaces.advice()}. For a slow "
+        f"{who}{what}. This rank is on {where}; no rank is known to have exited. {interfaces.advice()}. For a slow "
         f"start, raise {settings.START_TIMEOUT_S.name}",
         **facts,  # type: ignore[arg-type]
     )

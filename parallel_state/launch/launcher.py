@@ -73,16 +73,17 @@ def launch(
         )
     given = options if nproc is None else {**options, "nproc": nproc}
     config = _resolved(replace(config or LaunchConfig(), **given))
-    deadline = time.monotonic() + (config.timeout or math.inf)
     inline = config.world_size == 1 and config.timeout is None
     try:
         # Here, because most programs import this and launch nothing; an import needs a descriptor, too.
-        from parallel_state.launch.store import meeting_point
+        from parallel_state.launch.store import meeting_point, secret_and_library
         from parallel_state.launch.worker import Call, run_inline
 
         call = Call(fn, tuple(args), dict(kwargs or {}), config)
         content = b"" if inline else call.pickled()
-        with meeting_point(config, deadline) as (address, secret):
+        secret, library = secret_and_library(config)  # may compile it: the time for that is no part of the timeout
+        deadline = time.monotonic() + (config.timeout or math.inf)
+        with meeting_point(config, secret, library, deadline) as address:
             environs = [_variables(config, local_rank) | address for local_rank in range(config.nproc or 1)]
             if inline:
                 return [run_inline(call, environs[0], secret)]

@@ -24,7 +24,13 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import InvalidArgumentError, RendezvousError, UnsupportedError
+from device_communicators.base.errors import (
+    InvalidArgumentError,
+    LaunchError,
+    RendezvousError,
+    ResourceLimitError,
+    UnsupportedError,
+)
 from device_communicators.control.plane import ControlError, World
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
@@ -40,17 +46,16 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # tells torch's env:// that rank 0
 
 
 @contextmanager
-def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[str, str], bytes]]:
-    """Yields the variables that lead to a store, which the node of rank_offset 0 hosts, and its secret.
+def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
+    """Yields the variables that lead to a store, which the node of rank_offset 0 hosts.
 
     It binds the port itself: nobody can take it between a probe and its use, nothing but the given address listens
     (a TCPStore that binds listens on all of them), and the store outlives rank 0. Without a secret it is torch's.
     """
     if not config.hosts_store:
-        yield {AGENT_STORE: "False"}, b""
+        yield {AGENT_STORE: "False"}
         return
     several = config.nproc != config.world_size
-    secret, library = _secret_and_library(config)
     start_s = min(settings.START_TIMEOUT_S.get(), max(1.0, deadline - time.monotonic()))
     world = None
     try:
@@ -68,7 +73,7 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
             except dist.DistNetworkError as error:
                 raise _not_reached(config, start_s, error) from error
         address = {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port)}
-        yield {**address, AGENT_STORE: str(not secret)}, secret  # with a secret, ranks find it by `JOB_STORE`
+        yield {**address, AGENT_STORE: str(not secret)}  # with a secret, ranks find it by `JOB_STORE`
         if several:
             _leave_together(store, config, min(deadline, time.monotonic() + start_s))
     finally:
@@ -77,11 +82,19 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
             world.leave()
 
 
-def _secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
-    """Returns what the ranks prove to hold, and the compiled library; nothing if torch's store is to be used."""
+def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
+    """Returns what the ranks prove to hold, and the compiled library; nothing if they use torch's store, or their own.
+
+    May compile the library.
+    """
+    if not config.hosts_store:
+        return b"", None
     secret = b"" if config.secret_file is None else read_secret(config.secret_file)
     if not secret and config.nproc != config.world_size:
-        logger.warning("several nodes without a secret_file: whoever reaches the store of this job may change it")
+        logger.warning(
+            "any process that reaches the store of this job can change it: several nodes without a secret_file. Pass "
+            "launch(secret_file=...) on each node"
+        )
         return b"", None
     try:
         return secret or secrets.token_bytes(SECRET_BYTES), native.load()
@@ -92,16 +105,19 @@ def _secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
                 "has it, or a C++ compiler"
             ) from error
         logger.warning(
-            "whoever reaches the store of this job may change it, for want of the compiled library: %s", error
+            "any process that reaches the store of this job can change it: no compiled library is available (%s)",
+            error,
         )
         return b"", None
 
 
 def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
-    """Serves the store. Nobody joins this world, so it has no peers to watch. Raises OSError."""
+    """Serves the store. Nobody joins this world, so it has no peers to watch. Raises OSError or LaunchError."""
     limit_s, beat_s = settings.HEARTBEAT_LIMIT_S.get(), settings.HEARTBEAT_S.get()
     try:
         world = World(library, address, limit_s=limit_s, beat_s=beat_s, port=port, token=secret.hex())
+    except ResourceLimitError as error:
+        raise LaunchError(f"the job's store can't be served: {error}", rank=0) from error
     except ControlError as error:
         raise error.__cause__ or error from None
     world.start_thread()

@@ -48,7 +48,7 @@ class Agreement:
     def __init__(self, store: Any, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
         """`alone`: the other ranks are simulated and agree with this one.
 
-        `store`: keeps why a rank failed to make a group.
+        `store`: keeps why a rank failed to make a group, if the group has no store of its own.
         """
         self.alone = alone
         self.store = BoundedStore.of(store)
@@ -57,10 +57,9 @@ class Agreement:
         self._rank = rank
         self._meetings: Counter[str] = Counter()
 
-    @property
-    def silent_s(self) -> float:
-        """Returns for how many seconds an operation past its deadline has had no answer; 0.0 if the store answers."""
-        return self.store.silent_s
+    def store_of(self, ranks: Sequence[int]) -> BoundedStore:
+        """Returns the store of a group of `ranks`: the lowest rank's; the default group's without a control plane."""
+        return self._watcher.store_of(ranks) or self.store
 
     def resolve_and_agree(
         self,
@@ -169,17 +168,17 @@ class Agreement:
             except CommunicationError as error:
                 verdict = error.__cause__.verdict if isinstance(error.__cause__, UnmetError) else None
                 if verdict is not None and verdict.kind == "undecided":  # other ranks may go on
-                    self.fail(name, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
+                    self.fail(name, ranks, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
                 is_late = verdict is not None and verdict.kind == "missing" and self._rank in verdict.ranks
                 if not is_late or not left_s or not isinstance(error, CollectiveTimeoutError):
                     raise
             except BaseException as error:  # an interrupt: the others needn't wait
-                self.fail(name, f"{type(error).__name__}: {error}")
+                self.fail(name, ranks, f"{type(error).__name__}: {error}")
                 raise
         for suspect, text in zip(ranks, problems, strict=True):
             if text:
                 raise CommunicationError(
-                    f"{who}, but global rank {suspect} can't: {text.decode(errors='replace')}",
+                    f"{who}, but global rank {suspect} can't make it: {text.decode(errors='replace')}",
                     group="world",
                     operation="new_group",
                     rank=self._rank,
@@ -189,17 +188,18 @@ class Agreement:
                 )
         return name
 
-    def fail(self, name: str, reason: str) -> None:
-        """Publishes that this rank failed to make the group `name`."""
+    def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
+        """Publishes that this rank failed to make the group `name` of `ranks`."""
         if self.alone:
             return
         with contextlib.suppress(dist.DistError):
-            self.store.within(LAST_WORD_S).compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
+            store = self.store_of(ranks).within(LAST_WORD_S)
+            store.compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
 
-    def failure(self, name: str) -> tuple[int, str] | None:
-        """Returns the rank that failed to make the group `name`, and why; None if none did."""
+    def failure(self, name: str, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """Returns the rank that failed to make the group `name` of `ranks`, and why; None if none did."""
         with contextlib.suppress(dist.DistError):
-            store = self.store.within(LAST_WORD_S)
+            store = self.store_of(ranks).within(LAST_WORD_S)
             if store.check([f"{name}/failed"]):
                 rank, reason = json.loads(store.get(f"{name}/failed"))
                 return rank, reason
@@ -214,7 +214,7 @@ class Agreement:
         if not self.alone and len(ranks) > 1 and int(number) > 1:
             key = f"{meeting}/{int(number) - 1}//cpu//0/{ranks.index(self._rank)}"
             with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can
-                self.store.within(LAST_WORD_S).delete_key(key)
+                self.store_of(ranks).within(LAST_WORD_S).delete_key(key)
 
 
 def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> str:

@@ -299,8 +299,8 @@ class ProcessGroupPool:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
-            store = None
-            if connects:
+            store = served = self.watcher.store_of(ranks)
+            if connects and served is None:
                 with self._lock:
                     store = self._stores.pop() if self._stores else None
                 store = store or default_store().connect_anew()
@@ -311,12 +311,13 @@ class ProcessGroupPool:
                 set_timeout(group, options.timeout_s)
             if is_abandoned():
                 _destroy(group)
-            if store is not None and not lazily:
+            if served is None and store is not None and not lazily:
                 self._stores.append(store)
             return group
 
         def has_failed() -> bool:
-            return self.agreement.failure(name) is not None or self.agreement.silent_s > timeout_s
+            silent_s = self.agreement.store_of(ranks).silent_s
+            return self.agreement.failure(name, ranks) is not None or silent_s > timeout_s
 
         try:
             if options.meets:
@@ -326,7 +327,7 @@ class ProcessGroupPool:
                 made = make(lambda: False)
         except BaseException as error:
             if not isinstance(error, AbandonedError):
-                self.agreement.fail(name, f"{type(error).__name__}: {plain(error)}")
+                self.agreement.fail(name, ranks, f"{type(error).__name__}: {plain(error)}")
             if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
                 raise
             raise self._not_made(error, what, name, ranks, started) from error
@@ -340,14 +341,14 @@ class ProcessGroupPool:
         elapsed_s = time.monotonic() - started
         deaths = self.watcher.await_death_of(self.watched_with(ranks))
         kind, who = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
-        failure = self.agreement.failure(name)
+        failure, store = self.agreement.failure(name, ranks), self.agreement.store_of(ranks)
         if not who and failure is not None and failure[0] != self.rank:
             who = {failure[0]: f"could not ({failure[1]})"}
         if who:
             why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
-        elif (silent_s := self.agreement.silent_s) > 0:
-            silent = StoreSilentError(f"{self.agreement.store} has not answered for {silent_s:.1f} s")
-            kind, why, suspects = self.watcher.explain_lost_store(self.agreement.store, silent, ranks)
+        elif (silent_s := store.silent_s) > 0:
+            silent = StoreSilentError(f"{store} has not answered for {silent_s:.1f} s")
+            kind, why, suspects = self.watcher.explain_lost_store(store, silent, ranks)
             who = dict.fromkeys(suspects, why)
         elif isinstance(error, AbandonedError):
             why = f"they did not connect within {limit_s:g} s"

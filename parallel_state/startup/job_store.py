@@ -42,9 +42,9 @@ def store_in_words() -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if met_at := getattr(store, "met_at", ""):
-        return f"{store}, which asks for a token that the ranks got at {met_at}"
+        return f"{store}, which requires a token that the ranks received from {met_at}"
     if isinstance(store, ControlStore):
-        return f"{store}, which asks for the job's secret"
+        return f"{store}, which requires the job's secret"
     if isinstance(store, dist.TCPStore):
-        return f"TCPStore at {store.host}:{store.port}, which accepts whoever reaches it"
+        return f"TCPStore at {store.host}:{store.port}, which accepts every process that reaches it"
     return type(store).__name__

@@ -67,16 +67,16 @@ _TOGETHER_S = 0.1  # ranks that exit within this time are named together
 _SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
 _SLICE_OF_OTHERS_S = 0.5
 _CONNECT_S = 2.0  # one attempt to reach rank 0's store
-_REFUSED_S, _SILENT_S = 1.0, 7.0  # a rank that does not reach it for this long, or a quarter of the start, complains
-_ENDED_S = 0.8  # a rank that entered takes a store that refuses it for this long for an ended rank 0
+_REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
+_ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
 _ANSWER_S = 1.2  # for rank 0 to answer a complaint; then the rank dials again
-_DOUBT_S = 1.0, 10.0  # rank 0 withdraws a complaint, unless it withdrew one this long ago: it may have been paused
+_DOUBT_S = 1.0, 10.0  # rank 0 accepts a complaint only in this time after it withdrew one
 
 _WORLD, _COMPLAINT = "world", "complaint"
-"""Keys of the launcher's store."""
+"""Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each followed by the world's name."""
 _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""Keys of the world's store; `_GONE` and the key of an entry whose rank exited."""
+"""Keys of the world's store. `_GONE` is the prefix of an entry's key after its rank exited. `_NOTHING`: see `_peek`."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -245,7 +245,7 @@ def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> Co
     """Returns the error for ranks of a world that don't meet again."""
     missing = [each for each in verdict.ranks if each != rank]
     deaths = old.await_death_of(missing, None if verdict.kind == "ended" else 0.0)
-    why = f"ranks {format_ranks(missing)} of the old world did not within {timeout_s:g} s"
+    why = f"ranks {format_ranks(missing)} of the old world did not call it within {timeout_s:g} s"
     return kind_of_deaths(deaths, RendezvousError)(
         f"rank {rank} of the old world calls reinitialize(), but {describe_deaths(deaths) or why}. Each of these ranks "
         "must call it, with the same ranks",
@@ -331,8 +331,8 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits for every rank. Returns the verdict, and how many ranks may be there to read it."""
-        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to read
+        """Waits for every rank. Returns the verdict, and the number of ranks that may still read it."""
+        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # leaves peers time to read the verdict
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
         for rank in range(1, size):
@@ -398,7 +398,7 @@ class _Meeting:
         return self._obstacle() or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        """Reads the entry of a rank, if it came; also if it exited since."""
+        """Reads the entry of a rank that has entered, even if it has exited since."""
         if entry := _peek(world, _key(rank)) or _peek(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
@@ -417,7 +417,7 @@ class _Meeting:
         return _absent(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
 
     def _publish_near(self, world: BoundedStore) -> None:
-        """Publishes, for ranks in one PID namespace, who came: if rank 0 exits, they look who exited with it."""
+        """Publishes the entered ranks of each PID namespace. If rank 0 exits, ranks check which of these exited too."""
         near: dict[str, dict[int, tuple[str, str]]] = {}
         for rank, place in self.places.items():
             near.setdefault(place.processes, {})[rank] = place.pid, place.born
@@ -476,7 +476,7 @@ class _Meeting:
         key, entry = _key(self.place.rank), json.dumps([self.place.world_size, *self.own_place])
         found = world.compare_set(key, "", entry).decode()
         if found != entry:
-            self.obstacle = "another process came there with this rank"
+            self.obstacle = "another process with this rank has entered rank 0's world"
             return False
         world.hold(key, entry)
         self._extend(world)
@@ -484,10 +484,9 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's verdict. Returns True if it is that all ranks came.
+        """Waits for rank 0's verdict. Returns True if all ranks of this world have entered.
 
-        False for a world of an earlier round, and for a smaller one, of some ranks, that goes first. Raises the error
-        for any other verdict.
+        Returns False if this world is of an earlier round, or has another size. Raises the error for any other verdict.
         """
         near: dict[str, tuple[str, str]] = {}
         refused_at = None
@@ -577,7 +576,8 @@ class _Meeting:
     def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
         """Tells rank 0 through the launcher's store that this rank can't use the world's store.
 
-        Only after some time, as rank 0 may have exited. Raises the error of all ranks once rank 0 has answered.
+        While the store is not reached, only returns for the first 1 to 7 s, because rank 0 may have exited. Raises the
+        verdict's error once rank 0 has answered.
         """
         endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
         if isinstance(error, native.NativeUnavailableError):
@@ -601,7 +601,7 @@ class _Meeting:
     def not_met(self) -> RendezvousError:
         """Returns the error for a rank that met nobody."""
         return self._error(
-            f"{self._name} must meet the others at {self.way.where}, but did not within {self.timeout_s:g} s: "
+            f"{self._name} did not meet the other ranks at {self.way.where} within {self.timeout_s:g} s: "
             f"{self.obstacle}. Check that all ranks were started, that MASTER_ADDR and MASTER_PORT are equal "
             "everywhere, and that no firewall is between",
             [0] if self.obstacle.startswith("rank 0 ") else (),

@@ -92,7 +92,8 @@ def test_explain_names_the_store(tmp_path: Path) -> None:
     for secret_file in (None, str(path)):
         texts = launch(_explain, 2, tensor_model_parallel_size=2, timeout=DEADLINE_S, secret_file=secret_file)
         for text in texts:
-            assert "store: the world's store at 127.0.0.1:" in text and "asks for a token that the ranks got at" in text
+            assert "store: the world's store at 127.0.0.1:" in text
+            assert "requires a token that the ranks received from" in text
             assert "launch's store" in text or "the store of launch" in text
             assert SECRET.hex() not in text
 
@@ -132,7 +133,7 @@ def test_several_nodes_with_different_secrets(tmp_path: Path, monkeypatch: pytes
         first, second = (
             pool.submit(_launch_node, offset, port, path) for offset, path in zip((0, 2), paths, strict=True)
         )
-        with pytest.raises(RendezvousError, match="don't share a secret: it can't prove"):
+        with pytest.raises(RendezvousError, match="don't share a secret: the server can't prove"):
             second.result(DEADLINE_S)
         with pytest.raises(LaunchError, match=r"ranks \[2, 3\] did not come"):
             first.result(DEADLINE_S)
@@ -154,7 +155,7 @@ def test_one_node_without_the_library_uses_torchs_store(
     _without(monkeypatch)
     assert launch(_tcp_store, 2, timeout=DEADLINE_S) == ["it came in"] * 2
     assert (
-        "whoever reaches the store of this job may change it, for want of the compiled library: no compiler"
+        "any process that reaches the store of this job can change it: no compiled library is available (no compiler"
         in caplog.text
     )
 

@@ -313,7 +313,7 @@ def test_two_processes_with_one_rank(pools: Pools) -> None:
     assert {outcome.kind for outcome, _ in results} == {"RendezvousError"}
     assert results[0][0].suspect_ranks == (2,)
     doubles = [outcome for outcome, rank in results if rank == 1]
-    assert sum("another process came there with this rank" in outcome.text for outcome in doubles) == 1
+    assert sum("another process with this rank has entered rank 0's world" in outcome.text for outcome in doubles) == 1
 
 
 def _methods(folder: str) -> dict[str, Outcome]:

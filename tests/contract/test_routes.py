@@ -237,7 +237,7 @@ def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:
 def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
     results = pools(4).run(_vote_body, True, tp=4)
     assert [names for names, _, _ in results] == [["small_floats", "process_group"]] * 4
-    other = "global rank 1 of the group turned it down"
+    other = "it is unavailable on global rank 1 of the group"
     assert [reason for _, reason, _ in results] == [other, "its library is not here", other, other]
     assert [reason for _, _, reason in results] == [None] * 4
 
@@ -245,7 +245,8 @@ def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
 def test_the_vote_is_the_groups_own(pools: Pools) -> None:
     """In two groups of two, rank 1 of each refuses; its one neighbour hears of it."""
     results = pools(4).run(_vote_body, True, tp=2)
-    own, others = "its library is not here", [f"global rank {rank} of the group turned it down" for rank in (1, 3)]
+    own = "its library is not here"
+    others = [f"it is unavailable on global rank {rank} of the group" for rank in (1, 3)]
     assert [reason for _, reason, _ in results] == [others[0], own, others[1], own]
 
 

@@ -291,7 +291,7 @@ def _failing(what: str, served: bool) -> list[Outcome]:
 
 def _in_general(outcome: Outcome) -> tuple[str, str]:
     """Returns an error without times, numbers of groups and lines, and what other ranks told they were at just then."""
-    text = re.split(r"\. (?:Here at|As last told) ?", outcome.text)[0]
+    text = re.split(r"\. (?:This rank called it at|Last known states:) ?", outcome.text)[0]
     return outcome.kind, re.sub(r"\d+(\.\d+)?", "#", text)
 
 

@@ -173,7 +173,7 @@ REPORTS = {
         _stopped, ("all_reduce", r"global rank 2 is stopped by a signal", _here("step")), (0, 1, 3)),
     "pytorch#135352, native code holds the interpreter's lock": Report(
         _away(3, lambda: ctypes.PyDLL(None).usleep(int(AWAY_S * 1e6))),
-        ("all_reduce", r"global rank 3 is without an answer", _here("step")), (0, 1, 2)),
+        ("all_reduce", r"global rank 3 is running, but no Python thread answers", _here("step")), (0, 1, 2)),
 }  # fmt: skip
 
 

@@ -134,6 +134,31 @@ def test_other_roots_go_on(route: str, tmp_path: Path) -> None:
                 assert [outcome.kind for outcome in outcomes] == ["ok"] * 3, (rank, name, outcomes)
 
 
+def _make_a_group_without_rank_0() -> list[float] | None:
+    """Rank 0, which served the store of the world, is killed; the other replica makes a further group."""
+    ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
+    ps.initialize_model_parallel(2, 1, failure_domain="replica")
+    tp, world = ps.get_tp_group(), ps.get_world_group()
+    world.barrier()
+    if world.rank == 0:
+        kill_me()
+    assert world.context.watcher is not None
+    assert world.context.watcher.await_death_of((0,), 1.0 + SLACK_S)
+    if world.rank < 2:
+        return None
+    group = tp.make_sub_group([0, 1])
+    assert group is not None
+    result: list[float] = group.all_reduce(torch.full((2,), float(world.rank))).tolist()
+    ps.destroy_distributed_environment()
+    return result
+
+
+def test_a_replica_makes_groups_after_rank_0_was_killed() -> None:
+    with _pool(4) as pool:
+        told = pool.survivors(_make_a_group_without_rank_0, timeout_s=DEADLINE_S)
+    assert told == {1: None, 2: [5.0, 5.0], 3: [5.0, 5.0]}
+
+
 @contextmanager
 def _pool(size: int) -> Iterator[WorkerPool]:
     pool = WorkerPool(size)

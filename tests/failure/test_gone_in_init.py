@@ -27,7 +27,7 @@ pytestmark = pytest.mark.side_by_side
 SOON_S = 2.0
 START_S = 30.0
 MEETING_S = 2.0
-NEEDS_CONTROL_PLANE = "two ranks that nobody watches yet: the control plane is to name both"
+NOT_WATCHED_YET = "the ranks are not watched before they have met, so only one of two killed ranks is named"
 
 
 def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
@@ -121,7 +121,7 @@ def test_row_56_rank_0_is_killed_during_init(tmp_path: Path, stage: str, victims
     assert_in_time(lambda folder: _trial(lambda: Ranks(4), stage, victims, folder), tmp_path, SOON_S)
 
 
-@pytest.mark.xfail(strict=True, reason=NEEDS_CONTROL_PLANE)
+@pytest.mark.xfail(strict=True, reason=NOT_WATCHED_YET)
 def test_row_56_two_are_killed_while_the_backend_s_ranks_meet(tmp_path: Path) -> None:
     _trial(lambda: Ranks(4), "exchange of the backend", (0, 2), tmp_path)
 
@@ -180,7 +180,7 @@ def test_who_comes_after_rank_0_gave_up_is_told_why(ranks: Ranks, tmp_path: Path
     assert_in_time(trial, tmp_path, SOON_S, before=ranks.kill)
 
 
-@pytest.mark.xfail(strict=True, reason="rank 0's store is gone with its start: the control plane is to tell of it")
+@pytest.mark.xfail(strict=True, reason="rank 0's store closes when its start fails, so a later rank finds no verdict")
 def test_who_comes_long_after_rank_0_gave_up_is_told_why(ranks: Ranks, tmp_path: Path) -> None:
     with held_port() as port:
         _check(ranks.survivors(_come_late, 1.5, port, str(tmp_path), timeout_s=DEADLINE_S), (2,))

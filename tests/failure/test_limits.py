@@ -209,7 +209,7 @@ def test_a_start_imports_what_groups_need(imports: list[str]) -> None:
     modules = imports[0].split()
     for name in ("host_memory", "native_group"):
         assert f"device_communicators.cpu.{name}" in modules
-    for name in ("messages.transports", "store.client"):
+    for name in ("messages.transports", "startup.job_store"):
         assert f"parallel_state.{name}" in modules
 
 
@@ -266,7 +266,15 @@ def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
         "missing": "true",
     }[cache]
     where = {"XDG_CACHE_HOME": "", "HOME": "/proc/nowhere"} if cache == "missing" else {"XDG_CACHE_HOME": str(folder)}
-    printed, said = _told_by(_launch_two_in_own_mounts, script, **where)
+    # An interpreter of its own: a fork of one that has failed to load the library closes descriptors of others.
+    code = f"from tests.failure import test_limits\ntest_limits._launch_two_in_own_mounts({script!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PARALLEL_STATE_START_TIMEOUT_S": "30", **where},
+        capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT,
+    )  # fmt: skip
+    printed, said = done.stdout, done.stderr
+    assert done.returncode == 0 and "Traceback" not in said, said
     assert printed.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), printed + said
     assert "goes without shared memory" in said and "let XDG_CACHE_HOME name a folder" in said, said
     if cache == "full":

@@ -338,7 +338,7 @@ void Core::on_accepted(const Event& event) {
   }
   // The oldest: a handshake takes milliseconds, so it is the least likely to complete.
   if (strangers >= kMostStrangers + (roster_ == nullptr ? 0 : roster_->members.size())) {
-    refuse(oldest, "too many others came before it had proved that it belongs to this job");
+    refuse(oldest, "too many unidentified connections, and this is the oldest");
   }
   links_[event.connection] = Link();
   greet(event.connection, event.nonce);
@@ -830,7 +830,7 @@ void Core::tend_links() {
     close(connection);
   }
   for (const int connection : useless) close(connection);
-  for (const int connection : late) refuse(connection, "it has not proved in time that it belongs to this job");
+  for (const int connection : late) refuse(connection, "it did not prove within 5 s that it belongs to this job");
 }
 
 // Erases peers without a connection or dial.

@@ -39,7 +39,7 @@ inline constexpr std::uint64_t kEmptyDigest = 1;  // of a state without ends
 struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
-  // Secret of the listener; a peer proves by HMAC that it holds it. At most 64 bytes. Not written.
+  // Secret of the listener, at most 64 bytes. A peer proves by HMAC that it has the secret. Never part of a record.
   std::string token;
   PARALLEL_STATE_FIELDS(host, port)
 };
@@ -241,8 +241,8 @@ class Core {
 
   const Ends& ends() const { return ends_; }
   bool is_gone(Proc proc) const { return end_of(proc) != nullptr; }
-  // Returns the ranks that this process lost by the end that a kDoom or kLeft reports. Those of the other domain if
-  // that declared this one unreachable or stopped.
+  // Returns the ranks that are lost after a kDoom or kLeft. If another domain declared a process of this domain
+  // unreachable or stopped, these are all ranks of that other domain.
   std::vector<int> lost_by(const Action& end) const;
   // Returns true once this process has left. After that, the core only answers this process's own calls.
   bool is_over() const { return left_; }

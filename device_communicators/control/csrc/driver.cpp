@@ -510,7 +510,7 @@ void Driver::accept(Stay* stay) {
       const Nanos now = monotonic_now();
       shortage_until_ = now + kShortage;
       if (now < std::exchange(stay->quiet_until, std::max(stay->quiet_until, now + kQuiet))) return;
-      return log(stay, "can't accept connections: files or memory ran out; tried again 10 times a second", true);
+      return log(stay, "can't accept connections: no free descriptors or memory; retried every 0.1 s", true);
     }
     send_at_once(*connection.socket);
     const int number = add(stay, kConnection, *connection.socket, EPOLLIN);

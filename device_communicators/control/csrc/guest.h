@@ -8,14 +8,14 @@
 
 namespace parallel_state::control {
 
-// One thread uses a guest at a time. Each step returns 0 or an errno; after other errors than the two that ask for
-// another step, the guest is of no more use.
+// One thread uses a guest at a time. Each step returns 0 or an errno. After EINPROGRESS and EAGAIN, step again.
+// After any other errno, close the guest.
 class Guest {
  public:
-  // EINPROGRESS, EAGAIN: the time is up before both sides are identified, and after that.
+  // EINPROGRESS: `until` passed before both sides were identified. EAGAIN: it passed after that.
   // ESTALE: the server closed the connection since the last reply. ECONNABORTED: it did so before it was identified.
   // EKEYREJECTED: the server doesn't hold the token. EPROTO: it is another service, whose first bytes are `text`.
-  // EPROTONOSUPPORT: it speaks another version, as `text` says. EBADMSG: it sent what isn't the next reply.
+  // EPROTONOSUPPORT: the server has another version, named in `text`. EBADMSG: a wrong MAC, or not the next reply.
 
   // Begins to connect to a numeric address.
   int dial(const std::string& host, int port, std::string token);

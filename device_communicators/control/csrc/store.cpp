@@ -157,7 +157,7 @@ void Table::wait_for(int client, bool gets, std::vector<Bytes> keys, std::vector
   }
   if (gets && size > kMostStoreBytes) {
     throw Problem{std::to_string(wait.keys.size()) + " values have " + std::to_string(size) +
-                  " bytes; ask for fewer at once"};
+                  " bytes; request fewer keys in one call"};
   }
   for (const Bytes& key : wait.keys) {
     if (gets) values.push_back(values_.at(key));

@@ -1,8 +1,8 @@
 // The key-value service at a world's listener, as a value without I/O.
 //
-// A guest is a process that proves the listener's token and is no member: its number is 0. The core checks the proof
-// and hands the connection over. The guest may only send calls, one at a time. Each call and reply ends with a MAC over
-// its number, so that nobody else can change, repeat or leave out one. Nothing is encrypted.
+// A guest is a process that proves the listener's token but is not a member. Its process number is 0. The core checks
+// the proof and hands the connection over. The guest sends one call at a time. Each call and reply ends with a MAC over
+// a counter and the body, so changed, repeated and missing frames are detected. Nothing is encrypted.
 #pragma once
 
 #include <map>
@@ -99,7 +99,7 @@ class Store {
     Bytes bytes;               // to send
     bool is_question = false;  // or to hand to the program, which answers
   };
-  // Takes over a connection. `handed`: what the core handed over. Returns false if it is to be closed, as `take` does.
+  // Adds a guest. `handed`: the bytes of kGuest. Like `take`, returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
   // Takes in bytes of a guest.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);

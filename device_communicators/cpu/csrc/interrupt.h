@@ -19,8 +19,8 @@ void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 // See has_signal. Python sets it.
 std::atomic<int>& signal_descriptor();
 
-// Whether a handler raised, now. Runs handlers, with the interpreter lock, if a signal has come; else takes no lock.
-// `surely`: a signal has come. Asked between two sleeps, never on the fast path.
+// Runs Python's signal handlers, with the interpreter lock, if a signal may have arrived; else takes no lock. Returns
+// true if a handler raised. `surely`: a signal did arrive. Called between two sleeps, never on the fast path.
 bool interrupted(bool surely);
 
 // What the last one raised, three references that are the caller's; null where there is nothing, and in other threads.

@@ -26,12 +26,12 @@ class GroupLiveness::Listener final : private control::EndListener {
       return;
     }
     ReportedEnds& ends = *group_.ends_;
-    // Release: who sees the bit of a rank that left sees all that the rank published before.
+    // Release: a wait that reads the bit of a rank that left also reads all that the rank published before.
     if (index < group_.size_) {
       (died ? ends.died : ends.left).fetch_or(std::uint64_t{1} << index, std::memory_order_release);
     }
     if (died && std::binary_search(domain_.begin(), domain_.end(), rank)) {
-      ends.doomed.store(1, std::memory_order_release);  // after the bit: who sees this can name the rank
+      ends.doomed.store(1, std::memory_order_release);  // after the bit, so that a wait can name the rank
     }
   }
 

@@ -46,7 +46,7 @@ struct Loss {
 
 class Losses : public Liveness {
  public:
-  // Why there is no sense in waiting for `awaited`, if there is none.
+  // Returns the loss that ends a wait for `awaited`; an empty one if the wait may go on.
   virtual Loss loss(int awaited) const = 0;
   bool is_alive(int awaited) const override {
     const Loss found = loss(awaited);
@@ -62,8 +62,8 @@ class GroupLiveness final : public Losses {
   GroupLiveness(const GroupLiveness&) = delete;
   GroupLiveness& operator=(const GroupLiveness&) = delete;
 
-  // Takes ends from the control plane, until this object ends. `ranks`: the global ranks of the group, in its order.
-  // `domain`: all global ranks whose death fails the group, ascending. Called once, before any wait.
+  // Has the control plane write deaths and farewells here until stop_listening. `ranks`: the group's global ranks, in
+  // its order. `domain`: all global ranks whose death fails the group, ascending. Call it once, before waits.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, std::vector<int> domain);
 
   void stop_listening();

@@ -273,8 +273,8 @@ class MessageQueue:
             ranks, end = self.handle.local_reader_ranks, getattr(error, "suspect_ranks", (0,))[0]
             who = "the writer" if end == 0 else f"the reader with rank {ranks[end - 1]}"
             raise PeerDiedError(
-                f"{operation} of {self}: {who}, process {self._ring.pid(end)}, has ended or has closed the queue. Look "
-                "at what that process said last",
+                f"{operation} of {self}: {who}, process {self._ring.pid(end)}, exited or closed the queue. See the log "
+                "of that process",
                 operation=operation,
                 suspect_ranks=(ranks[end - 1],) if end else (),
             ) from error
@@ -349,7 +349,7 @@ def _check_local(readers: Sequence[bool]) -> None:
     if not all(readers):
         raise UnsupportedError(
             f"all readers of a message queue must be on the writer's host, but {[*readers].count(False)} of "
-            f"{len(readers)} are on another one; vLLM's own MessageQueue has such readers"
+            f"{len(readers)} are on other hosts. Use vLLM's own MessageQueue for these readers"
         )
 
 
