@@ -130,7 +130,8 @@ HEARTBEAT_LIMIT_S: Setting[float] = Setting(
 PORTS: Setting[tuple[int, int] | None] = Setting(
     "PARALLEL_STATE_PORTS", None, _port_range, "two ports, as 20000-20999",
     "Ports at which ranks may listen for each other's connections that carry no data, for firewalls; else any. Each "
-    "rank takes one, so there must be as many as ranks on a host.",
+    "rank takes one for each world, and one more during reinitialize(). So a host needs as many as it has ranks, and "
+    "twice as many for reinitialize() or for init_process_group() beside a world of this library.",
 )  # fmt: skip
 BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, str, "a torch.distributed backend",

@@ -165,13 +165,15 @@ class Place(NamedTuple):
         return f"{self.processes}/{self.network}" if self.processes else ""
 
 
-def _problem_of(rank: int, place: Place, spans_hosts: bool) -> str:
-    """Returns the reason that the control plane can't reach a rank; empty if it can."""
-    if place.endpoint is None:
-        return f"rank {rank} has no control plane"
-    if spans_hosts and is_loopback(place.endpoint.host):
-        return f"rank {rank} can be reached on its own host only, at {place.endpoint.host}"
-    return ""
+def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
+    """Returns the first rank that the control plane can't reach, and why; None if it reaches all."""
+    spans_hosts = len({place.network for place in places.values()}) > 1
+    for rank, place in sorted(places.items()):
+        if place.endpoint is None:
+            return rank, "has no control plane"
+        if spans_hosts and is_loopback(place.endpoint.host):
+            return rank, f"can be reached on its own host only, at {place.endpoint.host}"
+    return None
 
 
 class UnmetError(Exception):
@@ -221,6 +223,11 @@ class Watcher:
         """By the global rank that serves it. torch's groups don't keep their stores alive: this does."""
 
     @property
+    def problem(self) -> str:
+        """Returns the reason that there is no control plane, if there is none."""
+        return self._problem
+
+    @property
     def pids(self) -> dict[int, int]:
         """Returns the PIDs of the other ranks of this host, by global rank."""
         return dict(self._pids)
@@ -251,11 +258,10 @@ class Watcher:
 
         Only logs a warning if a rank has no endpoint that all other ranks can reach.
         """
-        world, spans_hosts = self._world, len({place.network for place in places.values()}) > 1
-        found = (_problem_of(each, place, spans_hosts) for each, place in sorted(places.items()))
-        problem = next(filter(None, found), "")
-        if problem or world is None:
-            self._problem = self._problem if world is None else problem
+        world, unreachable = self._world, find_unreachable(places)
+        if unreachable or world is None:
+            if world is not None and unreachable:
+                self._problem = "rank {} {}".format(*unreachable)
             logger.warning(
                 "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
             )
@@ -391,7 +397,6 @@ class Watcher:
         group: GroupMember | None = None,
         operation: str = "gather",
         gloo: Any = None,
-        reports: bool = True,
     ) -> list[bytes]:
         """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
 
@@ -401,7 +406,7 @@ class Watcher:
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError with the ranks that left, did not call by the deadline, or did not answer. Its cause is
           an UnmetError with the verdict. If a rank did not answer, other ranks may have the records and wait for this
-          rank. So this rank reports itself as failed, unless a death is known or `reports` is False.
+          rank until their next deadline. It isn't reported to the world as failed: failed ranks can't `reinitialize`.
         - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
 
         `what` begins the error's text: "rank 3 asks for parallel groups". `group` and `operation` are its fields.
@@ -429,9 +434,6 @@ class Watcher:
             if isinstance(error, ParallelStateError):
                 raise
             kind, why, suspects = self._explain_unmet(error, watched, ranks, started, timeout_s)
-            if reports and isinstance(error, UnmetError) and error.verdict.kind == "undecided":
-                named = format_ranks([rank for rank in error.verdict.ranks if rank != self._rank])
-                self.give_up(f"gave up {purpose!r}: ranks {named} did not answer within {timeout_s:g} s")
             text = f"{what or f'rank {self._rank} gathers {purpose}'}, but {why}"
             facts: dict[str, Any] = {"suspect_ranks": suspects, "timeout_s": timeout_s}
             facts["elapsed_s"] = time.monotonic() - started

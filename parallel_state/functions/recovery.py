@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -80,32 +81,31 @@ def reinitialize(
     logger.warning("rank %d starts again without ranks %s", world.rank, format_ranks(lost))
     place = survivors.index(world.rank)
     met = None
-    try:
-        if world.pool is not None and len(survivors) > 1:
-            limit_s = settings.START_TIMEOUT_S.get()
-            met = meet_again(world.pool.watcher, survivors, world.rank, start.own_place, limit_s)
-    finally:
-        if world.pool is not None:
-            world.pool.abandon()
-        state.destroy_distributed_environment()
-    gc.collect()  # an error and the calls that it went through hold each other: with them goes the old store
-    init_method = start.init_method
-    if met is not None:
-        host, port = Endpoint.parse(met.places[0].endpoint)[1:3]
-        init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    elif len(survivors) > 1 and start.is_served_by_rank_0:
-        raise UnsupportedError(
-            "reinitialize() failed: the surviving ranks have no store, because rank 0 served it and no control "
-            "plane is available. Call init_distributed_environment() with an address"
-        )
-    options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
-    try:
+    with ExitStack() as stack:  # whatever fails from here on, the other survivors detect that this one left
+        try:
+            if world.pool is not None and len(survivors) > 1:
+                limit_s = settings.START_TIMEOUT_S.get()
+                met = meet_again(world.pool.watcher, survivors, world.rank, start.own_place, limit_s)
+            if met is not None:
+                stack.callback(met.watcher.close)
+        finally:
+            if world.pool is not None:
+                world.pool.abandon()
+            state.destroy_distributed_environment()
+        gc.collect()  # an error and the calls that it went through hold each other: with them goes the old store
+        init_method = start.init_method
+        if met is not None:
+            host, port = Endpoint.parse(met.places[0].endpoint)[1:3]
+            init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        elif len(survivors) > 1 and start.is_served_by_rank_0:
+            raise UnsupportedError(
+                "reinitialize() failed: the surviving ranks have no store, because rank 0 served it and no control "
+                "plane is available. Call init_distributed_environment() with an address"
+            )
+        options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
         with met_before(met):
             state.init_distributed_environment(len(survivors), place, init_method, **options_of_world)
-    except BaseException:
-        if met is not None:
-            met.watcher.close()
-        raise
+        stack.pop_all()
     state.initialize_model_parallel(
         tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size=data_parallel_size, **options
     )

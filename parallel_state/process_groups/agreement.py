@@ -164,7 +164,6 @@ class Agreement:
                     watched=watched,
                     what=who,
                     operation="new_group",
-                    reports=False,
                 )
             except CommunicationError as error:
                 verdict = error.__cause__.verdict if isinstance(error.__cause__, UnmetError) else None

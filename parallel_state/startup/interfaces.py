@@ -28,7 +28,7 @@ from device_communicators.base.host import (
     start_time,
 )
 from device_communicators.control.plane import Endpoint
-from device_communicators.liveness.health import Place
+from device_communicators.liveness.health import Place, find_unreachable
 from parallel_state.startup.environment import ProcessEnvironment
 
 logger = logging.getLogger("parallel_state")
@@ -57,6 +57,8 @@ class Address(NamedTuple):
     """Of its control plane; empty if it has none."""
     cores: str = ""
     """The cores that it shares with the ranks of its host, as `0-3,8`; empty where it doesn't."""
+    obstacle: str = ""
+    """The reason that it can't listen for the other ranks; empty if it can, or doesn't have the compiled library."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
@@ -106,6 +108,20 @@ def shared_address(places: dict[int, Address]) -> list[str]:
             sides = ((host.name, host.interface, ",".join(map(str, each))) for host, each in hosts)
             return [address, *(word for words in sides for word in words)]
     return []
+
+
+def without_control_plane(places: dict[int, Address]) -> list[str]:
+    """Returns a rank that the control plane can't reach, its place and the reason; empty if there is none.
+
+    If rank 0 doesn't have the compiled library, the world has no control plane: exits are then noticed at deadlines.
+    """
+    deaf = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
+    if deaf is not None:
+        return [str(deaf), str(places[deaf]), f"it can't listen for them: {places[deaf].obstacle}"]
+    if not places[0].endpoint:
+        return []
+    found = find_unreachable({rank: place.for_control for rank, place in places.items()})
+    return [] if found is None else [str(found[0]), str(places[found[0]]), f"it {found[1]}"]
 
 
 def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:

@@ -9,7 +9,9 @@ agreement, because it doesn't reach the decider, uses what its own host found.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import selectors
 import socket
 import time
@@ -109,7 +111,8 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
                 family, kind, _, _, where = resolve(endpoint.host, endpoint.port)[0]
                 peer = stack.enter_context(socket.socket(family, kind))
                 peer.setblocking(False)
-                peer.connect_ex(where)
+                if (code := peer.connect_ex(where)) not in (0, errno.EINPROGRESS):
+                    raise OSError(code, os.strerror(code))
                 selector.register(peer, selectors.EVENT_READ, (lead, endpoint))
                 found[lead] = f"no answer at port {endpoint.port} within {limit_s:.1f} s"
             except OSError as error:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from device_communicators.base.errors import format_ranks
+from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import parent_of
 from device_communicators.control.plane import Endpoint, find_endpoints
 from device_communicators.control.store import ControlStore
@@ -31,7 +32,11 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     """Prints what the ranks of the job are at; 0, or 2 where `target` names none of this host's."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
-    described = _describe_all(endpoints)
+    try:
+        described = _describe_all(endpoints)
+    except native.NativeUnavailableError as error:
+        print(f"no rank can be asked, as the compiled library isn't there: {error}", file=sys.stderr)
+        return 2
     answers = {pid: answer for pid, (answer, _) in described.items()}
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
@@ -82,7 +87,9 @@ def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
     store = ControlStore(native.load(), (endpoint.host, endpoint.port), endpoint.token, limit_s)
     try:
         return json.loads(store.question(f"{topic}\0") or b"null")
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error.__cause__, ConfigMismatchError):
+            print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
         return None
     finally:
         store.close()

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,20 @@ def held_port(listen: bool = False) -> Iterator[int]:
         if listen:
             holder.listen()
         yield holder.getsockname()[1]
+
+
+@contextmanager
+def free_ports(count: int) -> Iterator[str]:
+    """Finds so many free ports in a row, as PARALLEL_STATE_PORTS takes them."""
+    with held_port() as held:
+        first = held + 1
+        while True:
+            with ExitStack() as tried, suppress(OSError, OverflowError):
+                for port in range(first, first + count):
+                    tried.enter_context(socket.create_server(("127.0.0.1", port)))
+                break
+            first += count
+        yield f"{first}-{first + count - 1}"
 
 
 @contextmanager

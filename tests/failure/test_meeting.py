@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 import parallel_state as ps
 from tests import hosts
 from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment
-from tests.contract.test_rendezvous import held_port
+from tests.contract.test_rendezvous import free_ports, held_port
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
 
@@ -233,6 +234,50 @@ def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
 # Row 49.
 
 CONNECT_S = 10.0
+
+
+# Further ones.
+
+
+def _meet_with(started: str, ports: str | None, absent: int) -> Outcome | None:
+    rank = int(os.environ["RANK"])
+    if rank == absent:
+        return None
+    with environment(PARALLEL_STATE_PORTS=ports, PARALLEL_STATE_START_TIMEOUT_S=str(START_S)):
+        Path(started, str(rank)).touch()
+        met = attempt(ps.init_distributed_environment)
+        ps.destroy_distributed_environment()
+    return met
+
+
+def test_a_rank_without_a_free_port_ends_the_start(ranks: Ranks, tmp_path: Path) -> None:
+    """Also where it is rank 0. The start doesn't go on without control plane."""
+    with free_ports(3) as ports:
+        results = ranks.survivors(_meet_with, str(tmp_path), ports, -1, timeout_s=DEADLINE_S)
+    (suspect,) = {told.suspect_ranks for told in results.values()}
+    assert len(results) == 4 and len(suspect) == 1
+    for told in results.values():
+        assert told.kind == "RendezvousError" and told.seconds < START_S, told
+        assert f"control plane of rank {suspect[0]} on host {socket.gethostname()} " in told.text, told
+        assert f"ports {ports} (PARALLEL_STATE_PORTS)" in told.text and "Give a larger range" in told.text, told
+
+
+def test_rank_0_is_stopped_while_others_are_awaited(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.begin(_meet_with, str(tmp_path), None, 3)
+    until = time.monotonic() + DEADLINE_S
+    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(1.0)  # they enter
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    try:
+        time.sleep(START_S + 2.0)
+    finally:
+        os.kill(ranks.pids[0], signal.SIGCONT)
+    results = ranks.finish(DEADLINE_S)
+    for told in (results[1], results[2]):
+        assert told.kind == "RendezvousError" and told.suspect_ranks == (0,), told
+        assert "rank 0 serves the world's store, but does not answer" in told.text, told
+        assert "stopped by a signal (SIGSTOP" in told.text and told.seconds < START_S + 2.5, told
 
 
 def _start(interface: str | None) -> Outcome:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import parallel_state as ps
 from tests import hosts
 from tests.contract.attempts import attempt, environment
-from tests.contract.test_rendezvous import held_port
+from tests.contract.test_rendezvous import free_ports, held_port
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill_me, on_routes, settings_of, some
 
@@ -172,6 +172,29 @@ def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served_by:
         port_of_ours = port if served_by == "rank 0" else None
         results = ranks.survivors(_losing, victims, route, port_of_ours, False, timeout_s=DEADLINE_S)
     _check(results, route, [3, 2])
+
+
+def _again_with_ports(port: int, port_range: str) -> Any:
+    with environment(PARALLEL_STATE_PORTS=port_range, PARALLEL_STATE_START_TIMEOUT_S=str(DEADLINE_S)):
+        _start(port)
+        _lose(3)
+        told = attempt(ps.reinitialize, [0, 1, 2], 1)
+        if told.kind == "ok":
+            ps.destroy_distributed_environment()
+        return told
+
+
+@pytest.mark.parametrize("a_rank", [1, 2])
+def test_the_next_world_needs_ports_of_its_own(ranks: Ranks, a_rank: int) -> None:
+    with held_port() as port, free_ports(4 * a_rank) as port_range:
+        results = ranks.survivors(_again_with_ports, port, port_range, timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 1, 2]
+    for told in results.values():
+        assert told.kind == ("ok" if a_rank == 2 else "RendezvousError"), told
+        if a_rank == 1:
+            assert "can't listen for the next world beside the old one" in told.text, told
+            assert f"ports {port_range} (PARALLEL_STATE_PORTS)" in told.text and "two ports for each rank" in told.text
+            assert set(told.suspect_ranks) < {0, 1, 2}, told
 
 
 SCRIPT = """

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import PeerDiedError, RendezvousError
+from device_communicators.base.errors import ConfigMismatchError, PeerDiedError, RendezvousError
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher
 from parallel_state.startup import rendezvous
@@ -37,7 +39,7 @@ class Job:
 
     def meeting(self, rank: int, size: int, timeout_s: float = AMPLE_S) -> _Meeting:
         place = ProcessEnvironment(rank, rank, size, size, "localhost", 1, "explicit")
-        pid, watcher = secrets.token_hex(4), Watcher()
+        pid, watcher = str(secrets.randbits(30)), Watcher()
         self._watchers[pid] = watcher
         own_place = Address("1", "127.0.0.1", pid=pid, endpoint=listen(watcher, "127.0.0.1"))
         way = StoreWay("here", lambda: self.launcher, "start")
@@ -151,13 +153,14 @@ def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: py
     first, second, far = (job.meeting(rank, 3) for rank in range(3))
     for meeting, host in ((first, "a"), (second, "a"), (far, "b")):
         address = {"a": "10.0.0.1", "b": "10.0.0.2"}[host]
-        meeting.own_place = meeting.own_place._replace(network=host, address=address, name=host)
+        endpoint = str(rendezvous.Endpoint.parse(meeting.own_place.endpoint)._replace(host=address))
+        meeting.own_place = meeting.own_place._replace(network=host, address=address, name=host, endpoint=endpoint)
         meeting.places = {meeting.place.rank: meeting.own_place}
     store_at = rendezvous._store_at
 
     def refused(endpoint: rendezvous.Endpoint, timeout_s: float, met_at: str) -> rendezvous.WorldStore:
-        is_far = threading.current_thread().name == "far"
-        return store_at(endpoint._replace(port=1) if is_far else endpoint, timeout_s, met_at)
+        port = 1 if threading.current_thread().name == "far" else endpoint.port
+        return store_at(endpoint._replace(host="127.0.0.1", port=port), timeout_s, met_at)
 
     monkeypatch.setattr(rendezvous, "_store_at", refused)
     told: list[BaseException] = []
@@ -192,6 +195,87 @@ def test_a_rank_stays_in_the_world_that_was_decided(job: Job, monkeypatch: pytes
         with pytest.raises(Exception, match="rank 0 has 3 and rank 2 4"):
             future.result(AMPLE_S)
     for future in [again, job.start(job.meeting(1, 3)), job.start(job.meeting(2, 3))]:
+        future.result(AMPLE_S)
+
+
+def test_a_rank_that_can_not_listen_ends_the_start_of_all(job: Job) -> None:
+    """Rank 0's store would close under the start, as it is in the control plane."""
+    meetings = [job.meeting(rank, 3) for rank in range(3)]
+    deaf = meetings[2]
+    deaf.own_place = deaf.own_place._replace(endpoint="", obstacle="ports 5000-5001 are in use")
+    deaf.places = {2: deaf.own_place}
+    for future in [job.start(meeting) for meeting in meetings]:
+        with pytest.raises(RendezvousError, match=r"rank 2 on .* can't listen .*: ports 5000-5001 are in use") as told:
+            future.result(AMPLE_S)
+        assert told.value.suspect_ranks == (2,)
+
+
+def _enter_and_lose(
+    job: Job, monkeypatch: pytest.MonkeyPatch, cause: Callable[[], Exception], lost_s: float, timeout_s: float = AMPLE_S
+) -> tuple[Future[BoundedStore], Future[BoundedStore]]:
+    """Returns ranks 0 and 1 of 3; the requests of rank 1 fail for this long, once it entered."""
+    entered = _entered(monkeypatch)
+    opened, other = job.start(job.meeting(0, 3)), job.start(job.meeting(1, 3, timeout_s))
+    _until(lambda: 1 in entered)
+    until = time.monotonic() + lost_s
+
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: BoundedStore, *args: Any) -> Any:
+            if store.raw is entered[1].raw and time.monotonic() < until:
+                raise dist.DistNetworkError("no answer") from cause()
+            return method(store, *args)
+
+        return call
+
+    for name in ("wait_for", "_ask"):
+        monkeypatch.setattr(BoundedStore, name, failing(getattr(BoundedStore, name)))
+    return opened, other
+
+
+@pytest.mark.parametrize(
+    ("cause", "lost_s"),
+    [(lambda: OSError(errno.ENETUNREACH, "Network is unreachable"), 1.5), (ConnectionRefusedError, 0.4)],
+    ids=["network down", "refused for a moment"],
+)
+def test_a_network_that_fails_for_a_moment_is_no_end(
+    job: Job, monkeypatch: pytest.MonkeyPatch, cause: Callable[[], Exception], lost_s: float
+) -> None:
+    opened, other = _enter_and_lose(job, monkeypatch, cause, lost_s)
+    time.sleep(lost_s + 0.1)
+    third = job.start(job.meeting(2, 3))
+    for future in (opened, other, third):
+        future.result(AMPLE_S)
+
+
+def test_rank_0_that_does_not_answer_is_suspected(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, other = _enter_and_lose(job, monkeypatch, lambda: TimeoutError(errno.ETIMEDOUT, "timed out"), 60.0, 1.0)
+    with pytest.raises(RendezvousError, match=r"rank 0 serves the world's store, but does not answer") as told:
+        other.result(SOON_S)
+    assert told.value.suspect_ranks == (0,)
+
+
+def test_a_late_rank_reads_the_verdict_at_the_launcher_s_store(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 served it for a second, and ended."""
+    entered = _entered(monkeypatch)
+    first = job.meeting(0, 3)
+    job.start(first), (other := job.start(job.meeting(1, 3)))
+    _until(lambda: 1 in entered)
+    name = first.own_place.endpoint
+    dist.PrefixStore("start", job.launcher).set(f"verdict{name}", json.dumps(["sizes", 3, 2, 4]))
+    job.kill(first)
+    with pytest.raises(ConfigMismatchError, match="rank 0 has 3 and rank 2 4"):
+        other.result(SOON_S)
+
+
+def test_a_complaint_of_a_rank_that_enters_then_is_withdrawn(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was stopped, or the network was cut for some seconds."""
+    first, other = job.meeting(0, 3), job.meeting(1, 3)
+    name, launcher = first.own_place.endpoint, dist.PrefixStore("start", job.launcher)
+    opened = job.start(first)
+    for content in (["unreached", 1, other.own_place, "no answer"], ["unreached", 2, other.own_place, "no answer"]):
+        launcher.set(f"complaint{name}", json.dumps(content))
+        _until(lambda: launcher.get(f"complaint{name}") == b"")
+    for future in [opened, job.start(other), job.start(job.meeting(2, 3))]:
         future.result(AMPLE_S)
 
 

@@ -68,6 +68,11 @@ def test_nobody_answers() -> None:
     assert "refused" in _found(Endpoint(3, "127.0.0.1", port, "", 0))[1]
 
 
+def test_the_kernel_s_reason_is_told() -> None:
+    """A socket that isn't allowed to broadcast."""
+    assert "Network is unreachable" in _found(Endpoint(3, "255.255.255.255", 9, "", 0))[1]
+
+
 def test_what_does_not_fit_is_left_out() -> None:
     found = {rank: "x" * 150 + str(rank) for rank in range(512)}
     value = reachability._encode(7, found)
