@@ -12,12 +12,23 @@ import contextlib
 import functools
 import os
 import signal
-from ctypes import c_int
-from typing import Any
+import threading
+from ctypes import Structure, c_int, c_uint64
+from typing import Any, ClassVar
 
 from device_communicators.base import forks
 
 _set = signal.set_wakeup_fd
+
+
+class SignalPipe(Structure):
+    """What the compiled library knows of the pipe: SignalPipe of cpu/csrc/signals.h."""
+
+    _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
+    reader: int
+    """A descriptor that is readable after a signal; -1 while there is none."""
+    inode: int
+    """By which the library notices that the program has closed the descriptor and uses its number; 0: not checked."""
 
 
 class _Wakeup:
@@ -26,7 +37,7 @@ class _Wakeup:
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()
         self._inode = os.fstat(self.reader).st_ino
-        self.told: list[c_int] = []
+        self.told: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
         """True if the pipe's, or the program's, descriptor is set."""
         forks.call_in_children(self.renew)
@@ -41,10 +52,18 @@ class _Wakeup:
 
     def tell(self) -> None:
         for told in self.told:
-            told.value = self.reader if self.is_set else -1
+            told.inode = self._inode
+            told.reader = self.reader if self.is_set else -1
+
+    def is_open(self) -> bool:
+        """Returns False if the program has closed the pipe, as a daemon closes all descriptors."""
+        try:
+            return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
+        except OSError:
+            return False
 
     def renew(self) -> None:
-        """Makes a new pipe in a forked child: in the shared pipe, a child's signals would wake the parent."""
+        """Makes a new pipe in a forked child, whose signals would wake the parent, or if the program closed it."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -73,15 +92,18 @@ def _wakeup() -> _Wakeup:
     return _Wakeup()
 
 
-def tell(descriptor: c_int) -> None:
-    """Keeps `descriptor` equal to one that is readable after a signal; -1 while there is none."""
-    _wakeup().told.append(descriptor)
+def tell(pipe: SignalPipe) -> None:
+    """Keeps `pipe` as it is now."""
+    _wakeup().told.append(pipe)
     begin()
 
 
 def begin() -> None:
     """Sets the descriptor if the program has set none. Does nothing outside of the main thread: call it again there."""
     wakeup = _wakeup()
+    if threading.current_thread() is threading.main_thread() and not wakeup.is_open():
+        with contextlib.suppress(OSError):  # no descriptors are left
+            wakeup.renew()
     if not wakeup.is_set and not wakeup.is_foreign:
         with contextlib.suppress(ValueError):  # another thread
             before = wakeup.set(-1)

@@ -130,10 +130,10 @@ class Group:
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
             host_memory=memory, watcher=world.watcher, domain=world.domain,
         )  # fmt: skip
-        self.signal_descriptor = 0
-        """For the compiled backend: see `NativeLibrary.signal_descriptor`."""
+        self.signal_pipe = 0
+        """For the compiled backend: see `NativeLibrary.signal_pipe`."""
         with contextlib.suppress(native.NativeUnavailableError):
-            self.signal_descriptor = native.load().signal_descriptor
+            self.signal_pipe = native.load().signal_pipe
         self._gloo: Any = None
         self.hosts: Any = None
         """Carries collectives of a group over several hosts."""

@@ -254,14 +254,13 @@ class World:
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
         members = sorted(members)
-        self._procs = {member.rank: member.endpoint.proc for member in members}
-        self._ranks = {proc: rank for rank, proc in self._procs.items()}
-        if self.endpoint.proc not in self._ranks or len(self._ranks) != len(members):
+        procs = {member.rank: member.endpoint.proc for member in members}
+        ranks = {proc: rank for rank, proc in procs.items()}
+        if self.endpoint.proc not in ranks or len(ranks) != len(members):
             raise InvalidArgumentError(
                 "World.meet needs each rank and process once, and this process among them; got ranks "
                 f"{format_ranks([member.rank for member in members])}. Pass the roster that all ranks published"
             )
-        self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
         domains = len({member.domain or member for member in members})
         if len(members) > _MOST_MEMBERS or domains > _MOST_DOMAINS:
             raise UnsupportedError(
@@ -270,9 +269,14 @@ class World:
             )
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
-        self._check(
-            self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members)), "joining the world"
-        )
+        self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
+        self._procs, self._ranks = procs, ranks  # the callback thread may run already, for a store
+        try:
+            code = self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members))
+            self._check(code, "joining the world")
+        except BaseException:
+            self._procs, self._ranks = {}, {}
+            raise
         self.start_thread()  # last: a process without it can still report that it failed
 
     def start_thread(self) -> None:
@@ -360,8 +364,11 @@ class World:
                 self._wait(asked, timeout_s, what)
         except BaseException:
             with self._lock:
+                is_ended = on_replies is not None and not numbers.keys() & self._questions.keys()
                 for number in numbers:
                     self._questions.pop(number, None)
+            if is_ended:  # `on_replies` was called
+                return {}
             raise
         return dict(asked.result)
 
@@ -373,10 +380,12 @@ class World:
         """Has the compiled thread write ends of ranks to a shared-memory group, which ends its waits.
 
         `ranks`: the group's ranks on this host, in its order. The death of any rank of `domain` fails the group.
+        Raises ControlError if this process left the world.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
-        self._library.ps_group_listen(group, self._handle, *arguments)
+        if not self._library.ps_group_listen(group, self._handle, *arguments):
+            self._check(-errno.ESRCH, f"ending waits of ranks {format_ranks(ranks)}")
 
     def report_failed(self, text: str) -> None:
         """Reports to all ranks that this rank failed."""
@@ -390,7 +399,7 @@ class World:
     def record(self) -> bytes:
         """Returns the last 32 to 64 KiB of events of this rank's core; empty if there is no more memory.
 
-        `describe` replays it. It has no tokens, but the values of agreements.
+        `describe` replays it. It has no tokens but those in values of agreements.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
@@ -545,10 +554,13 @@ class World:
 
     def _end_calls(self, error: Callable[[], Exception]) -> None:
         with self._lock:
-            calls = [asked for asked, _ in self._questions.values()]
-        for call in calls:
+            calls = {id(asked): asked for asked, _ in self._questions.values()}
+            self._questions.clear()
+        for call in calls.values():
             call.error = error()
             call.done.set()
+            if call.on_replies is not None:
+                self._guarded(call.on_replies, call.result)
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a program's callback and logs its exceptions."""

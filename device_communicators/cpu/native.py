@@ -65,7 +65,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_instruction_set": (c_char_p, ()),
     "ps_use_instruction_set": (c_int, (c_char_p,)),
     "ps_set_interpreter": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_ulong)),
-    "ps_signal_descriptor": (c_void_p, ()),
+    "ps_signal_pipe": (c_void_p, ()),
     "ps_take_exception": (None, (POINTER(c_void_p),)),
     "ps_segment_bytes": (c_size_t, (c_int,)),
     "ps_slots_offset": (c_size_t, (c_int, c_int)),
@@ -244,9 +244,9 @@ class NativeLibrary:
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
-        self.signal_descriptor = self._library.ps_signal_descriptor()
-        """The address of an int: see `wakeup.tell`."""
-        wakeup.tell(c_int.from_address(self.signal_descriptor))
+        self.signal_pipe = self._library.ps_signal_pipe()
+        """The address of a `wakeup.SignalPipe`."""
+        wakeup.tell(wakeup.SignalPipe.from_address(self.signal_pipe))
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
         ON_FAILED_OP.append(self.raise_interruption)
         wanted = settings.INSTRUCTIONS.get()

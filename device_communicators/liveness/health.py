@@ -23,6 +23,7 @@ from device_communicators.base.bounded_store import BoundedStore, StoreSilentErr
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
+    ConfigMismatchError,
     HostUnreachableError,
     ParallelStateError,
     PeerDiedError,
@@ -267,13 +268,17 @@ class Watcher:
             )
             self._leave()
             return
-        self._rank, self._places = rank, dict(places)
         members = [
             Member(each, place.domain, place.pid, place.began, place.endpoint)
             for each, place in sorted(places.items())
             if place.endpoint is not None
         ]
-        world.meet(members, self._take_in, self._answer, self._look)
+        self._rank, self._places = rank, dict(places)  # before `meet`, whose callbacks need them
+        try:
+            world.meet(members, self._take_in, self._answer, self._look)
+        except BaseException:
+            self._places = {}
+            raise
 
     def ask(
         self,
@@ -292,7 +297,8 @@ class Watcher:
         world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
         asked = [rank for rank in ranks if rank in places and rank != self._rank]
         if world is not None and asked:
-            with contextlib.suppress(ControlError):  # this process leaves
+            # This process leaves, or its package differs: what it then waits for raises that.
+            with contextlib.suppress(ControlError, ConfigMismatchError):
                 return world.ask(asked, question, timeout_s, on_replies)
         if on_replies is not None:
             on_replies({})
@@ -305,7 +311,10 @@ class Watcher:
 
     def _look(self) -> None:
         for look in list(self.on_look):
-            look()
+            try:
+                look()
+            except Exception:  # the others look all the same
+                logger.exception("a look of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
         """Records a report of the control plane. Runs in the control plane's callback thread."""
@@ -324,6 +333,9 @@ class Watcher:
                 f"can't detect exits of other ranks any more: its control plane ended ({change.text})",
                 certain=False,
             )
+        elif change.kind == "died" and rank == self._rank:
+            by = f"global rank {change.by}" if change.by >= 0 else "another rank"
+            self.report(rank, f"was reported as ended by {by}, though it runs: its port didn't answer ({_ADVICE})")
         elif change.kind == "died":
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
@@ -359,9 +371,11 @@ class Watcher:
         if world is None or not self._places:
             return
         for connections, ranks in list(self.connections.items()):
-            silent = {self._places[ranks[peer]].domain for peer in connections.silent_peers(limit_s)}
-            gone = [each for each, place in self._places.items() if place.domain in silent and each != self._rank]
-            if gone and not self.deaths_of(gone):
+            silent = {ranks[peer] for peer in connections.silent_peers(limit_s)}
+            hosts = {self._places[rank].domain for rank in silent} - {""}
+            ended = {*self._left, *list(self._deaths), self._rank}
+            near = {each for each, place in self._places.items() if place.domain in hosts}
+            if gone := sorted((silent | near) - ended):
                 world.report_unreachable(
                     gone,
                     f"acknowledged nothing on a data connection for {limit_s:g} s ({_ADVICE}, and each interface that "

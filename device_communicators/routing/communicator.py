@@ -78,6 +78,8 @@ class GroupContext(GroupMember):
     """The ranks whose death fails the group; None: its own."""
     channel: int = 0
     """Tells the users of one process group apart: their transfers have other tags."""
+    given: str = ""
+    """Tells the caller's process groups of the same ranks apart; empty for one that was made here."""
     simulated: bool = False
     """True where all ranks but this one are imagined."""
     fake: bool = False
@@ -128,6 +130,11 @@ class GroupContext(GroupMember):
         return f"{self.key}@{self.rank}"
 
     @property
+    def label(self) -> str:
+        """Returns what tells the groups of the same ranks apart, on all of them alike."""
+        return f"{self.channel}/{self.given}" if self.given else str(self.channel)
+
+    @property
     def failure_ranks(self) -> Collection[int]:
         """Returns the global ranks whose death fails the group."""
         return self.ranks if self.domain is None else self.domain.ranks
@@ -142,7 +149,7 @@ class GroupContext(GroupMember):
         Each operation has an order of its own. So if a rank missed one, other operations still fit together.
         """
         return (self.watcher or Watcher()).gather(
-            f"{self.channel}/{operation}",
+            f"{self.label}/{operation}",
             self.ranks,
             record,
             self.timeout_s,

@@ -64,7 +64,7 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 def group_key(context: GroupContext) -> str:
     """Returns what names a group on all of its ranks alike."""
-    return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.channel}"
+    return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):

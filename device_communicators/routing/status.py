@@ -225,13 +225,13 @@ class Status:
             found[topic] = replies
             if len(found) < 2:
                 return
-            obstacles: dict[str, str] = {}
+            obstacles: dict[int, str] = {}
             for rank, reply in found["state"].items():
-                state, seen = json.loads(reply or b"[null, {}]")
+                state, seen = _state_in(reply)
                 obstacles |= seen
                 if state is not None and rank in asked:
-                    states[rank] = State(*state)
-            here.update({int(rank): State(obstacle=text) for rank, text in obstacles.items()})
+                    states[rank] = state
+            here.update({rank: State(obstacle=text) for rank, text in obstacles.items()})
             running = {rank: State(obstacle=SILENT) for rank in found[""] if rank not in found["state"]}
             take({**running, **states, **here})
 
@@ -281,11 +281,15 @@ class Status:
 
     def _take_report(self, rank: int, packed: bytes) -> str:
         """Keeps the report of a rank, if there is one, and returns its group's key."""
-        if not packed:
+        try:
+            key, *fields = json.loads(packed or b'[""]')
+            report = Report(*fields) if fields else None
+        except (TypeError, ValueError):  # of another version, or cut
             return ""
-        key, *fields = json.loads(packed)
+        if report is None:
+            return ""
         with self._changed:
-            self._of(key).reports[rank] = Report(*fields)
+            self._of(str(key)).reports[rank] = report
             self._changed.notify_all()
         return str(key)
 
@@ -328,6 +332,18 @@ class Status:
             )  # fmt: skip
 
         self._ask_states(others[:MOST_ASKED], own.key, None, write)
+
+
+def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
+    """Returns the state in a reply, and what keeps neighbours from answering. Skips what can't be read.
+
+    A reply may be cut, or a rank of another version may have sent it.
+    """
+    try:
+        state, seen = json.loads(reply or b"[null, {}]")
+        return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}
+    except (AttributeError, TypeError, ValueError):
+        return None, {}
 
 
 def _packed(key: str, report: Report) -> bytes:

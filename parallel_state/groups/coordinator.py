@@ -494,6 +494,7 @@ def create_group(
         memory = HostMemory(members, pool.neighbours) if real else None
         if memory is not None:
             purpose = f"shared memory {digest([acquired.keys for acquired in taken])}"
+            purpose += "" if given is None else f" of {given.key}"
             memory.attach(pool.watcher, pool.watched_with(ranks), cpu_group(), purpose)
             memory.end_waits_at_deaths(pool.watcher, domain)
         context = GroupContext(
@@ -508,6 +509,7 @@ def create_group(
             watcher=pool.watcher,
             domain=domain,
             channel=pool.next_channel(ranks) if given is None else given.next_channel(),
+            given="" if given is None else given.key,
             fake=fake,
             custom_all_reduce=traits.custom_all_reduce,
             high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,

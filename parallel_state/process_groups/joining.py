@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -51,6 +52,11 @@ class GivenGroup(NamedTuple):
     def for_callers(self) -> Any:
         """Returns the caller's own group for CPU tensors, if there is one."""
         return self.process_group if self.device.type == "cpu" else self.cpu_group
+
+    @property
+    def key(self) -> str:
+        """Tells it apart from other groups of the same ranks, on all of them alike."""
+        return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:
         """Returns a number that no other coordinator over this group has; every rank calls it in the same order."""

@@ -152,6 +152,99 @@ def test_a_watch_whose_control_plane_ended_reports_this_rank(world: World) -> No
     assert "epoll_wait" in watcher.explain([0])
 
 
+class Silent:
+    """Data connections that acknowledge nothing."""
+
+    def __init__(self, *peers: int) -> None:
+        self.peers = list(peers)
+
+    def silent_peers(self, limit_s: float) -> list[int]:
+        return self.peers
+
+
+class Told:
+    """A control plane of which only its reports are looked at, and that answers nothing."""
+
+    def __init__(self, error: Exception) -> None:
+        self.unreachable: list[int] = []
+        self.error = error
+
+    def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
+        self.unreachable += ranks
+
+    def ask(self, *args: object) -> dict[int, bytes]:
+        raise self.error
+
+
+def _watching(processes: Sequence[str], error: Exception | None = None) -> tuple[Watcher, Told]:
+    """Returns what rank 0 knows of ranks in these PID namespaces."""
+    watcher, told = Watcher(), Told(error or ControlError("it left"))
+    watcher._rank, watcher._world = 0, told  # type: ignore[assignment]
+    watcher._places = {rank: Place("", "", each, 0, "", None) for rank, each in enumerate(processes)}
+    return watcher, told
+
+
+@pytest.mark.parametrize(
+    ("processes", "silent", "dead", "expected"),
+    [
+        ("abbb", [2], [], [1, 2, 3]),
+        ("abbb", [2], [1], [2, 3]),
+        (["a", "", "", ""], [2], [], [2]),
+        (["", "", "", ""], [2], [3], [2]),
+    ],
+    ids=["a host", "a host with an earlier death", "of an unknown host", "of unknown hosts"],
+)
+def test_who_is_unreachable_over_a_silent_data_connection(
+    processes: Sequence[str], silent: list[int], dead: list[int], expected: list[int]
+) -> None:
+    watcher, told = _watching(processes)
+    for rank in dead:
+        watcher.report(rank, "has ended")
+    connections = Silent(*silent)
+    watcher.connections[connections] = range(4)
+    watcher._look()
+    assert told.unreachable == expected
+
+
+def test_a_look_that_fails_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    watcher, _ = _watching("ab")
+    looked: list[int] = []
+    watcher.on_look = [lambda: looked[1], lambda: looked.append(1)]  # type: ignore[list-item, func-returns-value]
+    watcher._look()
+    assert looked == [1] and "IndexError" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ControlError("it left"), ConfigMismatchError("another version")])
+def test_a_question_that_cannot_be_asked_has_no_replies(error: Exception) -> None:
+    watcher, _ = _watching("ab", error)
+    replies: list[dict[int, bytes]] = []
+    assert watcher.ask([1], "state", b"", 1.0, replies.append) == watcher.ask([1], "state", b"", 1.0) == {}
+    assert replies == [{}]
+
+
+def test_a_rank_that_others_report_as_ended_says_who_did() -> None:
+    watcher, _ = _watching("ab")
+    watcher._take_in(Change("died", 0, "its port is closed", 1))
+    (death,) = watcher.deaths_of([0])
+    assert "was reported as ended by global rank 1, though it runs" in death.reason
+
+
+def test_a_world_that_cannot_be_joined_watches_nobody() -> None:
+    watcher = Watcher()
+    own = watcher.listen(native.load(), "127.0.0.1")
+    assert own is not None
+    places = {rank: Place("", "", "", 0, "", own._replace(proc=own.proc ^ rank << 1)) for rank in range(2)}
+    strange = places | {1: places[1]._replace(endpoint=own._replace(proc=own.proc ^ 2, host="no.invalid"))}
+    try:
+        with pytest.raises(ControlError, match=r"'no\.invalid' of rank 1"):
+            watcher.follow(0, strange)
+        assert not watcher.watches([0])
+        watcher.follow(0, places)
+        assert watcher.watches([0, 1])
+    finally:
+        watcher.close()
+
+
 def test_a_world_on_more_hosts_than_leads_can_connect_is_refused() -> None:
     watcher = Watcher()
     own = watcher.listen(native.load(), "127.0.0.1")

@@ -378,6 +378,59 @@ def test_a_call_that_the_core_refuses_ends_alone(alone: World) -> None:
     assert alone.agree("fine", 0, [0], b"value", 5.0) == ("agreed", [b"value"], [])
 
 
+def test_questions_end_when_the_control_plane_does() -> None:
+    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    members = [Member(rank, str(rank), os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    kept: list[Any] = []
+    for each in worlds:
+        each.meet(members, lambda change: None, lambda rank, question: kept.append)
+    ended = threading.Event()
+    found: list[dict[int, bytes]] = []
+
+    def note(replies: dict[int, bytes]) -> None:
+        found.append(replies)
+        ended.set()
+
+    worlds[0].ask([1], b"kept", 600.0, note)
+    worlds[0]._end_calls(lambda: ControlError("it broke down"))
+    assert ended.wait(1.0) and found == [{}] and not worlds[0]._questions
+    for each in worlds:
+        each.leave()
+    assert found == [{}]
+
+
+def test_waits_that_cannot_be_ended_are_an_error(alone: World) -> None:
+    with pytest.raises(ControlError, match=r"ending waits of ranks \[0\] failed in the control plane"):
+        alone.end_waits_of(1 << 40, [0], [0])
+
+
+def _has_met(world: World) -> bool:
+    """Returns whether the board says that all neighbours' boards are open: `has_met` of BoardHead."""
+    return int.from_bytes(os.pread(world.endpoint.board, 8, 32), "little") == 1
+
+
+def test_a_board_says_that_others_are_open_once_they_are() -> None:
+    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    members = [Member(rank, "one", os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        worlds[0].meet(members, lambda change: None)
+        time.sleep(0.5)
+        assert not _has_met(worlds[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    worlds[1].meet(members, lambda change: None)
+    until_s = time.monotonic() + 5.0
+    while time.monotonic() < until_s and not (_has_met(worlds[0]) and _has_met(worlds[1])):
+        time.sleep(0.02)
+    assert _has_met(worlds[0]) and _has_met(worlds[1])
+    for each in worlds:
+        each.leave()
+
+
 def test_a_second_meet_and_a_strange_member(alone: World) -> None:
     with pytest.raises(UsageError, match="twice"):
         alone.meet([], lambda change: None)

@@ -25,12 +25,12 @@ take = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: count("take"))
 check = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: count("check"))
 nothing = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda lock: None)
 library.ps_set_interpreter(take, check, None, nothing, ctypes.c_ulong(threading.main_thread().ident))
-library.ps_signal_descriptor.restype = library.ps_map.restype = ctypes.c_void_p
+library.ps_signal_pipe.restype = library.ps_map.restype = ctypes.c_void_p
 library.ps_segment_bytes.restype = ctypes.c_size_t
 library.ps_group_new.restype = ctypes.c_uint64
 reader, writer = os.pipe2(os.O_NONBLOCK)
 if "unknown" not in sys.argv:
-    ctypes.c_int.from_address(library.ps_signal_descriptor()).value = reader
+    ctypes.c_int.from_address(library.ps_signal_pipe()).value = reader
     signal.set_wakeup_fd(writer)
 signal.signal(signal.SIGUSR1, lambda *_: None)
 size = library.ps_segment_bytes(2)
@@ -66,8 +66,7 @@ def test_a_wait_takes_the_interpreter_lock_for_signals_only(options: list[str], 
 @pytest.fixture
 def reader() -> int:
     """The descriptor that the compiled library reads, which is empty."""
-    descriptor = native.load().signal_descriptor
-    value = wakeup.c_int.from_address(descriptor).value
+    value = wakeup.SignalPipe.from_address(native.load().signal_pipe).reader
     assert value >= 0
     _drain(value)
     return value
@@ -78,7 +77,7 @@ def _drain(descriptor: int) -> bytes:
 
 
 def _is_told() -> bool:
-    return wakeup.c_int.from_address(native.load().signal_descriptor).value >= 0
+    return wakeup.SignalPipe.from_address(native.load().signal_pipe).reader >= 0
 
 
 def test_a_programs_own_descriptor_goes_first(reader: int) -> None:
@@ -130,12 +129,12 @@ def test_a_forked_child_has_a_descriptor_of_its_own(reader: int) -> None:
 
 
 def test_a_library_that_another_thread_loaded_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = wakeup.c_int(-1)
+    told = wakeup.SignalPipe(-1)
     thread = threading.Thread(target=wakeup.tell, args=(told,))
     thread.start()
     thread.join()
     wakeup.begin()
-    assert told.value >= 0
+    assert told.reader >= 0 and told.inode == os.fstat(told.reader).st_ino
     wakeup._wakeup().told.remove(told)
 
 
@@ -157,4 +156,47 @@ assert os.waitpid(child, 0)[1] == 0
 
 def test_a_child_of_a_program_that_closed_all_descriptors_takes_none_of_its_new_ones() -> None:
     found = subprocess.run([sys.executable, "-c", CLOSED], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+TAKEN_BEFORE = """
+class Pipe(ctypes.Structure):
+    _fields_ = [("reader", ctypes.c_int), ("inode", ctypes.c_uint64)]
+pipe = Pipe.from_address(library.ps_signal_pipe())
+pipe.inode, pipe.reader = os.fstat(reader).st_ino, reader
+os.write(writer, b"the program's")
+other, other_writer = os.pipe2(os.O_NONBLOCK)
+os.write(other_writer, b"the program's")
+os.dup2(other, reader)  # as after closing all descriptors and opening others
+if False:"""
+TAKEN_AFTER = """
+assert os.read(reader, 100) == b"the program's"
+assert counts["check"] > 10, "signals aren't looked for any more"
+"""
+
+
+def test_a_wait_reads_nothing_from_a_descriptor_that_the_program_uses_again() -> None:
+    code = COUNTED.replace('if "unknown" not in sys.argv:', TAKEN_BEFORE) + TAKEN_AFTER
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(native.load().path)], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+
+
+REOPENED = """
+import os, signal
+from device_communicators.base import wakeup
+from device_communicators.cpu import native
+pipe = wakeup.SignalPipe.from_address(native.load().signal_pipe)
+os.closerange(3, 256)
+native.load()
+signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.raise_signal(signal.SIGUSR1)
+assert os.fstat(pipe.reader).st_ino == pipe.inode
+assert os.read(pipe.reader, 100) == bytes([signal.SIGUSR1])
+"""
+
+
+def test_a_pipe_that_the_program_closed_is_made_anew() -> None:
+    found = subprocess.run([sys.executable, "-c", REOPENED], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stderr) == (0, "")

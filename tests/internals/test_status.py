@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError
 from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import add_calls
-from device_communicators.routing.states import SILENT, State
+from device_communicators.routing.states import SILENT, State, group_key
 from tests.internals.asked_peers import Peers
 
 HOSTS = (0, 0, 1, 1)
@@ -31,7 +34,7 @@ def _fail(peers: Peers, rank: int, call: str, ranks: tuple[int, ...] = (0, 1, 2,
 
 def test_an_error_has_the_states_of_all_ranks() -> None:
     text = _fail(_peers(), 0, "barrier")
-    assert "global ranks 1, 2, 3 are in no call of a group, at peers.py" in text
+    assert "global ranks 1, 2, 3 are in no call of a group, at asked_peers.py" in text
     assert "global rank 0 is in barrier, at test_status.py" in text
 
 
@@ -76,6 +79,22 @@ def test_nothing_is_said_of_a_rank_that_does_not_answer() -> None:
     peers = _peers()
     peers.stopped = {2, 3}
     assert peers.watchers[0].status.ask_states([1, 2, 3]).keys() == {1}
+
+
+@pytest.mark.parametrize(
+    "reply", [b'[["', b"[1, 2, 3]", b'[["a", "b", "c", "d", "e", true, 1, "more"], {}]', b"[null, []]"]
+)
+def test_a_reply_that_cannot_be_read_costs_no_other(reply: bytes) -> None:
+    peers = _peers()
+    peers.watchers[2].answers["state"] = peers.watchers[2].answers["report"] = lambda rank, question: reply
+    text = _fail(peers, 0, "barrier")
+    assert "global ranks 1, 3 are in no call of a group" in text and "global rank 2" not in text
+
+
+def test_groups_of_the_same_ranks_are_told_apart() -> None:
+    context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 1.0, channel=1 << 20)
+    others = [replace(context, given="a"), replace(context, given="b"), replace(context, channel=1 << 21)]
+    assert len({group_key(each) for each in (context, *others)}) == 4
 
 
 def test_states_of_many_failed_groups_are_dropped() -> None:

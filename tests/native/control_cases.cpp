@@ -157,8 +157,8 @@ struct World {
   // The body of the last frame of this kind that was sent on the connection; null if there is none.
   const Action* sent(int connection, FrameKind kind) const {
     for (const Action& action : actions) {
-      const bool is_frame = action.kind == Action::kSend && action.bytes.size() >= kHeadBytes;
-      if (is_frame && action.connection == connection && action.bytes[6] == static_cast<char>(kind)) return &action;
+      const bool is_frame = action.kind == Action::kSend && action.sent().size() >= kHeadBytes;
+      if (is_frame && action.connection == connection && action.sent()[6] == static_cast<char>(kind)) return &action;
     }
     return nullptr;
   }
@@ -433,7 +433,7 @@ void undecided_names_whom_the_decider_waits_for() {
   member.accept(5, 1);
   member.state(5, 1, proc_of(0), kExited);
   member.call({0, 1, 2, 3}, "p", 2 * kSecond);
-  member.bytes(5, hint->bytes);
+  member.bytes(5, hint->sent());
   member.pass(3 * kSecond);
   const Action* verdict = member.find(Action::kVerdict);
   CHECK(verdict != nullptr && verdict->verdict->kind == Verdict::kUndecided);
@@ -598,6 +598,38 @@ void a_leaver_whose_farewell_comes_over_another() {
   CHECK(world.knows(1, kLeft));
 }
 
+// A firewall refuses dials in the name of a host that lives: its connections are silent, and not closed. A kernel that
+// acknowledges speaks for itself.
+void dials_that_a_firewall_refuses_are_no_exits() {
+  for (const bool acknowledges : {false, true}) {
+    World world({1, 2});
+    world.accept(3, 1);
+    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    const Nanos since = world.now;
+    while (world.core.ends().empty() && world.now - since < 30 * kSecond) {
+      world.pass(50 * kMillisecond);
+      for (const Action& action : std::vector<Action>(world.actions)) {
+        if (action.kind == Action::kDial) world.step(event_of(Event::kRefused, -1, action.proc));
+        else if (action.kind == Action::kProbe && acknowledges) world.step(event_of(Event::kAcked, 3));
+      }
+    }
+    if (acknowledges) CHECK(world.now - since < 5 * kSecond && world.knows(2, kExited) && !world.knows(1, kExited));
+    else CHECK(world.now - since >= 20 * kSecond && world.knows(1, kUnreachable) && world.knows(2, kUnreachable));
+  }
+}
+
+void dials_that_are_refused_once_the_connection_broke_are_exits() {
+  World world = with_stopped_peer();
+  world.pass(15 * kSecond);  // without a sign this process closes the connection
+  CHECK(world.core.ends().empty());
+  world.answer(4, 1);
+  world.step(event_of(Event::kClosed, 4));
+  world.pass(30 * kMillisecond);
+  world.step(event_of(Event::kRefused, -1, proc_of(1)));
+  world.pass(500 * kMillisecond);
+  CHECK(world.knows(1, kExited));
+}
+
 // Guests of one store, which seal what they send.
 struct Visits {
   struct Guest {
@@ -714,6 +746,14 @@ void a_held_key_ends_with_its_connection() {
   CHECK(visits.ask(1, StoreCall::kHold, {"d", Bytes(70'000, 'x')}).find("problem:") == 0);
 }
 
+void a_held_value_that_grew_too_large_is_dropped() {
+  Visits visits(2);
+  CHECK(visits.ask(0, StoreCall::kHold, {"a", "1"}) == "");
+  CHECK(visits.ask(0, StoreCall::kSet, {"a", Bytes(kMostStoreBytes - 9, 'x')}) == "");
+  visits.drop(0);
+  CHECK(visits.ask(1, StoreCall::kGet, {"gone/a"}) == "" && visits.ask(1, StoreCall::kCheck, {"a"}) == "0");
+}
+
 void a_guest_is_closed_for_what_it_must_not_send() {
   const auto refused = [](FrameKind kind, Bytes body, bool sealed) {
     Visits visits(1);
@@ -778,7 +818,13 @@ void the_oldest_stranger_makes_room() {
     CHECK((world.find(Action::kClose) != nullptr) == is_full);
     if (is_full) CHECK(world.find(Action::kClose, 1000 - (i - 258)) != nullptr);
   }
-  CHECK(logs == 2);  // the first and the tenth
+  CHECK(logs == 2);               // the first and the tenth
+  World early({1, 1}, 0, false);  // all ranks may dial a process that doesn't know them yet
+  for (int i = 0; i < 1025; ++i) {
+    early.now += kMillisecond;
+    early.step(event_of(Event::kAccepted, i));
+    CHECK((early.find(Action::kClose, 0) != nullptr) == (i == 1024));
+  }
 }
 
 #define CASE(name) {#name, name}
@@ -815,10 +861,13 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
+    CASE(dials_that_a_firewall_refuses_are_no_exits),
+    CASE(dials_that_are_refused_once_the_connection_broke_are_exits),
     CASE(a_guest_uses_the_store),
     CASE(a_guest_asks_the_program),
     CASE(a_guest_is_woken_once_all_its_keys_are_set),
     CASE(a_held_key_ends_with_its_connection),
+    CASE(a_held_value_that_grew_too_large_is_dropped),
     CASE(a_guest_is_closed_for_what_it_must_not_send),
     CASE(a_guest_is_handed_to_the_store),
     CASE(the_oldest_stranger_makes_room),

@@ -138,9 +138,9 @@ class Explorer {
         if (arrives) queue.emplace_back();
       } else if (arrives) {
         const auto place = std::make_pair(id, static_cast<int>(queue.size()) - 1);
-        if (std::find(joined.begin(), joined.end(), place) != joined.end()) queue.back() += action.bytes;
+        if (std::find(joined.begin(), joined.end(), place) != joined.end()) queue.back() += action.sent();
         else {
-          queue.push_back(action.bytes);
+          queue.push_back(action.sent());
           joined.emplace_back(id, static_cast<int>(queue.size()) - 1);
         }
       }

@@ -114,7 +114,7 @@ class Fuzzer {
       const int side = pipe.rank[0] == rank ? 0 : 1;
       require(pipe.rank[side] == rank, "another's connection");
       if (pipe.open[side] && pipe.open[1 - side]) {
-        pipe.to[1 - side].push_back(action.kind == Action::kSend ? std::move(action.bytes) : Bytes());
+        pipe.to[1 - side].push_back(action.kind == Action::kSend ? action.sent() : Bytes());
       }
       if (action.kind == Action::kClose) pipe.open[side] = false;
     }

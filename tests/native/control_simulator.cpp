@@ -698,7 +698,7 @@ class Simulator {
         check_count(rank);
         Event event;
         event.kind = Event::kBytes;
-        event.bytes = std::move(action.bytes);
+        event.bytes = action.sent();
         if (connection.open[side] && !connection.broken) on_connection(action.connection, 1 - side, std::move(event));
         break;
       }
@@ -970,8 +970,8 @@ class Simulator {
       std::printf("           action %d connection %d proc %d flags %d %s\n", action.kind, action.connection,
                   action.proc == 0 ? -1 : rank_of(action.proc), action.flags,
                   action.kind == Action::kLog || action.kind == Action::kDoom ? action.bytes.c_str() : "");
-      if (action.kind == Action::kSend && action.bytes.size() >= kHeadBytes) {
-        std::printf("             frame %d, %zu bytes\n", action.bytes[6], action.bytes.size());
+      if (action.kind == Action::kSend && action.sent().size() >= kHeadBytes) {
+        std::printf("             frame %d, %zu bytes\n", action.sent()[6], action.sent().size());
       }
     }
   }

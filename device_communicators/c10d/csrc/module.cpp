@@ -79,8 +79,7 @@ Callbacks callbacks_of(const py::object& python) {
     });
   };
   const auto main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
-  const auto* const signals =
-      reinterpret_cast<const std::atomic<int>*>(owner->attr("signal_descriptor").cast<std::uintptr_t>());
+  const auto* const signals = reinterpret_cast<const SignalPipe*>(owner->attr("signal_pipe").cast<std::uintptr_t>());
   made.interruption = [main_thread, signals]() -> std::exception_ptr {
     if (PyThread_get_thread_ident() != main_thread) return nullptr;
     if (signals != nullptr && !has_signal(*signals)) return nullptr;

@@ -171,9 +171,12 @@ bool Core::has_room(std::size_t bytes) const {
   return bytes <= kMostUncalledBytes;
 }
 
+Bytes Core::round_frame(FrameKind kind, const Message& message) const {
+  return control::encode(Frame{kind, world_, message.key.epoch, term_, self_, encode(message)});
+}
+
 void Core::send_round(int connection, FrameKind kind, const Message& message) {
-  const Frame frame{kind, world_, message.key.epoch, term_, self_, encode(message)};
-  act(Action::kSend, connection).bytes = control::encode(frame);
+  act(Action::kSend, connection).bytes = round_frame(kind, message);
 }
 
 // Handles a frame of an agreement. Returns false if it is malformed.
@@ -393,13 +396,15 @@ bool Core::decide(RoundEntry* entry) {
   round.seats[round.me].done = round.delivered;
   Message message = message_of(*entry);
   message.verdict = round.verdict;
+  std::shared_ptr<Bytes> verdict;  // has the values of all members: encoded once
   bool all = true;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
     Round::Seat& seat = round.seats[i];
     if (!seat.done && !is_gone(round.members[i])) all = false;
     if (seat.told || seat.done || seat.connection < 0) continue;
     seat.told = true;
-    send_round(seat.connection, FrameKind::kVerdict, message);
+    if (verdict == nullptr) verdict = std::make_shared<Bytes>(round_frame(FrameKind::kVerdict, message));
+    act(Action::kSend, seat.connection).shared = verdict;
   }
   if (!all) return true;
   message.verdict = nullptr;

@@ -8,8 +8,8 @@
 //   - Bytes of a connection arrive in order. After kClose, or an event kClosed, nothing more comes from a connection.
 //   - All that the domain published before a kBeat arrives before the kBeats that answers it.
 //   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
-//   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
-//     published until `is_over`.
+//   - kRefused means that no process listens at the endpoint, or that a firewall refuses; each process listens from
+//     before its endpoint is published until `is_over`.
 //   - kAcked counts every acknowledgement: of bytes, of a probe of a closed window, of a keepalive (Linux:
 //     tcpi_last_ack_recv).
 //   - `step` is called at least once a second: the clock may have gone back, and `wake_at` with it.
@@ -220,10 +220,13 @@ struct Action {
   std::uint64_t id = 0;
   std::uint8_t flags = 0;
   Bytes bytes;
+  std::shared_ptr<Bytes> shared;       // kSend: the bytes instead, where several connections get the same
   const Endpoint* endpoint = nullptr;  // of the roster
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
   PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)  // for the program
+
+  const Bytes& sent() const { return shared != nullptr ? *shared : bytes; }
 };
 
 class Core {
@@ -291,7 +294,8 @@ class Core {
     Nanos hunt = -1;      // start of the hunt; -1: none
     int link = -1;        // the connection that isn't silent to the lowest process
     bool linked = false;  // there is a connection, silent or not
-    PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
+    bool cut = false;     // the last connection had no sign any more, and was closed by this process
+    PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked, cut)
   };
 
   // One agreement. A member's index is its ballot as a decider.
@@ -412,6 +416,7 @@ class Core {
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
   void forget_rounds();
   bool has_room(std::size_t bytes) const;
+  Bytes round_frame(FrameKind kind, const Message& message) const;
   void send_round(int connection, FrameKind kind, const Message& message);
   bool on_round(int connection, const Frame& frame);
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);

@@ -143,7 +143,8 @@ class Driver {
   void accept(Stay* stay);
   void on_connection(Stay* stay, int number, std::uint32_t events);
   bool drain(Connection* connection);
-  void send(Stay* stay, int number, const Bytes& bytes);
+  template <typename Part>
+  void send(Stay* stay, int number, const Part& bytes);
   void flush(int number, Connection* connection);
   void flush_all();
   void serve(Stay* stay, int number, const Bytes& bytes);
@@ -155,6 +156,7 @@ class Driver {
   void check_timed(Nanos now);
 
   void meet(Stay* stay, Event event, const std::vector<int>& boards);
+  void note_met(Stay* stay);
   void watch(Stay* stay, const Member& member, int board);
   void attach(Stay* stay, int number, Neighbour* neighbour);
   void on_end(Stay* stay, Neighbour* neighbour);
@@ -318,7 +320,14 @@ void Driver::on_ready(int number, std::uint32_t events) {
 void Driver::obey(Command command) {
   Stay* stay = command.stay.get();
   if (stay->over) return;
-  if (stays_.emplace(stay, command.stay).second) stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
+  if (stays_.emplace(stay, command.stay).second) {
+    stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
+    if (stay->listener_number < 0) {  // nobody could reach this process
+      end(stay, (std::string("epoll_ctl for the listener: ") + std::strerror(errno)).c_str());
+      stays_.erase(stay);
+      return;
+    }
+  }
   if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
   if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
   if (command.event.kind == Event::kReply && command.event.proc == 0) {  // to a guest
@@ -407,7 +416,10 @@ void Driver::act(Stay* stay, const Action& action) {
   switch (action.kind) {
     case Action::kDial: dial(stay, action); break;
     case Action::kClose: close(stay, action.connection); break;
-    case Action::kSend: send(stay, action.connection, action.bytes); break;
+    case Action::kSend:
+      if (action.shared != nullptr) send(stay, action.connection, action.shared);
+      else send(stay, action.connection, action.bytes);
+      break;
     case Action::kProbe: probe(stay, action.connection); break;
     case Action::kBoard:
       if (!stay->board.publish(action.bytes)) log(stay, "can't write the board of this process");
@@ -588,28 +600,31 @@ bool Driver::drain(Connection* connection) {
   return false;
 }
 
-void Driver::send(Stay* stay, int number, const Bytes& bytes) {
+// `bytes`: Bytes, or a part that connections share.
+template <typename Part>
+void Driver::send(Stay* stay, int number, const Part& bytes) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end() || found->second.closing) return;
-  found->second.out += bytes;
+  found->second.out.add(bytes);
   unsent_.emplace_back(stay, number);
-  if (found->second.out.size() <= kMostUnsent) return;
+  if (found->second.out.size <= kMostUnsent) return;
   log(stay, "closed a connection: its peer doesn't read");
   erase(stay, number);
   stay->events.push_back(event_of(Event::kClosed, 0, number));
 }
 
 void Driver::flush(int number, Connection* connection) {
-  std::size_t sent = 0;
-  while (sent < connection->out.size() && !connection->hung_up) {
-    const ssize_t size = ::send(*connection->socket, connection->out.data() + sent, connection->out.size() - sent,
-                                MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (size > 0) sent += static_cast<std::size_t>(size);
+  Unsent& out = connection->out;
+  while (!out.empty() && !connection->hung_up) {
+    const Bytes& part = *out.parts.front();
+    const ssize_t size =
+        ::send(*connection->socket, part.data() + out.at, part.size() - out.at, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (size > 0) out.take(static_cast<std::size_t>(size));
     else if (errno == EAGAIN || errno == EINTR) break;
     else connection->hung_up = true;  // kClosed comes after all received bytes are read
   }
-  connection->out.erase(0, connection->hung_up ? Bytes::npos : sent);
-  const bool polls_out = !connection->out.empty();
+  if (connection->hung_up) out.clear();
+  const bool polls_out = !out.empty();
   if (polls_out != connection->polls_out) {
     control(EPOLL_CTL_MOD, number, *connection->socket, polls_out ? EPOLLIN | EPOLLOUT : EPOLLIN);
     connection->polls_out = polls_out;
@@ -690,7 +705,18 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
                                     [&](const auto& entry) { return entry.second.proc == member.proc; });
     if (index != me && known == stay->neighbours.end()) watch(stay, member, boards[index]);
   }
+  stay->has_met = true;
+  note_met(stay);
+}
+
+// Publishes that this process has opened the boards of all neighbours, which may close theirs from then on.
+void Driver::note_met(Stay* stay) {
+  if (!stay->has_met || stay->noted_met) return;
+  for (const auto& [number, neighbour] : stay->neighbours) {
+    if (!neighbour.board && !neighbour.ended && !stay->core->is_gone(neighbour.proc)) return;
+  }
   stay->board.note_met();
+  stay->noted_met = true;
 }
 
 void Driver::watch(Stay* stay, const Member& member, int board) {
@@ -758,6 +784,7 @@ void Driver::beat(Stay* stay) {
     if (neighbour.watched && !neighbour.watch.is_polled() && neighbour.watch.has_exited()) on_end(stay, &neighbour);
     else read_board(stay, &neighbour, &event.procs);
   }
+  note_met(stay);
   stay->events.push_back(std::move(event));
 }
 
@@ -803,6 +830,29 @@ int listen_at(const std::string& address, int port, Stay* stay) {
 }
 
 }  // namespace
+
+void Unsent::add(const Bytes& bytes) {
+  // Small frames are written together, unless another connection has the last part too.
+  if (!parts.empty() && parts.back().use_count() == 1 && parts.back()->size() < kReadBytes) {
+    parts.back()->append(bytes);
+    size += bytes.size();
+  } else {
+    add(std::make_shared<Bytes>(bytes));
+  }
+}
+
+void Unsent::add(std::shared_ptr<Bytes> part) {
+  size += part->size();
+  if (!part->empty()) parts.push_back(std::move(part));
+}
+
+void Unsent::take(std::size_t count) {
+  at += count;
+  size -= count;
+  if (at < parts.front()->size()) return;
+  parts.pop_front();
+  at = 0;
+}
 
 void Inbox::push(Kind kind, Bytes news) {
   const std::lock_guard<std::mutex> lock(mutex_);

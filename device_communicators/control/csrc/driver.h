@@ -54,6 +54,19 @@ class Inbox {
   Bytes last_;
 };
 
+// Bytes not yet written to a socket. Connections can share parts.
+struct Unsent {
+  std::deque<std::shared_ptr<Bytes>> parts;
+  std::size_t at = 0;  // bytes of the first part that are written
+  std::size_t size = 0;
+
+  bool empty() const { return size == 0; }
+  void add(const Bytes& bytes);
+  void add(std::shared_ptr<Bytes> part);
+  void take(std::size_t count);  // from the front, which has that many
+  void clear() { *this = Unsent(); }
+};
+
 // A connection, or a dial.
 struct Connection {
   Descriptor socket;
@@ -63,7 +76,7 @@ struct Connection {
   bool hung_up = false;   // writing failed; reading goes on
   bool polls_out = false;
   Nanos until = kNever;  // deadline of the dial or close
-  Bytes out;             // bytes not yet written to the socket
+  Unsent out;
   bool is_dialing() const { return dialed != 0; }
 };
 
@@ -101,7 +114,9 @@ struct Stay {
   Store store;
   Record record;
   // The thread's:
-  int rank = -1;  // of this process; -1 until the world is met
+  int rank = -1;         // of this process; -1 until the world is met
+  bool has_met = false;  // its neighbours are known, and those boards that could be opened are open
+  bool noted_met = false;
   std::map<int, Connection> connections;
   std::map<int, Neighbour> neighbours;
   std::deque<Event> events;

@@ -65,7 +65,7 @@ std::string words(const Core& core, const Event& event) {
 
 std::string words(const Core& core, const Action& action) {
   std::string text = kActions[action.kind] + about(core, action);
-  if (action.kind == Action::kSend) text += frames_in(action.bytes);
+  if (action.kind == Action::kSend) text += frames_in(action.sent());
   else if (action.kind == Action::kDoom || action.kind == Action::kLog || action.kind == Action::kRefuse)
     text += " " + action.bytes;
   if (action.verdict == nullptr) return text;

@@ -206,7 +206,11 @@ void Table::drop(int client, std::vector<Reply>* replies) {
     holders_.erase(key);
     Bytes value = std::move(values_.at(key));
     values_.erase(key);
-    set("gone/" + key, std::move(value), replies);
+    try {
+      set("gone/" + key, std::move(value), replies);
+    } catch (const Problem&) {  // the value has grown since: only the key is kept
+      set("gone/" + key, "", replies);
+    }
   }
 }
 

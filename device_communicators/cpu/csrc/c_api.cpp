@@ -64,8 +64,8 @@ void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long)
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
 
-// The address of a `std::atomic<int>`, for Python to set: see signal_descriptor.
-void* ps_signal_descriptor() { return &signal_descriptor(); }
+// The address of a SignalPipe, for Python to set.
+void* ps_signal_pipe() { return &signal_pipe(); }
 
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 

@@ -6,8 +6,6 @@
 
 #include <atomic>
 
-#include "signals.h"
-
 namespace parallel_state {
 namespace {
 
@@ -29,13 +27,13 @@ void set_interpreter(const Interpreter& interpreter, unsigned long thread) {
   known.store(true, std::memory_order_release);
 }
 
-std::atomic<int>& signal_descriptor() {
-  static std::atomic<int> descriptor{-1};  // written and read by the main thread
-  return descriptor;
+SignalPipe& signal_pipe() {
+  static SignalPipe pipe;  // written and read by the main thread
+  return pipe;
 }
 
 bool interrupted(bool surely) {
-  if (!in_main_thread() || !(has_signal(signal_descriptor()) || surely)) return false;
+  if (!in_main_thread() || !(has_signal(signal_pipe()) || surely)) return false;
   const int lock = python.take_lock();
   const bool raises = python.check_signals() != 0;
   if (raises) python.fetch(&raised[0], &raised[1], &raised[2]);

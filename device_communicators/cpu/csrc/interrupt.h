@@ -2,7 +2,7 @@
 // only when it is asked to. The library knows Python by functions that are handed to it.
 #pragma once
 
-#include <atomic>
+#include "signals.h"
 
 namespace parallel_state {
 
@@ -17,7 +17,7 @@ struct Interpreter {
 void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 
 // See has_signal. Python sets it.
-std::atomic<int>& signal_descriptor();
+SignalPipe& signal_pipe();
 
 // Runs Python's signal handlers, with the interpreter lock, if a signal may have arrived; else takes no lock. Returns
 // true if a handler raised. `surely`: a signal did arrive. Called between two sleeps, never on the fast path.

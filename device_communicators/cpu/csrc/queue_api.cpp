@@ -4,10 +4,11 @@
 // passes few arguments and reads the words that it needs, which costs less than out-parameters do.
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <new>
-
 #include <memory>
+#include <mutex>
+#include <new>
 #include <utility>
 
 #include "../../control/csrc/machine.h"
@@ -47,7 +48,10 @@ class ProcessLiveness final : public Losses {
  public:
   // A PID of 0 or less, as of a process in another PID namespace, isn't watched.
   ProcessLiveness(const std::int64_t* pids, int count) : processes_(static_cast<std::size_t>(count)) {
-    for (Process& each : processes_) each.found = each.watch.open(static_cast<int>(*pids++), 0);
+    for (Process& each : processes_) {
+      each.pid = static_cast<int>(*pids++);
+      has_ended(each);
+    }
   }
 
   Loss loss(int awaited) const override {
@@ -60,12 +64,21 @@ class ProcessLiveness final : public Losses {
 
  private:
   struct Process {
-    ProcessWatch watch;
-    ProcessWatch::Found found = ProcessWatch::kUnknown;
+    int pid = 0;
+    mutable std::mutex opening;
+    mutable ProcessWatch watch;  // not changed once it is found
+    mutable std::atomic<ProcessWatch::Found> found{ProcessWatch::kUnknown};
   };
   static bool has_ended(const Process& process) {
-    return process.found == ProcessWatch::kExited ||
-           (process.found == ProcessWatch::kRuns && process.watch.has_exited());
+    if (process.pid > 0 && process.found.load(std::memory_order_acquire) == ProcessWatch::kUnknown) {
+      const std::lock_guard<std::mutex> lock(process.opening);
+      // Descriptors may have run out for a while.
+      if (process.found.load(std::memory_order_relaxed) == ProcessWatch::kUnknown) {
+        process.found.store(process.watch.open(process.pid, 0), std::memory_order_release);
+      }
+    }
+    const ProcessWatch::Found found = process.found.load(std::memory_order_acquire);
+    return found == ProcessWatch::kExited || (found == ProcessWatch::kRuns && process.watch.has_exited());
   }
 
   std::vector<Process> processes_;
