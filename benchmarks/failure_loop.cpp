@@ -76,12 +76,11 @@ class Ranks {
  public:
   Ranks(int descriptor, int rank, int size, std::size_t count)
       : rank_(rank), size_(size), in_(count), out_(count), sizes_{static_cast<std::int64_t>(count)} {
-    const std::vector<std::int64_t> unwatched(size, 0);
     const std::size_t bytes = pages(Handle::segment_bytes(size));
-    liveness_ = std::make_unique<ProcessLiveness>(unwatched.data(), size);
+    liveness_ = std::make_unique<GroupLiveness>(members_, &ends_, size, rank);
     group_ = std::make_unique<Group>(map(descriptor, bytes, 0), rank, size, *liveness_, kSpins);
-    served_ = std::make_unique<Served>(std::make_shared<Handle>(map(descriptor, bytes, bytes), bytes, rank, size,
-                                                                unwatched.data(), kSpins, kTimeoutS));
+    served_ = std::make_unique<Served>(
+        std::make_shared<Handle>(map(descriptor, bytes, bytes), bytes, rank, size, kSpins, kTimeoutS));
     lines_ = static_cast<Counter*>(map(descriptor, kLinesBytes, 2 * bytes));
     compared_lines_ = lines_ + size;
     lines_[rank].own();
@@ -218,7 +217,9 @@ class Ranks {
   std::vector<float> in_, out_;
   std::int64_t sizes_[1];
   std::mutex turn_;
-  std::unique_ptr<ProcessLiveness> liveness_;
+  Member members_[64];
+  ReportedEnds ends_;
+  std::unique_ptr<GroupLiveness> liveness_;
   std::unique_ptr<Group> group_;
   std::unique_ptr<Served> served_;
   Counter own_;

@@ -232,7 +232,7 @@ def test_the_installed_package_works_outside_of_the_checkout(installed: Path, tm
         assert Path(path).is_relative_to(installed.parents[1]), "the checkout was imported"
     assert total == [1.0, 1.0, 1.0]
     assert missing == []
-    assert "--report" in said
+    assert "--operations" in said
 
 
 LIBRARY = (
