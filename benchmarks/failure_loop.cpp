@@ -198,8 +198,7 @@ class Ranks {
     const std::size_t bytes = pages(Handle::segment_bytes(1));
     void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return false;
-    const std::int64_t unwatched = 0;
-    Handle failed(memory, bytes, 0, 1, &unwatched, kSpins, kTimeoutS);
+    Handle failed(memory, bytes, 0, 1, kSpins, kTimeoutS);
     failed.run([](Group&, double) { return Status::kMismatch; });
     return failed.run([](Group&, double) { return Status::kDone; }) == Status::kMismatch;
   }

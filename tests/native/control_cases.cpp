@@ -598,26 +598,6 @@ void a_leaver_whose_farewell_comes_over_another() {
   CHECK(world.knows(1, kLeft));
 }
 
-// A firewall refuses dials in the name of a host that lives: its connections are silent, and not closed. A kernel that
-// acknowledges speaks for itself.
-void dials_that_a_firewall_refuses_are_no_exits() {
-  for (const bool acknowledges : {false, true}) {
-    World world({1, 2});
-    world.accept(3, 1);
-    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
-    const Nanos since = world.now;
-    while (world.core.ends().empty() && world.now - since < 30 * kSecond) {
-      world.pass(50 * kMillisecond);
-      for (const Action& action : std::vector<Action>(world.actions)) {
-        if (action.kind == Action::kDial) world.step(event_of(Event::kRefused, -1, action.proc));
-        else if (action.kind == Action::kProbe && acknowledges) world.step(event_of(Event::kAcked, 3));
-      }
-    }
-    if (acknowledges) CHECK(world.now - since < 5 * kSecond && world.knows(2, kExited) && !world.knows(1, kExited));
-    else CHECK(world.now - since >= 20 * kSecond && world.knows(1, kUnreachable) && world.knows(2, kUnreachable));
-  }
-}
-
 void dials_that_are_refused_once_the_connection_broke_are_exits() {
   World world = with_stopped_peer();
   world.pass(15 * kSecond);  // without a sign this process closes the connection
@@ -861,7 +841,6 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
-    CASE(dials_that_a_firewall_refuses_are_no_exits),
     CASE(dials_that_are_refused_once_the_connection_broke_are_exits),
     CASE(a_guest_uses_the_store),
     CASE(a_guest_asks_the_program),

@@ -437,7 +437,6 @@ bool Core::on_identity(int connection, const Frame& frame) {
   }
   link.identified = true;
   link.heard = link.sign = now_;
-  if (const int domain = domain_of(link.proc); domain >= 0) watches_[domain].cut = false;
   link.parser.trust();
   dirty_ = true;
   if (!ends_.empty()) send_state(connection);
@@ -503,7 +502,6 @@ void Core::drop(int connection, bool by_peer) {
   // If the connection was watched, or a hunt runs, dial the whole domain. A process that closes a call's connection
   // isn't suspected.
   const int domain = domain_of(link.proc);
-  if (by_peer && link.identified && domain >= 0) watches_[domain].cut = false;
   if (!by_peer || !leading_ || domain < 0 || is_gone(link.proc)) return;
   if (!link.beating && watches_[domain].hunt < 0) return;
   start_hunt(domain);
@@ -783,19 +781,12 @@ void Core::tend_domain(int domain) {
   wake_by(watch.dial_at);
 }
 
-// A refused dial counts as an exit after `settle` if no process of the domain answers. But a firewall refuses dials as
-// well, and then open connections have no sign. If all processes exited, their kernel has closed the connections.
+// A refused dial counts as an exit after `settle` if no process of the domain answers.
 void Core::judge_refused(int domain) {
-  const Watch& watch = watches_[domain];
-  const bool may_be_firewall = (watch.linked || watch.cut) && now_ - watch.sign > config_.beat * 3 / 2;
   if (leaving_ != kNever) return;
   for (const int index : roster_->domains[domain]) {
     const auto peer = peers_.find(proc_at(index));
     if (peer == peers_.end() || peer->second.refused == kNever || is_gone(proc_at(index))) continue;
-    if (may_be_firewall) {
-      peer->second.refused = kNever;  // it is dialed again
-      continue;
-    }
     if (now_ - peer->second.refused >= config_.settle) report(proc_at(index), kExited, "its port is closed");
     else wake_by(peer->second.refused + config_.settle);
   }
@@ -840,11 +831,7 @@ void Core::tend_links() {
     if (links_[connection].identified) send_state(connection);  // a live process must receive the report about itself
     close(connection);
   }
-  for (const int connection : useless) {
-    const int domain = domain_of(links_[connection].proc);
-    if (domain >= 0 && now_ - watches_[domain].sign > config_.limit / 2) watches_[domain].cut = true;
-    close(connection);
-  }
+  for (const int connection : useless) close(connection);
   for (const int connection : late) refuse(connection, "it did not prove within 5 s that it belongs to this job");
 }
 

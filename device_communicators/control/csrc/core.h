@@ -8,8 +8,8 @@
 //   - Bytes of a connection arrive in order. After kClose, or an event kClosed, nothing more comes from a connection.
 //   - All that the domain published before a kBeat arrives before the kBeats that answers it.
 //   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
-//   - kRefused means that no process listens at the endpoint, or that a firewall refuses; each process listens from
-//     before its endpoint is published until `is_over`.
+//   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
+//     published until `is_over`.
 //   - kAcked counts every acknowledgement: of bytes, of a probe of a closed window, of a keepalive (Linux:
 //     tcpi_last_ack_recv).
 //   - `step` is called at least once a second: the clock may have gone back, and `wake_at` with it.
@@ -294,8 +294,7 @@ class Core {
     Nanos hunt = -1;      // start of the hunt; -1: none
     int link = -1;        // the connection that isn't silent to the lowest process
     bool linked = false;  // there is a connection, silent or not
-    bool cut = false;     // the last connection had no sign any more, and was closed by this process
-    PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked, cut)
+    PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
   };
 
   // One agreement. A member's index is its ballot as a decider.
