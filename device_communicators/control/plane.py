@@ -360,7 +360,9 @@ class World:
                 proc = self._procs[rank]
                 code = self._library.ps_control_ask(handle, proc, number, question, len(question), timeout_s)
                 self._check(code, what)
-            if on_replies is None and numbers:
+            if on_replies is not None:
+                return {}
+            if numbers:
                 self._wait(asked, timeout_s, what)
         except BaseException:
             with self._lock:

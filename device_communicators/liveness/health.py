@@ -276,7 +276,9 @@ class Watcher:
         self._rank, self._places = rank, dict(places)  # before `meet`, whose callbacks need them
         try:
             world.meet(members, self._take_in, self._answer, self._look)
-        except BaseException:
+        except BaseException as error:
+            why = str(error).partition("\n")[0]
+            self.give_up(f"gave up its start ({type(error).__name__}: {why})")
             self._places = {}
             raise
 

@@ -31,6 +31,7 @@ from device_communicators.base.errors import (
     ResourceLimitError,
     UnsupportedError,
 )
+from device_communicators.base.limits import shortage
 from device_communicators.control.plane import ControlError, World
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
@@ -183,7 +184,10 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 
 
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
-    """Returns what `listen` returns for the port: the preferred one, any if that is taken. Raises RendezvousError."""
+    """Returns what `listen` returns for the port: the preferred one, any if that is taken.
+
+    Raises RendezvousError, or LaunchError if descriptors ran out.
+    """
     address, port = config.master_addr, config.preferred_port or config.master_port
     try:
         try:
@@ -193,6 +197,8 @@ def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Liste
                 raise
             return listen(0)
     except OSError as error:
+        if found := shortage(error):
+            raise LaunchError(f"the job's store can't be served: {found}", rank=0) from error
         if isinstance(error, socket.gaierror):
             raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
         raise RendezvousError(

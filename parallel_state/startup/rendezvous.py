@@ -395,7 +395,8 @@ class _Meeting:
         for each in range(1, self.place.world_size):
             if each not in self.places and (complaint := _peek(launcher, f"{_COMPLAINT}{each}{name}")):
                 self.places[each] = Address.parse(json.loads(complaint)[2])
-        return self._obstacle() or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
+        obstacle = [] if kind == _NO_LIBRARY else self._obstacle()
+        return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
         """Reads the entry of a rank that has entered, even if it has exited since."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import parallel_state as ps
 from device_communicators.base.helper_threads import HelperThread
+from device_communicators.cpu import native
 from parallel_state import ProcessEnvironment
 from parallel_state.groups import world as startup
 from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment, no_launcher
@@ -376,6 +377,7 @@ def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
 
 def _without_a_watch() -> tuple[Outcome, int]:
     """Rank 1 has no thread for the news of its control plane."""
+    native.load()  # it keeps a pipe for signals
     start, before = HelperThread.start, len(os.listdir("/proc/self/fd"))
 
     def fail(thread: HelperThread) -> None:
