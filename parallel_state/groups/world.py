@@ -306,7 +306,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
         reset_group_count()
         dist.init_process_group(
             options.backend,
-            store=met.store.raw,
+            store=met.group_store.raw,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=connecting.timeout_s),

@@ -113,6 +113,8 @@ class Met(NamedTuple):
     """Deadline of the whole start."""
     watcher: Watcher
     """The world's, from its beginning."""
+    group_store: BoundedStore
+    """For torch's default group: a launcher's store, which outlives rank 0; `store` if there is none."""
     served: list[Any]
     """On rank 0: the store at which the ranks met. If rank 0 serves it, it answers at MASTER_PORT until `clear()`."""
 
@@ -166,7 +168,8 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     watcher = Watcher()
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(BoundedStore(dist.HashStore()), "", {}, deadline, watcher, [])
+        alone = BoundedStore(dist.HashStore())
+        return Met(alone, "", {}, deadline, watcher, alone, [])
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     address = own_place.address
@@ -177,7 +180,12 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, meeting.served)
+        group_store = BoundedStore(store.raw)
+        if way.server is None and isinstance(store.raw, WorldStore):
+            prefix = f"{way.prefix}/{Endpoint.parse(meeting.places[0].endpoint).proc}"
+            group_store = BoundedStore(dist.PrefixStore(prefix, way.connect()))
+            group_store.set_timeout(timedelta(seconds=timeout_s))
+        return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, group_store, meeting.served)
     except BaseException as error:
         watcher.close()
         if isinstance(error, dist.DistError):
@@ -207,14 +215,8 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
         if deaf is not None:
             raise _can_not_listen(ranks[deaf], places[deaf], rank)
         endpoint = Endpoint.parse(places[0].endpoint)
-        return Met(
-            BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE)),
-            _WORLD_BEFORE,
-            places,
-            deadline,
-            watcher,
-            [],
-        )
+        store = BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE))
+        return Met(store, _WORLD_BEFORE, places, deadline, watcher, store, [])
     except BaseException:
         watcher.close()
         raise

@@ -92,9 +92,8 @@ def test_explain_names_the_store(tmp_path: Path) -> None:
     for secret_file in (None, str(path)):
         texts = launch(_explain, 2, tensor_model_parallel_size=2, timeout=DEADLINE_S, secret_file=secret_file)
         for text in texts:
-            assert "store: the world's store at 127.0.0.1:" in text
-            assert "requires a token that the ranks received from" in text
-            assert "launch's store" in text or "the store of launch" in text
+            assert "store: launch's store at 127.0.0.1:" in text or "store: the store of launch at 127.0.0.1:" in text
+            assert "requires the job's secret" in text
             assert SECRET.hex() not in text
 
 

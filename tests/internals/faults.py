@@ -74,7 +74,8 @@ def after_entering(then: Callable[[], object]) -> None:
 
 def met_alone() -> Met:
     """Returns what a rank has after a rendezvous in which it met nobody."""
-    return Met(BoundedStore(dist.HashStore()), "", {}, math.inf, Watcher(), [])
+    store = BoundedStore(dist.HashStore())
+    return Met(store, "", {}, math.inf, Watcher(), store, [])
 
 
 def report_nothing_to_python() -> None:
