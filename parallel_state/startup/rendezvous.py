@@ -181,7 +181,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
         group_store = BoundedStore(store.raw)
-        if way.server is None and isinstance(store.raw, WorldStore):
+        if way.server is None and store.can_hold:
             prefix = f"{way.prefix}/{Endpoint.parse(meeting.places[0].endpoint).proc}"
             group_store = BoundedStore(dist.PrefixStore(prefix, way.connect()))
             group_store.set_timeout(timedelta(seconds=timeout_s))
