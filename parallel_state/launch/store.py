@@ -164,6 +164,8 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
             config.master_addr, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listen_fd
         )
     except RuntimeError as error:
+        if found := shortage(error):
+            raise LaunchError(f"the job's store can't be served: {found}", rank=config.rank_offset) from error
         raise _not_reached(config, timeout.total_seconds(), error) from error
     return store, port
 
