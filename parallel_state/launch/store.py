@@ -31,7 +31,7 @@ from device_communicators.base.errors import (
     ResourceLimitError,
     UnsupportedError,
 )
-from device_communicators.base.limits import shortage
+from device_communicators.base.limits import need_descriptors, shortage
 from device_communicators.control.plane import ControlError, World
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
@@ -40,6 +40,8 @@ from parallel_state.launch.worker import STORE_NAME
 from parallel_state.startup.stores import listen_on
 
 logger = logging.getLogger(__name__)
+
+_TORCH_DESCRIPTORS = 16
 
 SECRET_BYTES, _MOST_SECRET_BYTES = 32, 4096
 Listener = TypeVar("Listener", socket.socket, World)
@@ -154,6 +156,10 @@ def _not_reached(config: LaunchConfig, start_s: float, error: Exception) -> Rend
 
 def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
     hosts, listen_fd, port = config.rank_offset == 0, None, config.master_port
+    try:
+        need_descriptors(_TORCH_DESCRIPTORS, "serving the job's store")  # torch aborts the process without them
+    except ResourceLimitError as error:
+        raise LaunchError(f"the job's store can't be served: {error}", rank=config.rank_offset) from error
     if hosts:
         backlog = (config.world_size or 1) + 128
         listener = _listening(config, lambda port: listen_on(config.master_addr, port, backlog))
