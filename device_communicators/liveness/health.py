@@ -47,7 +47,7 @@ NOTICE_S = 0.2
 
 _TOGETHER_S = 0.1
 """Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
-_HOST_TOGETHER_S = 0.35
+_HOST_TOGETHER_S = 0.25
 """The same for ranks of another host, all of which may be ending."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
