@@ -22,13 +22,13 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """What the compiled library knows of the pipe: SignalPipe of cpu/csrc/signals.h."""
+    """Describes the pipe to the compiled library. It is the struct SignalPipe of cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
     """A descriptor that is readable after a signal; -1 while there is none."""
     inode: int
-    """By which the library notices that the program has closed the descriptor and uses its number; 0: not checked."""
+    """The pipe's inode; 0: not checked. If `reader` has another one, the program closed it and reused its number."""
 
 
 class _Wakeup:

@@ -65,7 +65,7 @@ _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
 MOST_TOKEN_BYTES = 64
 """Of a token that the program gives: HMAC hashes longer keys first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
-"""Where a board holds the endpoint; see BoardHead in csrc/machine.h."""
+"""Offset and size of the endpoint on a board; see BoardHead in csrc/machine.h."""
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
 """Targets of the descriptors of boards. The second one is used where memfd_create is refused."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32

@@ -103,7 +103,7 @@ class ControlStore(dist.Store):
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Closes free connections, and ends each `hold`. The next request connects again."""
+        """Closes connections that no request uses, and ends each `hold`. The next request connects again."""
         for connection in self._held:
             connection.close()
         self._held.clear()

@@ -68,7 +68,7 @@ class _Failed:
 
 
 class Status:
-    """What this rank is at, and what it knows of the other ranks of its world."""
+    """Tells other ranks what this rank is doing, and stores what they reported."""
 
     def __init__(self, watcher: Watcher, rank: int) -> None:
         """`rank`: this process', global."""
@@ -82,7 +82,7 @@ class Status:
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
         self._waited_at_s = time.monotonic()
-        """When this rank was last seen in a call."""
+        """The time at which this rank was last in a call."""
         self._logged = 0.0, 0.0
         """The start of the wait that was logged last, and its length then."""
         self._began_s = time.monotonic()
@@ -280,7 +280,7 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Keeps the report of a rank, if there is one, and returns its group's key."""
+        """Stores a rank's report, if `packed` has one. Returns its group's key, or "" if `packed` can't be read."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None

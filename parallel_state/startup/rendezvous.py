@@ -275,7 +275,7 @@ class _Meeting:
         self._sizes: dict[int, int] = {}
         """The world size of each rank that entered."""
         self._doubted_at = float("-inf")
-        """When rank 0 last withdrew a complaint that it can't confirm yet."""
+        """The time at which rank 0 last withdrew a complaint that it could not confirm."""
         self._published: dict[str, int] = {}
         """Number of ranks in each roster of near ranks."""
 
@@ -407,7 +407,7 @@ class _Meeting:
             self.places[rank] = Address.parse(words)
 
     def _survey(self, world: BoundedStore) -> None:
-        """Reads the entries of all ranks that have come, also of ranks above a missing one."""
+        """Reads the entries of all ranks that have entered, not only of those below the first missing rank."""
         for rank in range(1, self.place.world_size):
             if rank not in self.places:
                 self._admit(world, rank)

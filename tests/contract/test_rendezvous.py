@@ -43,7 +43,7 @@ def held_port(listen: bool = False) -> Iterator[int]:
 
 @contextmanager
 def free_ports(count: int) -> Iterator[str]:
-    """Finds so many free ports in a row, as PARALLEL_STATE_PORTS takes them."""
+    """Yields a range of `count` free ports for PARALLEL_STATE_PORTS, such as "20000-20003"."""
     with held_port() as held:
         first = held + 1
         while True:

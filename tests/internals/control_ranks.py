@@ -181,6 +181,6 @@ def threads() -> dict[int, str]:
 
 
 def _has_stopped(pid: int) -> bool:
-    """Returns True if all threads of a process are stopped, or have ended."""
+    """Returns True if every thread of a process has state T (stopped), or the process exited."""
     stats = [each.read_text(errors="replace") for each in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat.rpartition(") ")[2][:1] in "TZX" for stat in stats)

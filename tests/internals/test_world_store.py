@@ -268,7 +268,7 @@ def test_a_held_key_ends_with_its_store(world: World) -> None:
 
 
 def test_a_held_key_ends_with_its_process(world: World) -> None:
-    """Its forked children hold nothing: one outlives it here."""
+    """A forked child of the process holds no key: here one lives on after the key is gone."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

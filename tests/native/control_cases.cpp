@@ -610,6 +610,31 @@ void dials_that_are_refused_once_the_connection_broke_are_exits() {
   CHECK(world.knows(1, kExited));
 }
 
+// A call's connection has no sign while it is idle. If this process closed it for that at the beginning of a hunt, the
+// exit of its process would be known 0.6 s later than that of its neighbour.
+void a_hunt_keeps_a_connection_that_was_idle() {
+  World world({1, 2});
+  world.accept(3, 1);
+  world.accept(4, 2);
+  for (int second = 0; second < 15; ++second) {
+    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.pass(kSecond);
+    CHECK(world.find(Action::kClose) == nullptr);
+  }
+  world.step(event_of(Event::kClosed, 3));
+  CHECK(world.find(Action::kClose, 4) == nullptr);
+  world.step(event_of(Event::kRefused, -1, proc_of(1)));
+  world.pass(10 * kMillisecond);
+  world.step(event_of(Event::kClosed, 4));
+  for (int i = 0; i < 50; ++i) {
+    for (const Action& action : std::vector<Action>(world.actions)) {
+      if (action.kind == Action::kDial) world.step(event_of(Event::kRefused, -1, action.proc));
+    }
+    world.pass(10 * kMillisecond);
+  }
+  CHECK(world.knows(1, kExited) && world.knows(2, kExited));
+}
+
 // Guests of one store, which seal what they send.
 struct Visits {
   struct Guest {
@@ -842,6 +867,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
     CASE(dials_that_are_refused_once_the_connection_broke_are_exits),
+    CASE(a_hunt_keeps_a_connection_that_was_idle),
     CASE(a_guest_uses_the_store),
     CASE(a_guest_asks_the_program),
     CASE(a_guest_is_woken_once_all_its_keys_are_set),

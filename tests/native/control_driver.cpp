@@ -272,7 +272,7 @@ void run_neighbours() {
   leave(one);
 }
 
-// The side that closes a connection first keeps its port for a minute.
+// A listening stay closes first here, so the kernel keeps its port in TIME_WAIT. Another stay can still listen there.
 void run_ports() {
   const Opened first = open_one();
   sockaddr_in address{};

@@ -817,7 +817,7 @@ void Core::tend_links() {
       dead.push_back(connection);
     } else if (is_stranger(link) && now_ - link.opened >= config_.stranger) {
       late.push_back(connection);
-    } else if (is_watched && now_ - link.sign > config_.limit / 2) {
+    } else if (is_watched && now_ - std::max(link.sign, link.watched) > config_.limit / 2) {  // idle before: no sign
       // A new dial shows more: a full window or a lost NAT entry also silences a connection.
       useless.push_back(connection);
     } else if (is_watched) {

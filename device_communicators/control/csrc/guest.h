@@ -12,7 +12,7 @@ namespace parallel_state::control {
 // After any other errno, close the guest.
 class Guest {
  public:
-  // EINPROGRESS: `until` passed before both sides were identified. EAGAIN: it passed after that.
+  // EINPROGRESS: the deadline `until` passed during the handshake. EAGAIN: it passed after the handshake.
   // ESTALE: the server closed the connection since the last reply. ECONNABORTED: it did so before it was identified.
   // EKEYREJECTED: the server doesn't hold the token. EPROTO: it is another service, whose first bytes are `text`.
   // EPROTONOSUPPORT: the server has another version, named in `text`. EBADMSG: a wrong MAC, or not the next reply.
