@@ -104,7 +104,7 @@ def raise_missing(name: str) -> NoReturn:
         if name in old:
             new = name.replace(axis.long_name, axis.name)
             text = f"parallel_state has no {name}, as neither Megatron-core, vLLM nor SGLang has it. Take {new}"
-            if sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
+            if sys._getframe(2).f_code.co_filename.startswith("<frozen importlib"):
                 raise ImportError(text, name=name)
             raise RenamedError(text)
     raise AttributeError(f"module 'parallel_state' has no attribute {name!r}")

@@ -21,9 +21,9 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
 from parallel_state.groups.coordinator import GroupCoordinator
-from parallel_state.groups.parallel_groups import ParallelGroups, made_at_start, virtual_pipeline
+from parallel_state.groups.parallel_groups import ParallelGroups, virtual_pipeline
 from parallel_state.layout.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state.layout.resolution import made_at_start, resolve_layout
 
 
 @host_call(OUTSIDE)

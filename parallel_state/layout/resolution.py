@@ -357,3 +357,14 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, i
     if instances > 1:
         text += f"; {instances} optimizer instances"
     return text or "one rank"
+
+
+def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
+    """Returns the kinds that most programs use or that were given a size; the rest is made at its first use."""
+    given = by_axis(sizes)
+    return tuple(
+        row.name
+        for row in AXES
+        if row.name in layout.names
+        and (row.always_made or (given.get(row.name) not in (None, 1) and layout.size(row.name) > 1))
+    )

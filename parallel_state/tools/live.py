@@ -42,7 +42,8 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
         names = f"; those that listen: {', '.join(map(str, pids))}" if pids else ""
-        print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}")
+        print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}",
+              file=sys.stderr)  # fmt: skip
         return 2
     first, answer = next(iter(job.items()))
     others = sorted(set(job) - {first, *answer["pids"].values()})

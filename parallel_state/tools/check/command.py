@@ -29,6 +29,7 @@ from device_communicators.base.helper_threads import HelperThread
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup import environment
+from parallel_state.tools.arguments import PROGRAM, command_parser, positive
 from parallel_state.tools.check import page, rules, system
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.findings import ERROR, EXIT_CODES
@@ -36,7 +37,6 @@ from parallel_state.tools.check.session import Options, Outcome, Report, Session
 from parallel_state.tools.output import add_json, write_chosen
 from parallel_state.tools.plan.command import add_sizes
 
-PROGRAM = "python -m parallel_state check"
 _MOST_RANKS = 64
 _LEAST_S = 5.0
 _GRACE_S = 15.0
@@ -79,11 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser("check", "[options]", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--ranks", type=int, metavar="N", help="local ranks to start; default: what the "
+    parser.add_argument("--ranks", type=positive, metavar="N", help="local ranks to start; default: what the "
                         "sizes need, else one per GPU, else 2 to 4 by the cores")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")
     parser.add_argument("--order", help="of the axes, as `plan` and initialize_model_parallel take it")
@@ -123,7 +121,7 @@ def _end_at_last(limit_s: float) -> None:
 
     def end() -> None:
         time.sleep(limit_s)
-        print(f"{PROGRAM}: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
+        print(f"{PROGRAM} check: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
         os._exit(EXIT_CODES[ERROR])
 
     HelperThread("check-limit", end).start()

@@ -1,0 +1,86 @@
+"""The command line as a process: what it imports, how it ends, and where its errors are written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_state.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120
+MODULES = """
+import atexit, sys
+atexit.register(lambda: print("imported", *(name for name in ("torch", "numpy", "msgspec") if name in sys.modules)))
+sys.argv[:] = {argv!r}
+sys.orig_argv[:] = {orig!r}
+import runpy
+runpy.run_module("parallel_state", run_name="__main__", alter_sys=True)
+"""
+WITHOUT_TORCH = (
+    ["--help"], ["--version"], ["plan", "--world-size", "8", "--tp", "2"], ["plan", "--help"], ["plan", "--tp", "x"],
+    ["topology"], ["debug", "--help"], ["debug", "/nowhere"], ["trace", "/nowhere"], ["nothing"],
+)  # fmt: skip
+
+
+def run(command: list[str], program: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as `python -m parallel_state` or as the console script starts it."""
+    by_module = program == "-m"
+    code = MODULES.format(
+        argv=["-m" if by_module else f"/usr/bin/{program}", *command],
+        orig=["python", "-m", "parallel_state", *command] if by_module else ["python", f"/usr/bin/{program}", *command],
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["-m", "parallel-state"])
+def test_commands_that_need_no_torch_do_not_import_it(program: str) -> None:
+    for command in WITHOUT_TORCH:
+        ended = run(command, program)
+        assert ended.stdout.splitlines()[-1:] == ["imported"], (command, ended)
+        if ended.returncode:
+            assert "Traceback" not in ended.stderr
+            assert ended.returncode == 2 and ended.stderr.strip(), (command, ended)
+
+
+def test_a_program_registers_the_ops_at_import() -> None:
+    """Neither the words of another module's command line nor its name make it a command of ours."""
+    code = "import sys; sys.argv[:], sys.orig_argv[:] = {}; import parallel_state; print('torch' in sys.modules)"
+    for words in ((["-m"], ["python", "-m", "program"]), (["-m", "a"], ["python", "-m", "parallel_state.compat", "a"])):
+        ended = subprocess.run(
+            [sys.executable, "-c", code.format(words)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+        assert ended.stdout.strip() == "True", ended
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan"], ["plan", "--world-size", "0"], ["check", "--ranks", "0"], ["check", "--quic"], ["debug"], ["trace"],
+     ["topology", "extra"], ["bench", "--ranks", "0"], ["tune", "--ranks", "0"], ["tune", "--round", "3"]],
+)  # fmt: skip
+def test_an_error_is_one_line_of_usage_and_one_of_cause(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    usage, cause = err.splitlines()
+    assert not out
+    assert usage.startswith("usage: ") and f" {command[0]} " in usage
+    assert ": error: " in cause
+
+
+def test_text_of_a_plan_has_the_width_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["plan", "--world-size", "4", "--tp", "2"]) == 0
+    paragraphs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("nodes:", "one rank"))]
+    assert paragraphs and all(len(line) <= 60 for line in paragraphs)
