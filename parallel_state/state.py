@@ -53,7 +53,9 @@ from parallel_state.startup.interfaces import Address
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
+    from parallel_state.keywords import Sizes
     from parallel_state.startup.rendezvous import Start
 
 logger = logging.getLogger("parallel_state")
@@ -285,7 +287,7 @@ def initialize_model_parallel(
     get_position_embedding_ranks: RankPicker | None = None,
     device_mesh: DeviceMesh | None = None,
     failure_domain: str = "root",
-    **sizes: int | None,
+    **sizes: Unpack[Sizes],
 ) -> None:
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups; every rank calls it alike.
 
@@ -382,7 +384,7 @@ def ensure_model_parallel_initialized(
     order: str | None = None,
     backend: str | None = None,
     virtual_pipeline_model_parallel_size: int | None = None,
-    **sizes: int | None,
+    **sizes: Unpack[Sizes],
 ) -> None:
     """Initialises the groups, or checks that those that exist have these sizes and, if one is given, this order.
 

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import device_communicators
 import parallel_state
 from parallel_state.functions import getters
+from parallel_state.layout.axes import BY_PARAMETER
 
 HEAD = "# Written by `make stubs` from the table in __init__.py.\n"
 
@@ -27,7 +30,40 @@ def stubs() -> dict[Path, str]:
             lines.append("from parallel_state.functions.getters import *\n")
             lines = [*sorted(lines, key=lambda line: line.split()[1]), "\n__version__: str\n"]
         found[Path(root.__file__).with_suffix(".pyi")] = "".join([HEAD, *lines])
+    found[Path(parallel_state.__file__).with_name("keywords.pyi")] = keywords()
     return found
+
+
+def keywords() -> str:
+    """Returns the stub of the keywords that functions take by `**`: no module has these classes at run time."""
+    named = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    sizes = {name: "int | None" for row in BY_PARAMETER.items() for name in (row[0], row[1].name) if name not in named}
+    options = {
+        name: str(each.annotation)
+        for name, each in inspect.signature(parallel_state.initialize_model_parallel).parameters.items()
+        if each.kind == inspect.Parameter.KEYWORD_ONLY and name not in (*named, "timeout")
+    }
+    launch = {
+        field.name: str(field.type).replace("'", '"')
+        for field in fields(parallel_state.LaunchConfig)
+        if field.name != "nproc"
+    }
+    classes = (
+        ("Sizes", "TypedDict, total=False", "Sizes of the axes, by argument or axis name.", sizes),
+        ("ModelParallelOptions", "Sizes, total=False", "Keywords of initialize_model_parallel.", options),
+        ("LaunchOptions", "TypedDict, total=False", "Fields of LaunchConfig.", launch),
+    )
+    text = [
+        HEAD.replace("the table in __init__.py", "the axis table, a signature and LaunchConfig"),
+        "from collections.abc import Callable, Mapping\nfrom typing import Literal, TypedDict\n\n",
+        "from torch.distributed.device_mesh import DeviceMesh\n\n",
+        "from parallel_state.layout.axes import RankPicker\n",
+        "from parallel_state.process_groups.options import GroupOptions\n",
+    ]
+    for name, bases, about, members in classes:
+        text.append(f'\nclass {name}({bases}):\n    """{about}"""\n\n')
+        text += [f"    {member}: {kind}\n" for member, kind in members.items()]
+    return "".join(text)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from device_communicators.base.errors import RenamedError
+from device_communicators.base.errors import RenamedError, no_such_name
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
@@ -107,7 +107,8 @@ def raise_missing(name: str) -> NoReturn:
             if sys._getframe(2).f_code.co_filename.startswith("<frozen importlib"):
                 raise ImportError(text, name=name)
             raise RenamedError(text)
-    raise AttributeError(f"module 'parallel_state' has no attribute {name!r}")
+    known = sys.modules["parallel_state"].__all__
+    raise AttributeError(no_such_name("module 'parallel_state' has no attribute", name, known), name=name)
 
 
 _MADE = _all_getters()
