@@ -125,4 +125,5 @@ def _is_command() -> bool:
 
 name_classes(__name__, _NAMES)  # of the errors, which tracebacks then show under this package
 if not _is_command():  # registers the ops and torch's backend "parallel_state": programs find both by name alone
+    import parallel_state.regions
     import parallel_state.state  # noqa: F401

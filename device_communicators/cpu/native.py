@@ -18,7 +18,6 @@ import ctypes
 import functools
 import json
 import logging
-import os
 import shutil
 import sys
 import threading
@@ -40,7 +39,7 @@ from ctypes import (
 from pathlib import Path
 from typing import IO, Any
 
-from device_communicators.base import build_cache, settings, wakeup
+from device_communicators.base import build_cache, logs, settings, wakeup
 from device_communicators.base.build_cache import CacheError
 from device_communicators.base.errors import SettingError
 from device_communicators.calls.interruption import ON_FAILED_OP
@@ -296,7 +295,7 @@ def _load() -> NativeLibrary | str:
         problem = full
     plain = _try(native_build.plain_recipe, has_ops=False, note=problem)
     # A choice of the user's is no news to him. Of a host's ranks the first tells, where the launcher numbers them.
-    chosen = settings.BUILD.get() != "auto" or os.environ.get("LOCAL_RANK", "0") != "0"
+    chosen = settings.BUILD.get() != "auto" or not logs.is_first_of_host()
     level = logging.INFO if chosen else logging.WARNING
     if isinstance(plain, NativeLibrary):
         logger.log(level, "the registered ops go through Python, which takes microseconds longer a call: %s", problem)

@@ -133,7 +133,12 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # a type checker would take any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError with the name that is most like a missing one."""
+            """Raises AttributeError with the name that is most like a missing one.
+
+            Python calls it also after the RenamedError of a `_Renamed`, which is an AttributeError.
+            """
+            if isinstance(renamed := getattr(type(self), name, None), _Renamed):
+                raise renamed._error(self)
             known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
             problem = f"{type(self).__name__!r} object has no attribute"
             raise AttributeError(no_such_name(problem, name, known), name=name)

@@ -25,7 +25,15 @@ from parallel_state.layout.axes import (
     embedding_ranks,
     position_embedding_ranks,
 )
-from parallel_state.layout.ranks import Grid, Layout, check_order, check_size, fill_in_rest, split_order
+from parallel_state.layout.ranks import (
+    Grid,
+    Layout,
+    check_order,
+    check_size,
+    fill_in_rest,
+    product_in_words,
+    split_order,
+)
 
 _DENSE = tuple(
     axis.name for axis in AXES if not (axis.spans or axis.experts or axis.within is not None or axis.ends_of)
@@ -213,11 +221,9 @@ def _expert_grid(
 def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:
     known = prod(sizes.values())
     if world_size % known:
-        text = " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise LayoutError(
-            f"the world size must be divisible by the product of the sizes that expert layers have, but {world_size} "
-            f"ranks are not divisible by {text} = {known}; choose another expert_model_parallel_size or "
-            f"expert_tensor_parallel_size (default: the tensor-parallel size)"
+            f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of the layers with experts; "
+            "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: that of tp)"
         )
     return world_size // known
 

@@ -46,12 +46,14 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
               file=sys.stderr)  # fmt: skip
         return 2
     first, answer = next(iter(job.items()))
-    others = sorted(set(job) - {first, *answer["pids"].values()})
-    job = {pid: each for pid, each in answers.items() if pid in {first, *answer["pids"].values()}}
+    at_start = {pid for pid, each in answers.items() if each.get("start") and each["start"] == answer.get("start")}
+    ranks = {first, *answer["pids"].values(), *at_start}  # ranks at start don't know each other's PIDs
+    others = sorted(set(job) - ranks)
+    job = {pid: each for pid, each in answers.items() if pid in ranks}
     world, states = _states_of(job, described[first][1])
     if as_json:
-        ranks = {rank: state._asdict() for rank, state in sorted(states.items())}
-        told = {"world": world, "ranks": ranks, "answers": list(job.values()), "others": others}
+        shown = {rank: state._asdict() for rank, state in sorted(states.items())}
+        told = {"world": world, "ranks": shown, "answers": list(job.values()), "others": others}
         print(json.dumps(told, indent=1))
         return 0
     print("\n".join(describe(world, states, job, stacks=stacks)))
@@ -135,12 +137,12 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
     lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
     lines += _waits(states, job)
     pids = {each["rank"]: (pid, each) for pid, each in job.items()}
+    is_starting = any(each.get("start") for each in job.values())
+    unknown = "has not arrived, or is on another host" if is_starting else "is on another host, and does not answer"
     for rank in world[:_MOST_SHOWN]:
         state = states.get(rank)
         who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
-        lines.append(
-            f"  {who} {'is on another host, and does not answer' if state is None else f'is {state.in_words()}'}"
-        )
+        lines.append(f"  {who} {unknown if state is None else f'is {state.in_words()}'}")
         threads = pids[rank][1]["threads"] if stacks and rank in pids else []
         for thread in threads:
             lines.append(f"    thread {thread['name']}{', waits for ' + thread['waits'] if thread['waits'] else ''}")
