@@ -46,6 +46,7 @@ from parallel_state.tools.bench.devices import Captured, captured, share_gpus
 from parallel_state.tools.bench.ranks import GroupTeam
 from parallel_state.tools.bench.rounds import Plan as CasePlan
 from parallel_state.tools.bench.rounds import measure
+from parallel_state.tools.output import require_writable
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
@@ -362,6 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
+    require_writable(parser, options.out)
     gpus = torch.cuda.device_count()
     if gpus == 0:
         print("torch sees no CUDA device: there is nothing to measure here", file=sys.stderr)

@@ -316,7 +316,7 @@ def test_the_sizes_of_expert_layers(order: str, sizes: Sizes, expected: tuple[in
 @pytest.mark.parametrize(
     ("sizes", "order", "parts"),  # of 24 ranks
     [
-        ({"ep": 5}, DEFAULT_ORDER, ["layers with experts", "24 ranks", "ep=5, the sizes", "expert_model_parallel_size"]),
+        ({"ep": 5}, DEFAULT_ORDER, ["layers with experts", "24 ranks", "ep=5, the sizes", "expert_model_"]),
         ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: that of tp"]),
         ({"etp": 5, "ep": -1}, DEFAULT_ORDER, ["layers with experts", "etp=5"]),
         ({"etp": -1, "ep": -1}, DEFAULT_ORDER, ["at most one", "'etp' and 'ep'"]),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from parallel_state import __main__ as commands
 from parallel_state.__main__ import main
+from parallel_state.tools.check import command as check
+from parallel_state.tools.output import require_writable
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
@@ -84,3 +90,60 @@ def test_text_of_a_plan_has_the_width_of_the_terminal(
     assert main(["plan", "--world-size", "4", "--tp", "2"]) == 0
     paragraphs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("nodes:", "one rank"))]
     assert paragraphs and all(len(line) <= 60 for line in paragraphs)
+
+
+def test_ctrl_c_ends_a_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "main", interrupted)
+    assert commands.run() == 130
+    assert capsys.readouterr() == ("", "python -m parallel_state: interrupted\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_check_and_its_ranks() -> None:
+    """As a terminal does, which signals the whole process group."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallel_state", "check", "--ranks", "2", "--timeout", "60"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until = time.monotonic() + DEADLINE_S
+    while not children.read_text().strip() and time.monotonic() < until:  # it starts ranks by then
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert not out and err.splitlines()[-1:] == ["python -m parallel_state: interrupted"]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [["check", "--html"], ["check", "--json"], ["bench", "--json"]])
+def test_a_path_is_tested_before_the_work(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "/nowhere/file"])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out and err.endswith("error: cannot write /nowhere/file: No such file or directory\n")
+
+
+def test_a_tested_path_stays_as_it_was(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("old")
+    require_writable(argparse.ArgumentParser(), kept, new, None, "-")
+    assert kept.read_text() == "old" and not new.exists()
+
+
+def test_check_prints_its_report_where_the_file_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "require_writable", lambda *_: None)  # the disk is full only later
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "--ranks", "1", "--quick", "--html", "/nowhere/file"])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("1 rank on 1 host") and "cannot write /nowhere/file" in err

@@ -39,6 +39,7 @@ from parallel_state.tools.bench.report import (
     write_json,
 )
 from parallel_state.tools.bench.rounds import Plan, Row
+from parallel_state.tools.output import require_writable
 
 ALL = (*OPERATIONS, PING_PONG, OBJECT)
 QUICK = ("all_reduce", "all_gather", PING_PONG, OBJECT)
@@ -56,6 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if (problem := complete(options)) is not None:
         parser.error(problem)
+    require_writable(parser, options.json)
     try:
         options.started = environment.detect(rendezvous=False).world_size > 1
     except SettingError as error:

@@ -34,7 +34,7 @@ from parallel_state.tools.check import page, rules, system
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.findings import ERROR, EXIT_CODES
 from parallel_state.tools.check.session import Options, Outcome, Report, Session
-from parallel_state.tools.output import add_json, write_chosen
+from parallel_state.tools.output import add_json, require_writable, write_chosen
 from parallel_state.tools.plan.command import add_sizes
 
 _MOST_RANKS = 64
@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: size for name, size in given.items() if size is not None}
     options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     _export_place(parser, chosen)
+    if _is_on_one_host():  # else the path may be that of rank 0's host
+        require_writable(parser, chosen.json, chosen.html)
     if _is_started_by_launcher():
         if chosen.ranks is not None:
             parser.error("--ranks is for local ranks; under a launcher it says how many there are")
@@ -114,6 +116,14 @@ def _is_started_by_launcher() -> bool:
         return environment.detect(rendezvous=False).source != "single"
     except SettingError:
         return True  # half of its variables; the check says so
+
+
+def _is_on_one_host() -> bool:
+    try:
+        place = environment.detect(rendezvous=False)
+    except SettingError:
+        return False
+    return place.world_size == (place.local_world_size or place.world_size)
 
 
 def _end_at_last(limit_s: float) -> None:
@@ -188,5 +198,9 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
         "json": lambda: msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n",
         "html": lambda: page.html(report),
     }
-    if not write_chosen(parser, chosen, makers):
-        print(page.text(report), end="")
+    shown = False
+    try:
+        shown = write_chosen(parser, chosen, makers)
+    finally:  # also if a file can't be written
+        if not shown:
+            print(page.text(report), end="")
