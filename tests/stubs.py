@@ -1,6 +1,7 @@
-"""Stubs of both packages' roots, by which type checkers and editors know the names that are loaded at their first use.
+"""Stubs, by which type checkers and editors know names and keywords that exist only when the code runs.
 
-`make stubs` runs this file, which writes them and the stub of the getters; tests/unit/test_public_names.py compares.
+`make stubs` runs this file, which writes them: of both packages' roots, of the getters of the axis table, and of
+keywords that are passed on. tests/unit/test_public_names.py compares.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def stubs() -> dict[Path, str]:
             lines = [*sorted(lines, key=lambda line: line.split()[1]), "\n__version__: str\n"]
         found[Path(root.__file__).with_suffix(".pyi")] = "".join([HEAD, *lines])
     found[Path(parallel_state.__file__).with_name("keywords.pyi")] = keywords()
+    found[Path(getters.__file__).with_suffix(".pyi")] = getter_stub()
     return found
 
 
@@ -66,7 +68,30 @@ def keywords() -> str:
     return "".join(text)
 
 
-if __name__ == "__main__":
-    getters.write_stub()
+def getter_stub() -> str:
+    """Returns the stub of the getters of the axis table."""
+    names = "".join(f'    "{name}",\n' for name in getters.__all__)
+    lines = []
+    for name in getters.__all__:
+        signature, _ = getters._MADE[name]
+        overloads = [signature]
+        if "Literal" in signature:
+            overloads.append("(check_initialized: bool) -> GroupCoordinator | None")
+        mark = "@overload\n" if len(overloads) > 1 else ""
+        lines += [f"{mark}def {name}{each}: ...\n" for each in overloads]
+    return (
+        "# Written by `make stubs` from the axis table.\n"
+        "from typing import Literal, NoReturn, overload\n\n"
+        "from parallel_state.groups.coordinator import GroupCoordinator\n\n"
+        f"__all__ = [\n{names}]\n\n{''.join(lines)}"
+        "def raise_missing(name: str) -> NoReturn: ...\n"
+    )
+
+
+def write() -> None:
     for path, text in stubs().items():
         path.write_text(text)
+
+
+if __name__ == "__main__":
+    write()
