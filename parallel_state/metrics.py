@@ -110,9 +110,9 @@ def prometheus_text() -> str:
     lines: list[str] = []
 
     def add(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> None:
-        name = f"parallel_state_{name}"
-        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
-        for labels, value in samples:
+        name, found = f"parallel_state_{name}", list(samples)
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}") if found or kind == "counter" else ())
+        for labels, value in found:
             written = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
             lines.append(f"{name}{{{written}}} {float(value)!r}")
 

@@ -172,7 +172,8 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
             )
         if unknown := next((name for name in kwargs if name not in known), None):
             problem = no_such_name(f"{function.__name__}() has no argument", unknown, known)
-            raise InvalidArgumentError(f"{problem}. Sizes of axes are {', '.join(BY_PARAMETER)}")
+            sizes = "" if problem.endswith("?") else f"; sizes of axes are {', '.join(BY_PARAMETER)}"
+            raise InvalidArgumentError(problem + sizes)
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
