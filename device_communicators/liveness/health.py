@@ -27,6 +27,7 @@ from device_communicators.base.errors import (
     HostUnreachableError,
     ParallelStateError,
     PeerDiedError,
+    ResourceLimitError,
     format_ranks,
     plain,
 )
@@ -257,7 +258,8 @@ class Watcher:
     def answer_guests(self) -> None:
         """Answers questions from now on, such as those of `debug --live`, while the ranks have not met yet."""
         if self._world is not None:
-            self._world.start_thread(self._answer)
+            with contextlib.suppress(ResourceLimitError):  # `follow` raises it, and tells the others
+                self._world.start_thread(self._answer)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
