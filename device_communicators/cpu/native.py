@@ -182,9 +182,11 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_control_record": (c_uint64, (c_int64, c_char_p, c_uint64)),
     "ps_control_describe": (c_uint64, (c_char_p, c_uint64, c_char_p, c_uint64)),
     "ps_control_close": (None, (c_int64,)),
-    "ps_store_open": (c_int64, (c_char_p, c_int, c_char_p)),
-    "ps_store_ask": (c_int, (c_int64, c_char_p, c_uint64, c_double)),
+    "ps_store_client": (c_int64, (c_char_p, c_int, c_char_p)),
+    "ps_store_ask": (c_int64, (c_int64, c_char_p, c_uint64, c_double, c_double)),
+    "ps_store_wait": (c_int, (c_int64, c_double)),
     "ps_store_take": (c_uint64, (c_int64, c_char_p, c_uint64)),
+    "ps_store_end": (None, (c_int64,)),
     "ps_store_close": (None, (c_int64,)),
 }  # fmt: skip
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {

@@ -46,6 +46,7 @@ from device_communicators.base.torch_internals import (
     new_group_of_members,
     set_timeout,
 )
+from device_communicators.c10d.control_store import for_torch
 from device_communicators.liveness.health import Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
@@ -299,7 +300,8 @@ class ProcessGroupPool:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
-            store = served = self.watcher.store_of(ranks)
+            served = self.watcher.store_of(ranks)
+            store = None if served is None else BoundedStore(for_torch(served.raw))
             if connects and served is None:
                 with self._lock:
                     store = self._stores.pop() if self._stores else None

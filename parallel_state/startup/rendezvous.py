@@ -45,6 +45,7 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host import address_towards, is_loopback, start_time
+from device_communicators.c10d.control_store import for_torch
 from device_communicators.control.plane import Endpoint, Verdict
 from device_communicators.control.store import ControlStore, ForeignServiceError
 from device_communicators.cpu import native
@@ -98,8 +99,6 @@ class WorldStore(ControlStore):
     """The store in rank 0's control plane."""
 
     served_by = 0
-    met_at = ""
-    """The store from which the ranks have its token, in words."""
 
 
 class Met(NamedTuple):
@@ -180,10 +179,10 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        group_store = BoundedStore(store.raw)
+        group_store = BoundedStore(for_torch(store.raw))
         if way.server is None and store.can_hold:
             prefix = f"{way.prefix}/{Endpoint.parse(meeting.places[0].endpoint).proc}"
-            group_store = BoundedStore(dist.PrefixStore(prefix, way.connect()))
+            group_store = BoundedStore(dist.PrefixStore(prefix, for_torch(way.connect())))
             group_store.set_timeout(timedelta(seconds=timeout_s))
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, group_store, meeting.served)
     except BaseException as error:
@@ -216,7 +215,8 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
             raise _can_not_listen(ranks[deaf], places[deaf], rank)
         endpoint = Endpoint.parse(places[0].endpoint)
         store = BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE))
-        return Met(store, _WORLD_BEFORE, places, deadline, watcher, store, [])
+        group_store = BoundedStore(for_torch(store.raw))
+        return Met(store, _WORLD_BEFORE, places, deadline, watcher, group_store, [])
     except BaseException:
         watcher.close()
         raise
@@ -679,7 +679,7 @@ class _Meeting:
 def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> WorldStore:
     address = endpoint.host, endpoint.port
     store = WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
-    store.met_at = met_at
+    store.access = f"a token that the ranks received from {met_at}"
     return store
 
 

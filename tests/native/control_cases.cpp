@@ -738,6 +738,15 @@ void a_guest_is_woken_once_all_its_keys_are_set() {
   CHECK(visits.ask(1, StoreCall::kSet, {"never", "1"}) == "" && visits.reply(0) == "-");
 }
 
+void a_guest_cancels_its_wait() {
+  Visits visits(2);
+  CHECK(visits.ask(0, StoreCall::kGet, {"a", "b"}) == "-" && visits.ask(0, StoreCall::kCancel, {}) == "problem:");
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "1", "b", "2"}) == "" && visits.reply(0) == "-");
+  CHECK(visits.ask(0, StoreCall::kGet, {"a"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kCancel, {}) == "-" && visits.ask(0, StoreCall::kGet, {"b"}) == "2");
+  CHECK(visits.ask(0, StoreCall::kCancel, {"a"}) == "-" && visits.guests[0].closed);
+}
+
 void a_held_key_ends_with_its_connection() {
   Visits visits(3);
   CHECK(visits.ask(0, StoreCall::kHold, {"a", "1"}) == "" && visits.ask(1, StoreCall::kGet, {"a"}) == "1");
