@@ -880,6 +880,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_guest_uses_the_store),
     CASE(a_guest_asks_the_program),
     CASE(a_guest_is_woken_once_all_its_keys_are_set),
+    CASE(a_guest_cancels_its_wait),
     CASE(a_held_key_ends_with_its_connection),
     CASE(a_held_value_that_grew_too_large_is_dropped),
     CASE(a_guest_is_closed_for_what_it_must_not_send),
