@@ -11,8 +11,6 @@ import threading
 from functools import cache
 from typing import Any
 
-import torch.distributed as dist
-
 from device_communicators.c10d import extension
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native_build
@@ -27,7 +25,7 @@ _ENCODING = tuple(native_build.CONTROL / f"{unit}.cpp" for unit in ("store", "fr
 def try_load() -> Any:
     """Returns the compiled module, or None. Compiles it if needed."""
     sources = (*sorted(_FOLDER.glob("*.cpp")), *_ENCODING)
-    folders = (*native_build.FOLDERS, _FOLDER)
+    folders = (native_build.CONTROL, _FOLDER)
     module, problem = extension.try_load("the control plane's store", "parallel_state_store", sources, folders)
     if module is None:
         logger.info("torch's threads need the interpreter lock for the control plane's store, which %s", problem)
@@ -42,13 +40,12 @@ def for_torch(store: Any) -> Any:
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:
         return store
-    made: dist.Store = module.Store(
+    made: Any = module.Store(
         library=str(store.library.path),
         client=store.client(),
         name=str(store),
         main_thread=threading.main_thread().ident,
         timeout=store.timeout,
     )
-    facts: Any = made
-    facts.address, facts.served_by, facts.access = store.address, store.served_by, store.access
+    made.address, made.served_by, made.access = store.address, store.served_by, store.access
     return made

@@ -46,7 +46,6 @@ from device_communicators.base.torch_internals import (
     new_group_of_members,
     set_timeout,
 )
-from device_communicators.c10d.control_store import for_torch
 from device_communicators.liveness.health import Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
@@ -300,6 +299,8 @@ class ProcessGroupPool:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
+            from device_communicators.c10d.control_store import for_torch  # only where there is a group of torch's
+
             served = self.watcher.store_of(ranks)
             store = None if served is None else BoundedStore(for_torch(served.raw))
             if connects and served is None:

@@ -67,6 +67,7 @@ _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
 _TOGETHER_S = 0.1  # ranks that exit within this time are named together
 _SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
 _SLICE_OF_OTHERS_S = 0.5
+_LOOK_S = 1.0  # between two looks of other ranks for the world of a later round
 _CONNECT_S = 2.0  # one attempt to reach rank 0's store
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
@@ -492,7 +493,7 @@ class _Meeting:
         Returns False if this world is of an earlier round, or has another size. Raises the error for any other verdict.
         """
         near: dict[str, tuple[str, str]] = {}
-        refused_at = None
+        refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
             try:
@@ -502,8 +503,10 @@ class _Meeting:
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
-                if not world.can_hold and _peek(launcher, _WORLD) not in ("", name):
-                    return False  # that of an earlier round
+                if time.monotonic() > look_at:
+                    look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
+                    if self._is_superseded(world, launcher, name):
+                        return False
             except dist.DistNetworkError as error:
                 if not world.can_hold:
                     raise
@@ -515,6 +518,12 @@ class _Meeting:
                     self._note_silence(error, near)
             if time.monotonic() > self.deadline:
                 raise self._gave_up(world)
+
+    def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
+        """Returns True if a later round opened a world, and this one is not decided: its rank 0 is about to exit."""
+        with contextlib.suppress(dist.DistError):
+            return _peek(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
+        return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
         """Returns True if all ranks came, False for a smaller world; raises the error for another verdict."""

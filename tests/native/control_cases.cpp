@@ -724,6 +724,9 @@ void a_guest_asks_the_program() {
   CHECK(visits.ask(0, StoreCall::kQuestion, {"first"}) == "-" && visits.ask(0, StoreCall::kCount, {}) == "-");
   CHECK(visits.guests[0].closed && answer(0, "too late") == "-");
   CHECK(visits.ask(1, StoreCall::kQuestion, {"two", "parts"}) == "-" && visits.guests[1].closed);
+  Visits waiting(1);
+  CHECK(waiting.ask(0, StoreCall::kGet, {"never"}) == "-" && waiting.ask(0, StoreCall::kQuestion, {"what?"}) == "-");
+  CHECK(waiting.guests[0].closed && waiting.questions.empty());
 }
 
 void a_guest_is_woken_once_all_its_keys_are_set() {

@@ -38,6 +38,7 @@ Proc proc_of(std::size_t rank) { return rank + 11; }
 void require(bool holds, const char* text) {
   if (holds) return;
   std::printf("%s\n", text);
+  std::fflush(stdout);
   std::abort();
 }
 

@@ -80,7 +80,7 @@ bool Table::ask(int client, std::string_view request, std::vector<Reply>* replie
     if (end_wait(client)) replies->push_back({client, encode_store(kCancelled, {})});
     return parts.empty();
   }
-  if (waits_.count(client) != 0) return false;
+  if (waits(client)) return false;
   try {
     if (call == StoreCall::kGet || call == StoreCall::kWait) {
       wait_for(client, call == StoreCall::kGet, std::move(parts), replies);
@@ -242,9 +242,8 @@ bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
     if (!frame.body.empty() && frame.body[0] == static_cast<char>(StoreCall::kQuestion)) {
       std::uint8_t code = 0;
       std::vector<Bytes> parts;
-      if (!decode_store(frame.body, &code, &parts) || parts.size() != 1 || parts[0].size() > kMostStatusBytes) {
-        return false;
-      }
+      if (table_.waits(guest) || !decode_store(frame.body, &code, &parts) || parts.size() != 1) return false;
+      if (parts[0].size() > kMostStatusBytes) return false;
       from.asks = true;
       out->push_back({guest, parts[0], true});
       continue;

@@ -75,6 +75,7 @@ class Table {
   // Takes in a request. Appends its reply, and those that it causes for waiting clients. Returns false if it is
   // malformed, or if `client` still waits for a reply and does not cancel.
   bool ask(int client, std::string_view request, std::vector<Reply>* replies);
+  bool waits(int client) const { return waits_.count(client) != 0; }
   // Forgets a client: drops its wait, and replaces each KEY that it holds by gone/KEY.
   void drop(int client, std::vector<Reply>* replies);
 

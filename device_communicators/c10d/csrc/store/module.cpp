@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "../../../control/csrc/store.h"
-#include "../../../cpu/csrc/signals.h"
 
 namespace py = pybind11;
 
@@ -48,14 +47,14 @@ struct Client {
     find(wait, "ps_store_wait");
     find(take, "ps_store_take");
     find(end, "ps_store_end");
-    find(signal_pipe, "ps_signal_pipe");
+    find(has_signal, "ps_has_signal");
   }
 
   std::int64_t (*ask)(std::int64_t, const char*, std::uint64_t, double, double);
   int (*wait)(std::int64_t, double);
   std::uint64_t (*take)(std::int64_t, char*, std::uint64_t);
   void (*end)(std::int64_t);
-  SignalPipe* (*signal_pipe)();
+  int (*has_signal)();
 };
 
 class Store : public c10d::Store {
@@ -151,7 +150,7 @@ class Store : public c10d::Store {
 
   // Runs Python's handlers in the main thread if a signal has come.
   void check_signals() const {
-    if (PyThread_get_thread_ident() != main_thread_ || !has_signal(*library_.signal_pipe())) return;
+    if (PyThread_get_thread_ident() != main_thread_ || library_.has_signal() == 0) return;
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire lock;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
