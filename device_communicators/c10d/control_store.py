@@ -40,12 +40,13 @@ def for_torch(store: Any) -> Any:
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:
         return store
-    made: Any = module.Store(
+    return module.Store(
         library=str(store.library.path),
         client=store.client(),
         name=str(store),
+        address=store.address,
+        served_by=store.served_by,
+        access=store.access,
         main_thread=threading.main_thread().ident,
         timeout=store.timeout,
     )
-    made.address, made.served_by, made.access = store.address, store.served_by, store.access
-    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.c10d.control_store import for_torch
 from device_communicators.control.plane import Member, World
@@ -198,6 +200,36 @@ def test_a_name_server_that_is_silent_ends_no_deadline(world: World, monkeypatch
     released.set()
 
 
+def test_torch_s_store_says_where_it_is(world: World) -> None:
+    """Also if torch alone keeps it."""
+    prefix = dist.PrefixStore("a", for_torch(store_of(world)))
+    gc.collect()
+    address = "127.0.0.1", world.endpoint.port
+    inner: Any = prefix.underlying_store
+    assert (inner.address, inner.served_by, str(inner)) == (address, None, f"the store at 127.0.0.1:{address[1]}")
+    assert BoundedStore(prefix).served_by is None and "which the launcher serves" in str(BoundedStore(prefix))
+
+
+def test_torch_s_store_ends_waits_for_a_signal(world: World) -> None:
+    class HandledError(Exception):
+        pass
+
+    def handle(number: int, frame: object) -> None:
+        raise HandledError
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(HandledError):
+            for_torch(store_of(world)).get("never")
+        assert time.monotonic() - began < 1.0
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
 RANK = """
 import ctypes, sys, time
 import torch, torch.distributed as dist
@@ -218,13 +250,14 @@ if rank == 0:
 else:
     dist.all_reduce(tensor)
 print(f"{time.monotonic() - began:.3f}", tensor.tolist() == [2.0] * 4)
+dist.destroy_process_group()
 """
 
 
 def test_torch_s_threads_need_no_interpreter_lock(world: World) -> None:
     """gloo connects two ranks at their first message: its threads then read addresses in the store.
 
-    Rank 0 holds its interpreter lock meanwhile. The exit of both is quiet, though torch's threads still run.
+    Rank 0 holds its interpreter lock meanwhile.
     """
     command = [sys.executable, "-c", RANK]
     variables = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -59,12 +60,24 @@ struct Client {
 
 class Store : public c10d::Store {
  public:
-  // `client`: of ps_store_client. `name`: in errors. `main_thread`: Python's.
-  Store(const std::string& library, std::int64_t client, std::string name, unsigned long main_thread,
-        Milliseconds timeout)
-      : c10d::Store(timeout), library_(library), client_(client), name_(std::move(name)), main_thread_(main_thread) {}
+  // What Python says of the store: its address, the global rank that serves it, what it requires of a client.
+  struct Facts {
+    std::string name;
+    std::pair<std::string, int> address;
+    std::optional<int> served_by;
+    std::string access;
+  };
 
-  const std::string& name() const { return name_; }
+  // `client`: of ps_store_client. `main_thread`: Python's.
+  Store(const std::string& library, std::int64_t client, Facts facts, unsigned long main_thread, Milliseconds timeout)
+      : c10d::Store(timeout),
+        facts(std::move(facts)),
+        library_(library),
+        client_(client),
+        name_(this->facts.name),
+        main_thread_(main_thread) {}
+
+  const Facts facts;
 
   c10::intrusive_ptr<c10d::Store> clone() override {
     return c10::intrusive_ptr<c10d::Store>::unsafe_reclaim_from_nonowning(this);  // requests don't wait for each other
@@ -158,7 +171,7 @@ class Store : public c10d::Store {
 
   const Client library_;
   const std::int64_t client_;
-  const std::string name_;
+  const std::string& name_;
   const unsigned long main_thread_;
 };
 
@@ -168,8 +181,17 @@ class Store : public c10d::Store {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using parallel_state::Store;
   py::module_::import("torch._C._distributed_c10d");  // the base class
-  py::class_<Store, c10d::Store, c10::intrusive_ptr<Store>>(module, "Store", py::dynamic_attr())
-      .def(py::init<const std::string&, std::int64_t, std::string, unsigned long, std::chrono::milliseconds>(),
-           py::arg("library"), py::arg("client"), py::arg("name"), py::arg("main_thread"), py::arg("timeout"))
-      .def("__str__", &Store::name);
+  py::class_<Store, c10d::Store, c10::intrusive_ptr<Store>>(module, "Store")
+      .def(py::init([](const std::string& library, std::int64_t client, const std::string& name,
+                       const std::pair<std::string, int>& address, std::optional<int> served_by,
+                       const std::string& access, unsigned long main_thread, std::chrono::milliseconds timeout) {
+             return c10::make_intrusive<Store>(library, client, Store::Facts{name, address, served_by, access},
+                                               main_thread, timeout);
+           }),
+           py::arg("library"), py::arg("client"), py::arg("name"), py::arg("address"), py::arg("served_by"),
+           py::arg("access"), py::arg("main_thread"), py::arg("timeout"))
+      .def_property_readonly("address", [](const Store& self) { return self.facts.address; })
+      .def_property_readonly("served_by", [](const Store& self) { return self.facts.served_by; })
+      .def_property_readonly("access", [](const Store& self) { return self.facts.access; })
+      .def("__str__", [](const Store& self) { return self.facts.name; });
 }
