@@ -293,6 +293,18 @@ def load() -> NativeLibrary:
 
 
 @functools.cache
+def load_for_tools() -> NativeLibrary:
+    """Returns the plain build if it is compiled, else `load()`: torch, which only the full one needs, takes seconds."""
+    with contextlib.suppress(OSError, BuildError, CacheError):
+        path, _ = _find(native_build.plain_recipe())
+        if path is not None:
+            library = NativeLibrary(path, has_ops=False)
+            wakeup.begin()
+            return library
+    return load()
+
+
+@functools.cache
 def _load() -> NativeLibrary | str:
     if sys.platform != "linux":
         return f"the compiled library needs Linux, and this is {sys.platform}"
@@ -320,16 +332,23 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
+def _find(recipe: Recipe) -> tuple[Path | None, str]:
+    """Returns a recipe's library if it has been compiled, else why it can't be used."""
     packaged = _PACKAGED / recipe.packaged_name
     if packaged.exists() and native_build.is_current(packaged):
         return packaged, ""
     target = build_cache.cache_folder() / f"{recipe.digest()}.so"
     build_cache.check_owner(target.parent)
     flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
-    if flaw is None:
-        return target, ""
+    return (target, "") if flaw is None else (None, flaw)
+
+
+def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
+    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
+    found, flaw = _find(recipe)
+    if found is not None:
+        return found, ""
+    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
     if settings.BUILD.get() == "never":
         return None, f"{flaw}, and {settings.BUILD.name} is never"
     compiler = native_build.find_compiler()

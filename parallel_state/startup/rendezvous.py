@@ -46,8 +46,9 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.host import address_towards, is_loopback, start_time
 from device_communicators.c10d.control_store import for_torch
+from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import Endpoint, Verdict
-from device_communicators.control.store import ControlStore, ForeignServiceError
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.condition import condition_of

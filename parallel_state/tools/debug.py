@@ -22,7 +22,7 @@ from device_communicators.base.errors import format_ranks
 from device_communicators.calls.recorder import PAIRS
 from device_communicators.control import plane
 from device_communicators.cpu import native
-from parallel_state.tools import flight_recorder
+from parallel_state.tools import flight_recorder, live
 from parallel_state.tools.arguments import command_parser
 
 _SHOWN = 3
@@ -70,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="with --live: all that the ranks answered")
     options = parser.parse_args(arguments)
     if options.live is not None:
-        from parallel_state.tools import live
-
         return live.show(options.live, stacks=options.stacks, as_json=options.json)
     if options.replay is not None:
         return replay(options.replay)
@@ -94,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def replay(path: Path) -> int:
     """Prints a control plane's record in words. Returns 0 if it ends as recorded, else 1; 2 if it can't be replayed."""
     try:
-        text = plane.describe(native.load(), path.read_bytes())
+        text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:
         print(f"{path} can't be replayed: {error}", file=sys.stderr)
         return 2

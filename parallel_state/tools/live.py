@@ -15,8 +15,8 @@ from typing import Any
 
 from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import parent_of
+from device_communicators.control.client import ForeignServiceError, question
 from device_communicators.control.plane import Endpoint, find_endpoints
-from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.states import SILENT, State
@@ -87,21 +87,20 @@ def _ancestors(pid: int) -> set[int]:
 
 def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
     """Returns the answer of a process; None without one, or if its world has no groups."""
-    store = ControlStore(native.load(), (endpoint.host, endpoint.port), endpoint.token, limit_s)
+    library, address = native.load_for_tools(), (endpoint.host, endpoint.port)
     try:
-        return json.loads(store.question(f"{topic}\0") or b"null")
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error.__cause__, ConfigMismatchError):
-            print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
-        return None
-    finally:
-        store.close()
+        return json.loads(question(library, address, endpoint.token, f"{topic}\0", limit_s) or b"null")
+    except ConfigMismatchError as error:
+        print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
+    except (OSError, ForeignServiceError, ValueError):
+        pass  # it exits, or has no answer yet
+    return None
 
 
 def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, Endpoint]]:
     """Returns the description of each process' newest world, and the world's endpoint in that process."""
     if endpoints:
-        native.load()  # before any deadline
+        native.load_for_tools()  # before any deadline
     asked = [(pid, each) for pid, worlds in sorted(endpoints.items()) for each in worlds]
     found: dict[int, tuple[Any, Endpoint]] = {}
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:

@@ -56,6 +56,23 @@ def test_commands_that_need_no_torch_do_not_import_it(program: str) -> None:
             assert ended.returncode == 2 and ended.stderr.strip(), (command, ended)
 
 
+def test_live_debug_asks_without_torch() -> None:
+    """With the plain library, which wheels bring."""
+    code = (
+        "import sys; sys.argv[:] = ['parallel-state']\n"
+        "from parallel_state.tools import debug, live\n"
+        "from device_communicators.cpu import native\n"
+        "native._find = lambda recipe: (native._PACKAGED / recipe.packaged_name, '')\n"
+        "native.NativeLibrary = lambda path, has_ops: (path.name, has_ops)\n"
+        "print(native.load_for_tools(), 'torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert ended.stdout.strip() == "('_native.so', False) False", ended
+
+
 def test_a_program_registers_the_ops_at_import() -> None:
     """Neither the words of another module's command line nor its name make it a command of ours."""
     code = "import sys; sys.argv[:], sys.orig_argv[:] = {}; import parallel_state; print('torch' in sys.modules)"
