@@ -249,6 +249,7 @@ def make_default_group(
     try:
         if place.world_size > 1:
             met.watcher.follow(place.rank, {rank: each.for_control for rank, each in met.places.items()})
+            met.watcher.share()
             if over_gloo:
                 reachability.prove(place.rank, met.places, met.watcher, met.deadline, met.where)
             agreement = Agreement(met.store, "start", place.rank, met.watcher)

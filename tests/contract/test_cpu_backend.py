@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import parallel_state as ps
 from device_communicators.c10d import creation
+from device_communicators.control.plane import find_endpoints
 from parallel_state.process_groups import joining
 from tests.contract.attempts import environment, world
 from tests.contract.test_c10d import torch_world
@@ -36,6 +38,7 @@ def _between_own_calls(backend: str) -> tuple[str, str, str]:
             for total in (first, second, third, fourth, fifth):
                 assert total.eq(3).all(), (step, total)
         assert tp.cpu_group is tp.device_group
+        assert len(find_endpoints()[os.getpid()]) == 1, "torch's groups have no watch of their own"
         everyone = torch.ones(1)
         dist.all_reduce(everyone, group=ps.get_world_group().cpu_group)
         assert everyone.item() == ps.get_world_group().world_size
