@@ -24,8 +24,6 @@ OPERATION_S = 5.0
 """An operation without a deadline of its caller's fails after this time."""
 LAST_WORD_S = 0.5
 """Publishing a verdict after a deadline takes at most this long in total, so that an error comes within T + 1 s."""
-LAST_LOOK_S = 0.2
-"""A wait's last look at its keys may end this long after the deadline of the wait."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
 

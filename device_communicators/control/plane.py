@@ -279,6 +279,11 @@ class World:
             raise
         self.start_thread()  # last: a process without it can still report that it failed
 
+    def answer_guests(self, on_question: Callable[[int, bytes], Answer]) -> None:
+        """Starts to answer questions before the ranks have met; see `meet`."""
+        self._on_question = on_question
+        self.start_thread()
+
     def start_thread(self) -> None:
         """Starts the thread that calls the callbacks and logs; `meet` does it. For a world that only serves a store."""
         if self._thread is not None:

@@ -26,6 +26,7 @@ from device_communicators.base.errors import (
     HostUnreachableError,
     ParallelStateError,
     PeerDiedError,
+    ResourceLimitError,
     format_ranks,
     plain,
 )
@@ -230,6 +231,8 @@ class Watcher:
             except ControlError as error:
                 self._problem = str(error)
                 return None
+            with contextlib.suppress(ResourceLimitError):  # `follow` needs the thread, and reports it
+                self._world.answer_guests(self._answer)
         return self._world.endpoint
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:

@@ -178,6 +178,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
         address = address_towards(environment.store_server(init_method, place) or place.master)
     own_place = _listening(own_place._replace(cores=binding.cores_to_share()), watcher, address)
     meeting = _Meeting(place, own_place, way, timeout_s, deadline)
+    watcher.answers["meeting"] = lambda rank, payload: json.dumps(meeting.in_words()).encode()  # for `debug --live`
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -186,6 +187,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
             prefix = f"{way.prefix}/{Endpoint.parse(meeting.places[0].endpoint).proc}"
             group_store = BoundedStore(dist.PrefixStore(prefix, for_torch(way.connect())))
             group_store.set_timeout(timedelta(seconds=timeout_s))
+        del watcher.answers["meeting"]
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, group_store, meeting.served)
     except BaseException as error:
         watcher.close()
@@ -609,7 +611,14 @@ class _Meeting:
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict)
 
-    # Errors.
+    # Words.
+
+    def in_words(self) -> str:
+        """Describes what this rank waits for."""
+        size = self.place.world_size
+        missing = [rank for rank in range(size) if rank not in self.places]
+        why = self.obstacle if self.place.rank else f"ranks {format_ranks(missing)} have not come"
+        return f"{self._name} has not met the other ranks at {self.way.where}: {why}"
 
     def not_met(self) -> RendezvousError:
         """Returns the error for a rank that met nobody."""

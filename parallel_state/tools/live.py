@@ -1,7 +1,7 @@
 """`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
 
 The control plane of each rank of this host answers, with the stacks of its threads. One of them asks the ranks of other
-hosts. No rank is stopped.
+hosts. No rank is stopped. Ranks that still meet say which ranks are missing.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
+        starting = [_ask(endpoints[pid][-1], "meeting", _ANSWER_S) for pid in sorted(chosen & endpoints.keys())]
+        if any(starting):
+            print("\n".join(filter(None, starting)))
+            return 0
         names = f"; those that listen: {', '.join(map(str, pids))}" if pids else ""
         print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}")
         return 2
