@@ -252,7 +252,7 @@ def make_default_group(
             met.watcher.share()
             if over_gloo:
                 reachability.prove(place.rank, met.places, met.watcher, met.deadline, met.where)
-            agreement = Agreement(met.store, "start", place.rank, met.watcher)
+            agreement = Agreement("start", place.rank, met.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
             try:
                 agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)

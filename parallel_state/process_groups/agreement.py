@@ -15,11 +15,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.base.bounded_store import LAST_WORD_S
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -46,13 +46,9 @@ def digest(value: object) -> str:
 class Agreement:
     """Compares requests, and names new groups, of one world."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: the other ranks are simulated and agree with this one.
-
-        `store`: of the groups' addresses without a control plane.
-        """
+    def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
+        """`alone`: the other ranks are simulated and agree with this one."""
         self.alone = alone
-        self.store = BoundedStore.of(store)
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
         self._rank = rank
@@ -61,10 +57,6 @@ class Agreement:
         self._failures: dict[str, tuple[int, str]] = {}
         """The rank that failed to make a group, and why, by the group's name."""
         watcher.answers[self._topic] = self._note_failure
-
-    def store_of(self, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store of a group of `ranks`: the lowest rank's; the default group's without a control plane."""
-        return self._watcher.store_of(ranks) or self.store
 
     def resolve_and_agree(
         self,
@@ -209,15 +201,16 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's gloo address of the previous attempt from the store.
+        """Deletes this rank's gloo address of the previous attempt from the store of a control plane.
 
         All ranks have released it once they meet again.
         """
+        store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
-        if not self.alone and len(ranks) > 1 and int(number) > 1:
+        if store is not None and len(ranks) > 1 and int(number) > 1:
             key = f"{meeting}/{int(number) - 1}//cpu//0/{ranks.index(self._rank)}"
-            with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can
-                self.store_of(ranks).within(LAST_WORD_S).delete_key(key)
+            with contextlib.suppress(dist.DistError):
+                store.within(LAST_WORD_S).delete_key(key)
 
 
 def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> str:

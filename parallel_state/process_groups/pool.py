@@ -38,7 +38,6 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.torch_internals import (
     bound_device,
-    default_store,
     end_process_groups,
     is_fake,
     is_registered,
@@ -117,8 +116,7 @@ class ProcessGroupPool:
         self.prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
-        store = BoundedStore(dist.HashStore()) if alone_over else default_store()
-        self.agreement = Agreement(store, self.prefix, self.rank, self.watcher, alone=is_fake())
+        self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
         """The address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch.distributed as dist
 
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -35,8 +34,7 @@ class World:
         places = {rank: Place("host", "network", "", 0, "", endpoint) for rank, endpoint in enumerate(endpoints)}
         for rank, watcher in enumerate(self.watchers):
             watcher.follow(rank, places)
-        store = dist.HashStore()
-        self.ranks = [Agreement(store, "world", rank, watcher) for rank, watcher in enumerate(self.watchers)]
+        self.ranks = [Agreement("world", rank, watcher) for rank, watcher in enumerate(self.watchers)]
 
     def close(self) -> None:
         for watcher in self.watchers:
