@@ -206,7 +206,7 @@ class MessageCalls(GroupFacts):
         spec: TensorDictSpec | None = None,
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
-    ) -> dict[Any, Any] | None:
+    ) -> dict[Any, Any] | Any:  # `| Any`, not `| None`: only a group of one rank has nothing to receive
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
