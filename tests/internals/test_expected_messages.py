@@ -20,7 +20,6 @@ from device_communicators.routing.route import Route
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.messenger import Messenger
-from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.internals.queue_memory import channels
 
 try:

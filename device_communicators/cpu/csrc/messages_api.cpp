@@ -130,7 +130,10 @@ class Received final : public Taker, private Tensors {
     for (void* const tensor : tensors_) let_go(tensor);
   }
 
-  std::uint64_t most_head_bytes() const override { return kHeadStart + limit_; }
+  std::uint64_t most_head_bytes() const override {
+    constexpr std::uint64_t kMostError = 4096;  // of an error's head, which has no other limit
+    return std::max(kMostError, kHeadStart + limit_);
+  }
   bool wants_loans() const override { return views_; }
   char* head_buffer(std::uint64_t bytes) override {
     head_.resize(bytes);
@@ -139,7 +142,7 @@ class Received final : public Taker, private Tensors {
 
   bool take_head(const Head& head, std::vector<Piece>* pieces) override {
     calling.restore_thread(thread_);
-    const bool is_whole = head.bytes == head.head_bytes;
+    const bool is_whole = head.bytes == head.head_bytes && head.bytes <= kHeadStart + limit_;
     const bool is_known =
         is_whole && python_.make_tensor != nullptr && (expected_ != nullptr ? plan_list(head) : plan_value(head));
     bool is_taken = is_known;
