@@ -445,11 +445,6 @@ class Receiver(_End):
         """Returns the bytes of its head, and of its tensors."""
         return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
-    @property
-    def writer(self) -> int:
-        """Returns the rank that writes, in the group."""
-        return self._place.ranks[0]
-
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
         """Copies the message's next bytes to the addresses in `pieces` (see `pieces_of`)."""
         started = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -388,7 +388,7 @@ class QueueMedium(_ByTransfers):
         number = 0 if call is None else self.channels.begin_broadcast()
         record = route.note(name, None, call, peer=-1 if call is not None else reader.src)
         with waiting_for(route.context, record), receiver.lock:
-            receiver.check(operation)
+            self._check(receiver, call, operation)
             if call is not None and not receiver.has_found:  # else that call has announced itself
                 self.announce(call)
             timeout_s = receiver.members.timeout_s
@@ -399,7 +399,13 @@ class QueueMedium(_ByTransfers):
                 self._end(record, name, receiver)
                 raise
             if found is NotImplemented:
-                self._raise_failure(receiver, call, number, operation)
+                self._check(receiver, call, operation)
+                raise receiver.mismatch(  # a writer, who doesn't wait for its readers, can't notice
+                    f"this rank is in the group's message number {number} to all ranks, and rank {reader.src} sent "
+                    f"its number {receiver.fingerprint}; another `src`, or another order of calls, was given on some "
+                    "rank",
+                    operation,
+                )
             self._end(record, name, receiver)
         return found
 
@@ -409,11 +415,8 @@ class QueueMedium(_ByTransfers):
         head_bytes, tensor_bytes = receiver.found_bytes
         self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
 
-    def _raise_failure(self, receiver: Receiver, call: UserCall | None, number: int, operation: str) -> NoReturn:
-        """Raises why there is no message: a failure, or another one, as ranks are not in the same call.
-
-        A writer, who doesn't wait for its readers, can't notice.
-        """
+    def _check(self, receiver: Receiver, call: UserCall | None, operation: str) -> None:
+        """Raises the failure of a receive, also of one that the library has recorded."""
         try:
             receiver.check(operation)
         except CollectiveMismatchError as error:  # as another rank tells, which knows its own call
@@ -424,8 +427,3 @@ class QueueMedium(_ByTransfers):
                 except CollectiveMismatchError as named:  # both calls
                     raise named from error
             raise
-        raise receiver.mismatch(
-            f"this rank is in the group's message number {number} to all ranks, and rank {receiver.writer} sent "
-            f"its number {receiver.fingerprint}; another `src`, or another order of calls, was given on some rank",
-            operation,
-        )
