@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_int64
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -231,7 +231,6 @@ class _Sending:
         if not self._done.is_set():
             started = time.monotonic()
             self._sender.check_writer("send")
-            self._sender.meanwhile()
             if not self._done.wait(self._sender.members.timeout_s):
                 raise self._sender.failed(_TIMED_OUT, "send", started)
         if self.error is not None:
@@ -245,8 +244,6 @@ class Sender(_End):
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
         super().__init__(library, members, place, waiting)
-        self.meanwhile: Callable[[], None] = lambda: None
-        """Called before this rank waits for a reader, which may be waiting for this rank to read."""
         self._waiting: deque[_Sending] = deque()
         self._writer = 0  # the thread that writes a message, bit by bit and without the lock, or will start one for it
 
@@ -269,7 +266,6 @@ class Sender(_End):
             if writer:
                 started = time.monotonic()
                 if status == _TIMED_OUT:
-                    self.meanwhile()
                     status = self._library.ps_queue_resume(self.end, self._timeout_s)
                 if status != _DONE:
                     raise self.failed(status, operation, started)

@@ -49,7 +49,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 14
+_VERSION = 15
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -132,10 +132,17 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_reader_leave": (None, (c_void_p,)),
     "ps_queue_writer_delete": (c_int, (c_void_p,)),
     "ps_queue_reader_delete": (c_int, (c_void_p,)),
-    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
-    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_int, c_double, c_void_p)),
+    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_double, c_void_p)),
+    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
     "ps_queue_reserve": (None, (POINTER(c_int64), c_int)),
-    "ps_set_tensor_forms": (None, (POINTER(c_uint64), c_int)),
+    "ps_transfers_new": (c_void_p, (c_void_p, c_int, c_int, POINTER(c_int64))),
+    "ps_transfers_delete": (None, (c_void_p,)),
+    "ps_transfers_serve": (None, (c_void_p, c_uint64, c_double)),
+    "ps_transfers_interrupt": (None, (c_void_p, c_uint64, c_int)),
+    "ps_transfers_failure": (c_int, (c_void_p, POINTER(c_int64))),
+    "ps_transfers_is_inside": (c_int, (c_void_p, c_int, c_int)),
+    "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
+    "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_set_calling": (None, (c_void_p,) * 11),
     "ps_streams_new": (c_void_p, (c_int64, c_uint64)),
@@ -175,9 +182,11 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_control_record": (c_uint64, (c_int64, c_char_p, c_uint64)),
     "ps_control_describe": (c_uint64, (c_char_p, c_uint64, c_char_p, c_uint64)),
     "ps_control_close": (None, (c_int64,)),
-    "ps_store_open": (c_int64, (c_char_p, c_int, c_char_p)),
-    "ps_store_ask": (c_int, (c_int64, c_char_p, c_uint64, c_double)),
+    "ps_store_client": (c_int64, (c_char_p, c_int, c_char_p)),
+    "ps_store_ask": (c_int64, (c_int64, c_char_p, c_uint64, c_double, c_double)),
+    "ps_store_wait": (c_int, (c_int64, c_double)),
     "ps_store_take": (c_uint64, (c_int64, c_char_p, c_uint64)),
+    "ps_store_end": (None, (c_int64,)),
     "ps_store_close": (None, (c_int64,)),
 }  # fmt: skip
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {

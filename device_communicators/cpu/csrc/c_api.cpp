@@ -39,7 +39,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 14; }
+int ps_version() { return 15; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -66,6 +66,9 @@ void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); 
 
 // The address of a SignalPipe, for Python to set.
 void* ps_signal_pipe() { return &signal_pipe(); }
+
+// Returns 1 if a signal may have come since the last call: see has_signal. Main thread only.
+int ps_has_signal() { return has_signal(signal_pipe()) ? 1 : 0; }
 
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 

@@ -56,8 +56,7 @@ Handle::Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy p
       liveness_(reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)),
                 reinterpret_cast<ReportedEnds*>(static_cast<char*>(memory) + ends_offset(size)), size, rank),
       group_(memory, rank, size, liveness_, policy),
-      queues_(size),
-      tensor_queues_(size) {}
+      queues_(size) {}
 
 Handle::~Handle() {
   liveness_.stop_listening();  // the control plane's thread writes to this memory

@@ -1,5 +1,5 @@
 // Messages between the ranks of a host: objects with their tensors, lists of tensors whose head the receiver knows
-// beforehand, and plain tensors. See open_queue.h.
+// beforehand, and plain tensors. See open_queue.h, and transfers.h.
 //
 // A message is taken in by these steps, whatever it is: its head is read, a `Taker` says where the tensors go, and they
 // are read to there. Who asks by a group's name has the message recorded and counted here, else by the caller.
@@ -84,7 +84,7 @@ Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker
 // Message `number` of an end, 0 for one to this rank alone. The report tells its size, and of kLeft the reason.
 Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker);
 
-// A plain tensor: one message without a head in a queue of its own kind.
+// A plain tensor.
 struct PlainTensor {
   int dtype;  // by torch's number
   const std::int64_t* sizes;
@@ -94,8 +94,6 @@ struct PlainTensor {
   // in vain.
   std::function<void*()> data;
 };
-
-void set_tensor_forms(const std::uint64_t* forms, int count);  // see ps_set_tensor_forms
 
 // kNoRoom for one that doesn't fit into the ring at once.
 Outcome send_tensor(Served& served, int dst, const PlainTensor& x);
