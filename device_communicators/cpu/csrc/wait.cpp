@@ -61,7 +61,6 @@ std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() 
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
-constexpr std::int64_t kGentleSpinNs = 2'000;
 thread_local bool gentle = false;
 
 // Whether the counter reached its target within `count` yields.
@@ -118,6 +117,8 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
 }  // namespace
 
 void wait_gently(bool gently) { gentle = gently; }
+
+bool waits_gently() { return gentle; }
 
 std::int64_t now_ns() {
   timespec time{};

@@ -96,6 +96,9 @@ WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& po
 
 // Whether waits of this thread sleep soon, whatever their policy says: for threads that work beside those that compute.
 void wait_gently(bool gently);
+bool waits_gently();
+
+constexpr std::int64_t kGentleSpinNs = 2'000;
 
 std::int64_t now_ns();
 
