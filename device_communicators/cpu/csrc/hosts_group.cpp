@@ -104,12 +104,12 @@ HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std:
   sources_.resize(static_cast<std::size_t>(hosts_));
   wide_.resize(static_cast<std::size_t>(hosts_));
   local_.be_part();
-  local_.set_progress(connections_.get());
+  local_.set_side_work(connections_.get());
 }
 
 HostsGroup::~HostsGroup() {
   stop_listening();
-  local_.set_progress(nullptr);
+  local_.set_side_work(nullptr);
 }
 
 void HostsGroup::listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks) {
