@@ -115,7 +115,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_reduce_scatter_part": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "ps_reduce_part": (None, (c_void_p, POINTER(c_void_p), c_uint64, c_int, c_size_t, c_int, c_int, c_int)),
     "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
-    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p, c_int)),
     "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
     "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
     "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
