@@ -386,7 +386,7 @@ def _count_store_operations() -> list[CountingStore]:
     """From now on each connection that this process makes to a store is counted, in the list that is returned."""
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has its name
     stores: list[CountingStore] = []
-    for module, name in ((start_stores, "_tcp_store"), (of_torch, "_create_c10d_store")):
+    for module, name in ((start_stores, "tcp_store"), (of_torch, "_create_c10d_store")):
         setattr(module, name, _counting(getattr(module, name), stores))
     return stores
 

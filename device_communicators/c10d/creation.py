@@ -111,7 +111,7 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
     """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
-    world.watcher.close()
+    world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
         logger.warning(

@@ -115,7 +115,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_reduce_scatter_part": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "ps_reduce_part": (None, (c_void_p, POINTER(c_void_p), c_uint64, c_int, c_size_t, c_int, c_int, c_int)),
     "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
-    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p, c_int)),
     "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
     "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
     "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
@@ -143,8 +143,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
     "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
-    "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
-    "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
     "ps_set_calling": (None, (c_void_p,) * 11),
     "ps_streams_new": (c_void_p, (c_int64, c_uint64)),
     "ps_streams_add": (None, (c_void_p, c_int, c_int, c_uint64)),
@@ -154,14 +152,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_streams_close": (None, (c_void_p,)),
     "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
-    "ps_queue_take": (
-        c_int,
-        (c_void_p, c_void_p, c_uint64, c_char_p, c_uint64, c_char_p, c_int, c_double),
-    ),
-    "ps_queue_want_loans": (None, (c_void_p, c_int)),
+    "ps_queue_take": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
-    "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
-    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
+    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64, c_void_p)),
     "ps_packed": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
     "ps_control_open": (
@@ -197,6 +190,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }  # fmt: skip
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_describe_tensor": (c_int, (c_void_p, c_void_p)),
+    "ps_make_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "ps_view_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ps_set_direct": (None, (c_void_p,)),
 }
 """In the full build only."""
@@ -222,7 +217,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 """Objects that functions refer to as long as the process lives."""
 
-QueueReport = c_int64 * 14
+QueueReport = c_int64 * 12
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))

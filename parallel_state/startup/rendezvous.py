@@ -26,6 +26,7 @@ import contextvars
 import json
 import logging
 import secrets
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -751,5 +752,5 @@ def _key(rank: int) -> str:
 def _whereabouts(deadline: float) -> Address:
     try:
         return within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
-    except TimeoutError:  # then there is nothing to warn about
-        return Address()
+    except TimeoutError:  # also on a busy machine; without a network, it would be a host of its own
+        return interfaces.process()._replace(name=socket.gethostname())

@@ -1,7 +1,7 @@
 """`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
 
 The control plane of each rank of this host answers, with the stacks of its threads. One of them asks the ranks of other
-hosts. No rank is stopped.
+hosts. No rank is stopped. Ranks that wait at start say for whom.
 """
 
 from __future__ import annotations
