@@ -50,9 +50,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel_state as ps
 from parallel_state import resolve_layout
-from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.ranks import Layout
+from parallel_state.layout.resolution import made_at_start
 from parallel_state.startup import stores as start_stores
 from parallel_state.tools.bench.report import circumstances
 

@@ -279,13 +279,12 @@ class World:
             raise
         self.start_thread()  # last: a process without it can still report that it failed
 
-    def answer_guests(self, on_question: Callable[[int, bytes], Answer]) -> None:
-        """Starts to answer questions before the ranks have met; see `meet`."""
-        self._on_question = on_question
-        self.start_thread()
+    def start_thread(self, on_question: Callable[[int, bytes], Answer] | None = None) -> None:
+        """Starts the thread that calls the callbacks and logs; `meet` does it.
 
-    def start_thread(self) -> None:
-        """Starts the thread that calls the callbacks and logs; `meet` does it. For a world that only serves a store."""
+        For a world that only serves a store, and for questions before the ranks meet.
+        """
+        self._on_question = on_question or self._on_question
         if self._thread is not None:
             return
         thread = HelperThread("control-news", self._listen)

@@ -105,12 +105,12 @@ class SharedMemoryCommunicator(Communicator):
         outs[self.context.rank].copy_(x)
         self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x)
 
-    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor) -> None:
-        self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr())
+    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor, dst: int = -1) -> None:
+        self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr(), dst)
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         pointers = [None] * self.context.size if out is None else [block.data_ptr() or 1 for block in out.unbind(0)]
-        self._gatherv(pointers, [x.nbytes] * self.context.size, x)
+        self._gatherv(pointers, [x.nbytes] * self.context.size, x, dst)
         if out is not None:
             out[self.context.rank].copy_(x)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from device_communicators.base import exits, settings
+from device_communicators.base import exits, logs, settings
 from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -231,9 +231,13 @@ class Watcher:
             except ControlError as error:
                 self._problem = str(error)
                 return None
-            with contextlib.suppress(ResourceLimitError):  # `follow` needs the thread, and reports it
-                self._world.answer_guests(self._answer)
         return self._world.endpoint
+
+    def answer_guests(self) -> None:
+        """Answers questions from now on, such as those of `debug --live`, while the ranks have not met yet."""
+        if self._world is not None:
+            with contextlib.suppress(ResourceLimitError):  # `follow` raises it, and tells the others
+                self._world.start_thread(self._answer)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
@@ -244,9 +248,10 @@ class Watcher:
         if unreachable or world is None:
             if world is not None and unreachable:
                 self._problem = "rank {} {}".format(*unreachable)
-            logger.warning(
-                "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
-            )
+            if logs.is_first_of_host():
+                logger.warning(
+                    "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
+                )
             self._leave()
             return
         members = [

@@ -46,7 +46,7 @@ from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
-from parallel_state.messages import transports  # noqa: F401
+from parallel_state.messages import media  # noqa: F401
 from parallel_state.process_groups.agreement import Agreement
 from parallel_state.process_groups.joining import agree_on_settings, agree_on_token, prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend

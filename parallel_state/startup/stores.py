@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from device_communicators.base.errors import InvalidArgumentError, RendezvousError
 from device_communicators.base.host import connect_to, resolve
-from device_communicators.control.store import ForeignServiceError
+from device_communicators.control.client import ForeignServiceError
 from parallel_state.startup.answers import ask_for_store
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.job_store import JOB_STORE

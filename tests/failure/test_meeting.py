@@ -5,7 +5,6 @@ More of it, for every init method, is in the contract tests of the rendezvous.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ from pathlib import Path
 import pytest
 
 import parallel_state as ps
-from parallel_state.__main__ import main
 from tests import hosts
 from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment
 from tests.contract.test_rendezvous import free_ports, held_port
@@ -185,30 +183,6 @@ def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
         assert "Set MASTER_ADDR" in last, told
         assert "MASTER_PORT" not in last, told
     assert len(took_s) == len(places) and statistics.median(took_s) < START_S + 1.0, took_s
-
-
-def test_live_says_for_whom_ranks_wait_that_meet(capsys: pytest.CaptureFixture[str]) -> None:
-    program = "import parallel_state as ps; ps.init_distributed_environment()"
-    with held_port() as port, contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            variables = {
-                **{name: value for name, value in os.environ.items() if name not in LAUNCHER},
-                "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank),
-                "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
-            ranks.append(subprocess.Popen([sys.executable, "-c", program], env=variables, stderr=subprocess.DEVNULL))
-            stack.callback(ranks[-1].wait, DEADLINE_S)
-            stack.callback(ranks[-1].kill)
-        until, printed = time.monotonic() + DEADLINE_S, ["", ""]
-        wanted = "ranks [2, 3] have not come", "rank 0 gave no verdict"
-        while any(text not in found for text, found in zip(wanted, printed, strict=True)):
-            assert time.monotonic() < until, printed
-            for rank in range(2):
-                if main(["debug", "--live", str(ranks[rank].pid)]) == 0:
-                    printed[rank] = capsys.readouterr().out
-            time.sleep(0.2)
-    assert printed[0].startswith("rank 0 of 4 has not met the other ranks at 127.0.0.1:")
 
 
 # Row 24.

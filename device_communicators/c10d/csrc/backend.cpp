@@ -759,7 +759,7 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
   const auto started = Clock::now();
   const Told told = is_even ? tell(Method::kAllGather, in)
                             : told_of(kAllGathervMethod, at::IntArrayRef{}, static_cast<int>(in.scalar_type()));
-  done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr()), "all_gather",
+  done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(), -1), "all_gather",
        started);
   offset = 0;
   for (int rank = 0; rank < size_; ++rank) {
@@ -941,7 +941,8 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                     }
                     const auto started = Clock::now();
                     const Told told = tell(kGatherMethod, in, -1, root);
-                    done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr()),
+                    done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(),
+                                           static_cast<int>(root)),
                          "gather", started);
                   }
                   for (std::size_t rank = 0; rank < staged.size(); ++rank) {
