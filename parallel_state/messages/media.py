@@ -373,7 +373,7 @@ class QueueMedium(_ByTransfers):
             with nullcontext() if call is None else self.route.alone(call):
                 found = self._receive_recorded(reader, call, take)
         if found is not take:
-            reader.take_object(found)
+            reader.found = found
             return ()
         return [self._receive_part(x, src, call, _counted(reader, call)) for x in on_device]
 

@@ -1,7 +1,7 @@
 """What is made of a message that comes: tensors for its head, and of these an object or a list.
 
 A medium (see `media`) brings the message and calls `take_head`, has the tensors filled, and then `build` gives the
-object. What the library makes of a message by itself it hands over by `take_object` instead.
+object. What the library makes of a message by itself becomes `found` instead.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Reader:
     is_list = False
     posted: Any = None
     """What a medium has begun for a receive that was started."""
+    found: Any = NOTHING
+    """The object, where the library has made it."""
+    _message: codec.Message | None = None
+    _sliced: Sequence[bool] = ()
+    _tensors: Sequence[Tensor] = ()
 
     def __init__(
         self,
@@ -55,10 +60,6 @@ class Reader:
         self._owner = owner
         self._group = group
         self._out = out
-        self._object: Any = NOTHING
-        self._message: codec.Message | None = None
-        self._sliced: list[bool] = []
-        self._tensors: list[Tensor] = []
         gather: Callable[[Tensor, list[int]], Tensor] | None = None
         slices, given = 0, None
         if group is not None and gathers:
@@ -67,9 +68,6 @@ class Reader:
             given = out.tensors
         self.wanted: tuple[Any, ...] = (settings.MAX_METADATA_BYTES.get(), slices, gather, given, views, None, 0)
         """What the library is told, see `Received` in csrc/messages_api.cpp."""
-
-    def take_object(self, found: Any) -> None:
-        self._object = found
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
         """As `take_head`, of header and body in one piece, or the beginning of a head that has `head_bytes`."""
@@ -101,12 +99,12 @@ class Reader:
             if expected != tensor_bytes:
                 found = f"{tensor_bytes} bytes of tensors follow its metadata, which tells of {expected}"
                 raise wire.not_a_message(found, context, src)
-        self._tensors = [allocate(owner, each, src, n) for each, n in zip(tensors, parts, strict=True)]
-        return self._tensors
+        self._tensors = made = [allocate(owner, each, src, n) for each, n in zip(tensors, parts, strict=True)]
+        return made
 
     def build(self) -> Any:
         """Returns the object, with the caller's buffers where there are some."""
-        value, out = self._object, self._out
+        value, out = self.found, self._out
         if value is NOTHING:
             value = self._build()
         return value if out is None else buffers.place(self._owner.route.context, self.src, value, out)
@@ -115,10 +113,9 @@ class Reader:
         message = self._message
         if message is None:
             raise RuntimeError("the message has not arrived")
-        for index, is_cut in enumerate(self._sliced):
-            if is_cut:
-                self._tensors[index] = self._gather(self._tensors[index], message.tensors[index].shape)
-        return wire.build(message, self._tensors, self._owner.route.context, self.src)
+        each = zip(self._tensors, message.tensors, self._sliced, strict=True)
+        tensors = [self._gather(x, whole.shape) if is_cut else x for x, whole, is_cut in each]
+        return wire.build(message, tensors, self._owner.route.context, self.src)
 
     def _gather(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x if self._group is None else self._group.all_gather(x, dim=0).view(shape)
@@ -149,14 +146,13 @@ class ListReader(Reader):
         if header.is_error:
             raise wire.remote_error(body, self._owner.route.context, self.src)
         wire.check_list(self._head, header, body, self._owner.route.context, self.src)
-        if self._given is None:
-            self._tensors = [self._owner.empty(each.shape, each.dtype) for each in self._made]
-        else:
-            self._tensors = list(self._given)
-        return self._tensors
+        given = self._given
+        made = [self._owner.empty(each.shape, each.dtype) for each in self._made] if given is None else list(given)
+        self._tensors = made
+        return made
 
     def build(self) -> Any:
-        return self._tensors if self._object is NOTHING else self._object
+        return self._tensors if self.found is NOTHING else self.found
 
 
 def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) -> Tensor:
