@@ -140,7 +140,7 @@ class Group:
         if len(members.ranks) > 1 and self.collectives is None:
             self._gloo = self.make_gloo()
             self._connect_gloo()
-            if memory.problem is None and len(memory.hosts) < len(members.ranks):
+            if memory.problem is None:
                 address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
                 self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo), address)
         self._first_failure: CommunicationError | None = None
@@ -153,7 +153,7 @@ class Group:
     @property
     def collectives(self) -> NativeGroup | None:
         """Returns those of the group, where it is on one host."""
-        return self._memory.collectives if self._memory.on_one_host else None
+        return self._memory.collectives if self._memory.in_one_segment else None
 
     def _note_death(self) -> None:
         if self._context.deaths():

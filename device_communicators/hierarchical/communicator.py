@@ -29,7 +29,7 @@ from torch import Tensor
 
 from device_communicators.base.errors import CommunicationError, UnsupportedError
 from device_communicators.calls.memory import as_bytes
-from device_communicators.calls.reductions import reduction_refusal
+from device_communicators.calls.reductions import REDUCING, reduction_refusal
 from device_communicators.calls.user_call import current, overlap_error
 from device_communicators.calls.work import DONE, Work
 from device_communicators.hierarchical import blocks, lanes
@@ -41,10 +41,10 @@ from device_communicators.routing.communicator import GroupContext, PartialCommu
 
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "broadcast_sized"]
-) | {"barrier"}
+    + ["barrier", "iall_reduce_", "ireduce_scatter", "iall_gather", "ibroadcast_", "all_gatherv", *REDUCING]
+)
 _PAIRS = frozenset(["send", "recv", "isend", "irecv_"])
 _BLOCKS = frozenset(["all_to_all", "gather", "scatter"])
-_CARRIED_IF_ALONE = _CARRIED | _BLOCKS | {"all_gatherv", "reduce_scatterv"}
 
 LEAST_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS = 1 << 18, 1 << 20
 _CHUNKS = 16
@@ -95,7 +95,7 @@ class _Call:
 class HierarchicalCommunicator(PartialCommunicator):
     """The ranks of several hosts.
 
-    What is started and waited for later goes on by itself in torch.distributed.
+    A collective that is started, and waited for later, is done when its start returns.
     """
 
     name = "hierarchical"
@@ -108,9 +108,11 @@ class HierarchicalCommunicator(PartialCommunicator):
             raise UnsupportedError(f"{context} has no shared memory")
         self.hosts = Hosts(context, context.host_memory, address)
         self.sized_bytes = SIZED_BYTES if len(self.hosts.ranks) == 2 else DIRECT_BYTES
-        self._carried = _CARRIED_IF_ALONE if self.hosts.is_one_rank_each else _CARRIED
-        if self.hosts.is_meshed:
+        self._carried = _CARRIED
+        if self.hosts.is_one_rank_each or self.hosts.is_meshed:
             self._carried |= _BLOCKS
+        else:
+            self._carried -= {"reduce_scatterv"}
         self._pairs: Pairs | None = None
         if self.hosts.is_meshed and has_pairs:
             others = [rank for rank in range(context.size) if rank != context.rank]
@@ -267,8 +269,21 @@ class HierarchicalCommunicator(PartialCommunicator):
         leaders.wait_for([*leaders.end_exchange(received), *sends])
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        if not self.hosts.is_one_rank_each:
+            self._all_gatherv(outs, x)
+            return
         with self._call("all_gatherv", x.dtype, *(out.nbytes for out in outs)) as hosts:
             self._exchange(hosts, dict.fromkeys(range(self.context.size), x), dict(enumerate(outs)))
+
+    def _all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        """Gathers tensors that are padded to the longest."""
+        sizes = [out.nbytes for out in outs]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        mine[: x.nbytes].copy_(as_bytes(x))
+        whole = mine.new_empty((len(outs), len(mine)))
+        self.flat_all_gather(whole, mine)
+        for out, row, size in zip(outs, whole, sizes, strict=True):
+            as_bytes(out).copy_(row[:size])
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         with self._call("gather", x.nbytes, dst) as hosts:

@@ -59,7 +59,7 @@ class Hosts:
 
     def __init__(self, context: GroupContext, memory: HostMemory, address: str | None = None) -> None:
         self.context = context
-        self.ranks = memory.hosts
+        self.ranks = memory.domains
         self.host = next(index for index, ranks in enumerate(self.ranks) if context.rank in ranks)
         self._rounded = _is_agreed(settings.ROUND_BETWEEN_HOSTS.name, context, memory.rounding)
         leaders, (spin_ns, _) = [ranks[0] for ranks in self.ranks], memory.waiting

@@ -209,9 +209,6 @@ class Communicator(ABC):
         Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
         """
 
-    def beside(self, communicators: Sequence[Communicator]) -> None:
-        """Takes note of the route's communicators: those before it may carry what must be compared with its calls."""
-
     def set_up(self, *, divisible: bool = False) -> None:
         """Makes now what the first call would make, and so that it can be divided. Every rank of the group calls it."""
 

@@ -571,7 +571,7 @@ class Route:
     @property
     def _spans_hosts(self) -> bool:
         memory = self.context.host_memory
-        return memory is not None and len(memory.hosts) > 1
+        return memory is not None and len(memory.domains) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
         """Returns `failure` of an operation, with what the other ranks say of where they are."""

@@ -103,7 +103,7 @@ def _check(results: dict[int, list[Any]], route: str, sizes: list[int]) -> None:
             assert kind == "PeerDiedError" and seconds < 1.0 + SLACK_S
             assert facts["again_s"] < AGAIN_S + SLACK_S, facts
             assert facts["size"] == size
-            assert facts["carrier"] == ("process_group" if route == "gloo" else "shared_memory")
+            assert facts["carrier"] == ("hierarchical" if route == "gloo" else "shared_memory")
         assert leaving_s < SLACK_S
     ranks = [told[-2]["rank"] for _, told in sorted(results.items())]
     assert ranks == list(range(sizes[-1]))
