@@ -178,11 +178,11 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row("fake", "device_communicators.process_group.device", "FakeGroupCommunicator", fake=True),
     Row(
-        "shared_memory", "device_communicators.hierarchical.shared_memory", "SharedMemoryCommunicator",
+        "shared_memory", "device_communicators.cpu_communicator", "CpuCommunicator",
         partial=True, unfit=_no_shared_memory,
     ),
     Row(
-        "hierarchical", "device_communicators.hierarchical.communicator", "HierarchicalCommunicator",
+        "hierarchical", "device_communicators.cpu_communicator", "CpuCommunicator",
         partial=True, several_hosts=True, unfit=_no_hosts,
     ),
     Row(

@@ -99,12 +99,10 @@ class Connections:
                 connection.close()
         self.sockets = {}
 
-    def release(self) -> None:
-        """Leaves the descriptors to who has taken them over."""
-        for connections in self.sockets.values():
-            for connection in connections:
-                connection.detach()
-        self.sockets = {}
+    def release(self) -> dict[int, list[int]]:
+        """Returns the descriptors, which are the caller's from now on."""
+        sockets, self.sockets = self.sockets, {}
+        return {rank: [connection.detach() for connection in connections] for rank, connections in sockets.items()}
 
 
 def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | None = None) -> Connections:

@@ -19,15 +19,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from device_communicators.base import cores, limits, settings
-from device_communicators.base.errors import ConfigMismatchError
+from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import process_domain
 from device_communicators.base.limits import describe_address_space
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
+from device_communicators.cpu.connections import Connections, Meeting, connect
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
@@ -39,6 +40,10 @@ MAX_RANKS = 64  # csrc/group.h
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
+MOST_MESHED = 256
+"""Groups of more ranks have no connections but those of the domains' first ranks."""
+MESHED_UNASKED = 32
+"""Groups of more ranks have connections between each two ranks if each rank has descriptors left for them."""
 _MOST_AREAS = 4  # a sum that goes along more of them comes late
 
 
@@ -57,6 +62,7 @@ class HostMemory:
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
+        self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
         self.domains: tuple[tuple[int, ...], ...] = ()
@@ -66,7 +72,9 @@ class HostMemory:
         self.problem: str | None = "it isn't attached yet"
         """The reason that the group has no compiled collectives, equal on all ranks; None where it has them."""
         self.collectives: NativeGroup | None = None
-        """Of this domain's ranks; None where this rank is alone in it, or where there is a problem."""
+        """None where there is a problem."""
+        self.is_meshed = False
+        """True if each rank has a connection to each rank of other domains; else only the domains' first ranks do."""
         self.channels: Channels | None = None
         """The message queues; None where the ranks are on several hosts."""
         self.debug = False
@@ -97,14 +105,18 @@ class HostMemory:
         watched: Sequence[int] = (),
         cpu_group: Any = None,
         purpose: str = "shared memory",
+        address: str | None = None,
     ) -> None:
-        """Finds out who shares memory, and maps it. All ranks call it. Raises as `Watcher.gather` does.
+        """Finds out who shares memory, maps it, and connects what shares none. All ranks call it.
 
         The deadline is that of the start. The death of a rank of `watched`, by default the group's, ends the wait.
         `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
+        `address`: at which other hosts reach this rank; None for that which gloo tells them. Raises as `Watcher.gather`
+        and `connect` do, and ConfigMismatchError if a setting differs that must not.
         """
         if self.attached:
             return
+        self._address = address
         watcher, members = watcher or Watcher(), self.members
         deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get())
 
@@ -117,7 +129,68 @@ class HostMemory:
 
         with contextlib.ExitStack() as stack:
             self._attach(_Meeting(members, stack, gather))
+        if self.collectives is not None and len(self.domains) > 1:
+            try:
+                self._span(self.collectives, watcher, watched or members.ranks, gather)
+            except BaseException:
+                self.close()
+                raise
         self.attached = True
+
+    def _span(
+        self,
+        collectives: NativeGroup,
+        watcher: Watcher,
+        watched: Sequence[int],
+        gather: Callable[[str, bytes], list[bytes]],
+    ) -> None:
+        """Connects the domains. Every rank calls it."""
+        rank, size = self.members.rank, len(self.members.ranks)
+        rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
+        others = [other for domain in self.domains if rank not in domain for other in domain]
+        self.is_meshed = size <= MOST_MESHED and (
+            size <= MESHED_UNASKED or self._all_have_descriptors(len(others) + size, gather)
+        )
+        leaders = [domain[0] for domain in self.domains]
+        if not self.is_meshed:
+            others = [other for other in others if other in leaders] if rank in leaders else []
+        connections = self.connect(functools.partial(gather, "connect"), watcher, watched, others)
+        host_of_rank = [next(i for i, domain in enumerate(self.domains) if each in domain) for each in range(size)]
+        collectives.span(host_of_rank, connections, meshed=self.is_meshed, rounded=rounded)
+        watcher.connections[collectives] = self.members.ranks
+
+    def connect(
+        self,
+        gather: Callable[[bytes], list[bytes]],
+        watcher: Watcher | None,
+        watched: Iterable[int],
+        peers: Sequence[int],
+    ) -> Connections:
+        """Connects this rank to `peers`; see `connections.connect`. Every rank calls it."""
+        members = self.members
+        timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
+        meeting = Meeting(members, members.ranks, gather, watcher or Watcher(), tuple(watched), timeout_s)
+        return connect(meeting, members.rank, peers, self._address)
+
+    def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
+        """Returns the ranks' value of a setting. Raises ConfigMismatchError on all of them where they have two."""
+        members = self.members
+        if len(set(values)) > 1:
+            sides = [
+                [members.ranks[rank] for rank, value in enumerate(values) if value is side] for side in (True, False)
+            ]
+            raise ConfigMismatchError(
+                f"{setting} must be the same on all ranks of {members}, but is on for global ranks "
+                f"{format_ranks(sides[0])} and off for {format_ranks(sides[1])}; set it on all of them, or on none"
+            )
+        return values[0]
+
+    def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
+        """Returns True on all ranks if each can open `needed` files. Every rank of the group calls it."""
+        shortage = limits.descriptor_shortage(needed)
+        if shortage:
+            logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
+        return not any(map(int, gather("descriptors", b"%d" % bool(shortage))))
 
     def _attach(self, meeting: _Meeting) -> None:
         members = self.members
@@ -141,7 +214,10 @@ class HostMemory:
         per_area = cores.ranks_per_area(self.areas, meeting.areas_by)
         self.area_ranks = per_area if per_area * _MOST_AREAS >= len(self.areas) else 0
         self.waiting = wait_policy(meeting.core_masks(self.domain_ranks), self._neighbours or self.cores)
-        if memory is not None:
+        if memory is None and self.problem is None:
+            number = native.load().ps_group_new(None, 0, 0, 1, *self.waiting, members.timeout_s)
+            self.collectives = NativeGroup(native.load(), number, members)
+        elif memory is not None:
             self.collectives = memory.hand_over(members, self.domain_ranks, self.waiting)
             if self.area_ranks:
                 memory.library.ps_group_areas(self.collectives.number, self.area_ranks, -1)
@@ -159,12 +235,24 @@ class HostMemory:
         if self.problem is not None:
             return f"not used, {self.problem}"
         if self.collectives is None:
-            return "this rank shares no memory" + (f" ({self.apart})" if self.apart else "")
+            return "the group was closed"
         library = self.collectives.library
         waits = "spin" if self.waiting[1] == 0 else "spin briefly, yield"
         ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
-        size, set_ = self.collectives.size, library.ps_instruction_set().decode()
+        size, set_ = len(self.domain_ranks), library.ps_instruction_set().decode()
         return f"{size} ranks, {set_}, {ops}; waits: {waits}, sleep; {self._describe_cores()}"
+
+    def describe_ways(self) -> str:
+        """Returns the transports of the collectives, for `explain`."""
+        if self.in_one_segment:
+            return f"a shared segment: {self}"
+        hosts = ", ".join(
+            f"host {number}: ranks {format_ranks(ranks)}{' (this one)' if self.members.rank in ranks else ''}"
+            for number, ranks in enumerate(self.domains)
+        )
+        between = "ranks of different hosts" if self.is_meshed else "the hosts' first ranks"
+        apart = f" ({self.apart})" if self.apart else ""
+        return f"shared memory within a host{apart}, TCP between {between}; {hosts}; {self}"
 
     def _describe_cores(self) -> str:
         if len(set(self.cores)) == 1:
@@ -178,8 +266,7 @@ class HostMemory:
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
         """Has the control plane end waits in this memory at deaths in `domain`. Without one they end at deadlines."""
         if self.collectives is not None:
-            ranks = [self.members.ranks[rank] for rank in self.domain_ranks]
-            watcher.end_waits_of(self.collectives.number, ranks, domain.ranks)
+            watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def close(self) -> None:
         """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
@@ -227,7 +314,7 @@ class _Memory:
         if self.arenas:
             bases = (ctypes.c_void_p * len(self.arenas))(*self.arenas)
             self.library.ps_group_arenas(number, bases, self.arena_bytes, self.descriptor, self.arenas_at)
-        return NativeGroup(self.library, number, members, local_ranks)
+        return NativeGroup(self.library, number, members)
 
     def unmap(self) -> None:
         if self.address:

@@ -49,7 +49,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 14
+_VERSION = 15
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -86,7 +86,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_fail": (None, (c_uint64, c_int, c_int)),
     "ps_group_listen": (c_int, (c_uint64, c_int64, POINTER(c_int), c_int, POINTER(c_int), c_int)),
     "ps_group_doom": (None, (c_uint64,)),
-    "ps_group_be_part": (None, (c_uint64,)),
+    "ps_group_span": (
+        c_int,
+        (c_uint64, c_int, c_int, POINTER(c_int), c_int, POINTER(c_int), POINTER(c_int), c_int, c_int),
+    ),
+    "ps_group_silent": (c_int, (c_uint64, c_double, POINTER(c_int), c_int)),
+    "ps_group_transfers": (None, (c_uint64, POINTER(c_uint64))),
+    "ps_group_failure_text": (c_int, (c_uint64, c_char_p, c_int)),
     "ps_group_timeout": (None, (c_uint64, c_double)),
     "ps_group_loss": (c_int, (c_uint64, c_int, POINTER(c_int64), POINTER(c_int64))),
     "ps_wait_gently": (None, (c_int,)),
@@ -116,8 +122,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_reduce_scatter_part": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "ps_reduce_part": (None, (c_void_p, POINTER(c_void_p), c_uint64, c_int, c_size_t, c_int, c_int, c_int)),
     "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
-    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p, c_int)),
     "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
+    "ps_broadcast_sized": (
+        c_int,
+        (*_CALL, c_void_p, c_uint64, c_int, c_uint64, POINTER(c_void_p), POINTER(c_uint64)),
+    ),
+    "ps_free": (None, (c_void_p,)),
     "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
     "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
     "ps_all_reduce_add_rms_norm": (c_int, (*_CALL, *(c_void_p,) * 5, c_size_t, c_size_t, c_float, c_int)),

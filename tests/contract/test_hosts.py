@@ -27,12 +27,12 @@ from tests.contract.attempts import Outcome, attempt, world
 from tests.extent import LONG
 from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
 from tests.internals.host_faults import (
-    LEAST_CHUNK_ELEMENTS,
     as_without_descriptors,
-    at_chunk,
     connections_of,
     is_meshed,
+    moved_bytes,
     sent_bytes,
+    when_moved,
 )
 from tests.programs import FORK_SERVERS, Program
 
@@ -565,23 +565,29 @@ def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(
         assert outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
 
 
-def _dying_in(stage: str, victim: int) -> Outcome:
-    """All-reduces in lanes, within the third of which a rank ends at a stage of a chunk."""
+LARGE_COUNT = 1 << 21
+
+
+def _dying_in(share: float, victim: int) -> Outcome:
+    """All-reduces in lanes, within the third of which a rank ends when this share of its bytes has moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
+        before = moved_bytes(group)
+        group.all_reduce(torch.ones(LARGE_COUNT))
         if group.rank == victim:
-            at_chunk(stage, 2 * 8 + 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            each = moved_bytes(group) - before
+            when_moved(group, before + (2 + share) * each, lambda: os.kill(os.getpid(), signal.SIGKILL))
         for _ in range(50):
-            outcome = attempt(group.all_reduce, torch.ones(8 * LEAST_CHUNK_ELEMENTS))
+            outcome = attempt(group.all_reduce, torch.ones(LARGE_COUNT))
             if outcome.kind != "ok":
                 break
         return outcome
 
 
-@pytest.mark.parametrize(("stage", "victim"), [("reduce", 1), ("send", 0), ("combine", 3), ("share", 2)])
-def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, stage: str, victim: int) -> None:
+@pytest.mark.parametrize(("share", "victim"), [(0.1, 1), (0.3, 0), (0.6, 3), (0.9, 2)])
+def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, share: float, victim: int) -> None:
     with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="20") as ranks:
-        outcomes = ranks.survivors(_dying_in, stage, victim, timeout_s=60.0)
+        outcomes = ranks.survivors(_dying_in, share, victim, timeout_s=60.0)
     assert outcomes.keys() == {0, 1, 2, 3} - {victim}
     for rank, outcome in outcomes.items():
         assert outcome.kind == "PeerDiedError" and outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
