@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -778,3 +779,22 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
             hosts.limit(0, None)
         assert 0.15 < slow < 2.0
         assert max(ranks.run(_send_once, 250_000, tp=3)) < slow
+
+
+def _frames_of_a_call() -> list[str]:
+    """Returns the modules of the Python frames of an all_reduce, in order."""
+    group, x, found = ps.get_tp_group(), torch.ones(2048), list[str]()
+    for _ in range(3):
+        group.all_reduce(x)
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_globals["__name__"]) if event == "call" else None)
+    try:
+        group.all_reduce(x)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_call_over_hosts_passes_the_same_stops_as_on_one(hosts: Hosts, on_hosts: OnHosts) -> None:
+    (near, *_), (far, *_) = (on_hosts(placement).run(_frames_of_a_call, tp=2) for placement in ((0, 0), (0, 1)))
+    assert 0 < len(far) <= 8, far
+    assert far == near

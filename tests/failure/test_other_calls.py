@@ -94,7 +94,7 @@ ALIKE = (
     {"broadcast", "broadcast_", "broadcast_async"},
     {"all_gather_object", "all_sum"},
 )
-"""Methods that match each other, in place or not, waited for or not; over gloo a started one matches started ones."""
+"""Methods that match each other, in place or not, waited for or not."""
 
 
 def _match(one: str, other: str) -> bool:
@@ -250,11 +250,6 @@ def names(pair: tuple[str, str]) -> tuple[str, str]:
     return f"in {pair[0]}", f"in {pair[1]}"
 
 
-def _waits(route: str, pair: tuple[str, str]) -> bool:
-    """Over gloo, a started collective and one that is waited for don't meet: they are told apart at the deadline."""
-    return route == "gloo" and pair[0].endswith("_async") != pair[1].endswith("_async")
-
-
 def apart_by(steps: int) -> list[tuple[str, str]]:
     """Pairs each method with the one so many steps on, so that each is usual once, and once the odd rank's."""
     methods = list(METHODS)
@@ -263,12 +258,10 @@ def apart_by(steps: int) -> list[tuple[str, str]]:
 
 
 def _chosen(route: str) -> list[list[tuple[str, str]]]:
-    """All, or each method with two others, other ones over each route, and one that waits; in batches."""
+    """All, or each method with two others, other ones over each route; in batches."""
     pairs = PAIRS
     if not LONG:
-        waiting = [pair for pair in PAIRS if _waits(route, pair)][:1]
-        some = [pair for steps in ((7, 19), (11, 23))[ROUTES.index(route)] for pair in apart_by(steps)]
-        pairs = waiting + [pair for pair in some if not _waits(route, pair)]
+        pairs = [pair for steps in ((7, 19), (11, 23))[ROUTES.index(route)] for pair in apart_by(steps)]
     return [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
 
 
@@ -348,7 +341,7 @@ def _alike(route: str) -> list[Outcome]:
     with world_over(route, timeout_s=TIMEOUT_S) as world:
         found = []
         for alike in ALIKE:
-            names = sorted(name for name in alike if not (route == "gloo" and name.endswith("_async")))
+            names = sorted(alike)
             found += [attempt(METHODS[names[(world.rank + turn) % len(names)]], world) for turn in range(len(names))]
         return found
 
