@@ -99,10 +99,12 @@ class Connections:
                 connection.close()
         self.sockets = {}
 
-    def release(self) -> dict[int, list[int]]:
-        """Returns the descriptors, which are the caller's from now on."""
-        sockets, self.sockets = self.sockets, {}
-        return {rank: [connection.detach() for connection in connections] for rank, connections in sockets.items()}
+    def release(self) -> None:
+        """Leaves the descriptors to the compiled group, which closes them."""
+        for connections in self.sockets.values():
+            for connection in connections:
+                connection.detach()
+        self.sockets = {}
 
 
 def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | None = None) -> Connections:

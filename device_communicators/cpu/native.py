@@ -88,11 +88,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_doom": (None, (c_uint64,)),
     "ps_group_span": (
         c_int,
-        (c_uint64, c_int, c_int, POINTER(c_int), c_int, POINTER(c_int), POINTER(c_int), c_int, c_int),
+        (c_uint64, c_int, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_int, c_int, c_int),
     ),
-    "ps_group_silent": (c_int, (c_uint64, c_double, POINTER(c_int), c_int)),
     "ps_group_transfers": (None, (c_uint64, POINTER(c_uint64))),
-    "ps_group_failure_text": (c_int, (c_uint64, c_char_p, c_int)),
+    "ps_group_failure_text": (None, (c_uint64, c_char_p, c_int)),
     "ps_group_timeout": (None, (c_uint64, c_double)),
     "ps_group_loss": (c_int, (c_uint64, c_int, POINTER(c_int64), POINTER(c_int64))),
     "ps_wait_gently": (None, (c_int,)),

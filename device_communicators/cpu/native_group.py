@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -106,8 +107,9 @@ class NativeGroup:
         self.library = library
         self.number = number
         self.members = members
-        self.descriptors: dict[int, list[int]] = {}
-        """Of the connections to ranks on other hosts, by rank; the compiled group owns them."""
+        self.connections = Connections({}, {})
+        """To ranks on other hosts; the compiled group owns their descriptors."""
+        self._lock = threading.Lock()
         self._served: set[str] = set()
         self._failed_with = _FAILED
 
@@ -117,13 +119,13 @@ class NativeGroup:
         `meshed`: each rank has a connection to each rank of other hosts; else the first ranks of the hosts do.
         `rounded`: sums of bfloat16 are rounded before they travel.
         """
-        self.descriptors = connections.release()
-        ends = [(rank, each) for rank, descriptors in self.descriptors.items() for each in descriptors]
-        ranks = (ctypes.c_int * len(ends))(*(rank for rank, _ in ends))
+        self.connections = connections
+        ends = [(rank, each.fileno()) for rank, sockets in connections.sockets.items() for each in sockets]
+        peers = (ctypes.c_int * len(ends))(*(rank for rank, _ in ends))
         descriptors = (ctypes.c_int * len(ends))(*(descriptor for _, descriptor in ends))
         hosts = (ctypes.c_int * self.size)(*host_of_rank)
         self.library.ps_group_span(
-            self.number, self.rank, self.size, hosts, len(ends), ranks, descriptors, meshed, rounded
+            self.number, self.rank, self.size, hosts, peers, descriptors, len(ends), meshed, rounded
         )
 
     @property
@@ -136,8 +138,8 @@ class NativeGroup:
 
     def silent_peers(self, limit_s: float) -> list[int]:
         """See `Connections.silent_peers`."""
-        ranks = (ctypes.c_int * self.size)()
-        return list(ranks[: self.library.ps_group_silent(self.number, limit_s, ranks, self.size)])
+        with self._lock:  # else descriptors may be closed meanwhile
+            return self.connections.silent_peers(limit_s)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Gives the calls that follow this timeout; errors say it."""
@@ -356,7 +358,9 @@ class NativeGroup:
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
-        self.library.ps_group_close(self.number)
+        with self._lock:
+            self.connections.release()
+            self.library.ps_group_close(self.number)
 
     def __del__(self) -> None:
         self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -28,13 +27,10 @@ def _memory(group: GroupCoordinator) -> HostMemory:
 
 
 def connections_of(group: GroupCoordinator) -> dict[int, list[Any]]:
-    """Returns sockets of the connections by which this rank reaches others in collectives, by rank."""
+    """Returns the sockets by which this rank reaches others in collectives, by rank."""
     collectives = _memory(group).collectives
     assert collectives is not None
-    return {
-        rank: [socket.socket(fileno=os.dup(descriptor)) for descriptor in descriptors]
-        for rank, descriptors in collectives.descriptors.items()
-    }
+    return {rank: list(each) for rank, each in collectives.connections.sockets.items()}
 
 
 def _moved(connection: socket.socket) -> tuple[int, int]:

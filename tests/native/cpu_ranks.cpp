@@ -227,7 +227,7 @@ void movements(const World& world, std::uint64_t group, std::size_t bytes, char*
   }
   const int other = world.rank == 0 ? 2 : 0;  // one's own part is the caller's affair
   CHECK(run(group, told(40, 1),
-            [&](Group& self, double limit) { return self.gatherv(outs.data(), parts, in.data(), limit); }) ==
+            [&](Group& self, double limit) { return self.gatherv(outs.data(), parts, in.data(), -1, limit); }) ==
             Status::kDone &&
         (parts[other] == 0 || uneven[other].back() == byte_of(other, parts[other] - 1)));
   for (int src = 0; src < kRanks; ++src) {

@@ -25,7 +25,7 @@ struct Library {
   int (*reduce_scatter)(Number, Word, Word, void*, const void*, std::size_t outer, std::size_t inner, int dtype,
                         int op);
   int (*all_gather)(Number, Word, Word, void*, const void*, std::size_t outer, std::size_t inner_bytes);
-  int (*gatherv)(Number, Word, Word, void* const*, const std::size_t*, const void*, int);
+  int (*gatherv)(Number, Word, Word, void* const*, const std::size_t*, const void*, int dst);
   int (*broadcast)(Number, Word, Word, void*, std::size_t, int src);
   int (*scatter)(Number, Word, Word, void*, const void*, std::size_t, int src);
   int (*all_to_all)(Number, Word, Word, void*, const void*, const std::size_t* out, const std::size_t* in);

@@ -16,6 +16,7 @@ namespace parallel_state {
 namespace {
 
 constexpr std::int64_t kSliceNs = 20'000'000;       // a sleeper looks this often whether the other still lives
+constexpr std::int64_t kBusySliceNs = 1'000'000;    // and this often if it has work to go on with
 constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // and this often where a wake-up may be lost
 constexpr int kProbes = 8;         // at once: a rank that is about to publish does so within a hundred nanoseconds
 constexpr int kSpinsPerLook = 32;  // a look at the clock costs as much as a pause or two
@@ -64,7 +65,7 @@ constexpr std::int64_t kGentleSpinNs = 2'000;
 thread_local bool gentle = false;
 
 // Whether the counter reached its target within `count` yields.
-bool yield_until(const Counter& counter, std::uint64_t target, int count) {
+bool yield_until(const Counter& counter, std::uint64_t target, int count, Progress* progress) {
   if (count == 0 || gentle) return false;
   if (wary_waits > 0) {
     --wary_waits;
@@ -73,6 +74,7 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count) {
   const std::int64_t started = now_ns();
   for (int yield = 1; yield <= count; ++yield) {
     sched_yield();
+    if (progress != nullptr) progress->advance();
     if (counter.read() < target && yield < count) continue;
     const bool stranger = now_ns() - started > kStrangerNs * yield;
     wary_waits = stranger ? wary_next : 0;
@@ -83,7 +85,7 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count) {
 }
 
 WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadline_ns, const Liveness& liveness,
-                     int owner) {
+                     int owner, Progress* progress) {
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
   // The barrier runs on the owner's core too, between two of its instructions. If that is before it looks for sleepers,
   // it sees this one; if after, the value that it stored before it looked is seen below.
@@ -105,7 +107,9 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
       result = WaitResult::kInterrupted;
       break;
     }
-    signal = futex_wait(counter, seen, std::min(left_ns, sure ? kSliceNs : kUnsureSliceNs));
+    const bool is_busy = progress != nullptr && progress->advance();
+    const std::int64_t slice_ns = is_busy ? kBusySliceNs : sure ? kSliceNs : kUnsureSliceNs;
+    signal = futex_wait(counter, seen, std::min(left_ns, slice_ns));
   }
   counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
   return result;
@@ -168,11 +172,12 @@ WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& po
         if (counter.read() >= target) return WaitResult::kReached;
         pause_cpu();
       }
+      if (policy.progress != nullptr) policy.progress->advance();
     } while (now_ns() < spin_until);
   }
   const int yields = neighbour ? std::max(policy.yields, kYieldsToNeighbour) : policy.yields;
-  if (yield_until(counter, target, yields)) return WaitResult::kReached;
-  return sleep_for(counter, target, deadline_ns, liveness, owner);
+  if (yield_until(counter, target, yields, policy.progress)) return WaitResult::kReached;
+  return sleep_for(counter, target, deadline_ns, liveness, owner, policy.progress);
 }
 
 }  // namespace parallel_state

@@ -9,12 +9,21 @@
 
 namespace parallel_state {
 
+// Work of the waiting thread that goes on while it waits: see connections.h.
+class Progress {
+ public:
+  virtual ~Progress() = default;
+  // Returns false if nothing is left to do.
+  virtual bool advance() = 0;
+};
+
 // How long a wait spins and yields before it sleeps. Measured (benchmarks/kernels.py): with a core for each
 // rank 100-200 us of spinning beat everything; with more ranks than cores a spinning rank holds the core that the rank
 // it waits for needs, so at most a few us, then some yields.
 struct WaitPolicy {
   std::int64_t spin_ns = 100'000;
   std::int32_t yields = 0;
+  Progress* progress = nullptr;
 };
 
 enum class WaitResult { kReached, kTimedOut, kPeerDied, kInterrupted };
