@@ -211,6 +211,16 @@ class NativeGroup:
         place, elapsed_us, reporter, *misfit = words[:7]
         suspect = members.ranks[place] if place >= 0 else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
+        if reporter >= 0 and status == _BROKEN:  # a death can be known there first
+            with_whom = f" with global rank {suspect}" if suspect >= 0 else ""
+            text = f"global rank {members.ranks[reporter]} gave up: a connection{with_whom} was closed by peer"
+            return TransferError(text, place if place >= 0 else reporter)
+        if reporter >= 0 and status == _MISMATCH and (words[7] or misfit[0] >= 0):
+            who = members.ranks[reporter]
+            difference = self._difference(list(words), f"global rank {who}", suspect, misfit)
+            blamed = who if suspect in (-1, members.ranks[members.rank]) else suspect
+            facts = {"elapsed_s": elapsed_s, "timeout_s": members.timeout_s}
+            return members.mismatch(operation, difference, (blamed,), **facts)
         if reporter >= 0:
             return given_up(members, operation, suspect, elapsed_s, status, members.ranks[reporter])
         if status == _BROKEN:
@@ -241,7 +251,7 @@ class NativeGroup:
         if status == _PEER_DIED:
             has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
-        difference, facts = self._difference(list(words), suspect, misfit), {"elapsed_s": elapsed_s}
+        difference, facts = self._difference(list(words), "this rank", suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _failure_text(self) -> str:
@@ -250,8 +260,8 @@ class NativeGroup:
         self.library.ps_group_failure_text(self.number, text, len(text))
         return text.value.decode(errors="replace")
 
-    def _difference(self, words: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
-        """Returns how this rank's call differs from the suspect's, in words."""
+    def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
+        """Returns how the call of `who` differs from the suspect's, in words."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[place] for place in (src, dst)]
@@ -263,7 +273,7 @@ class NativeGroup:
             in_words(word, shape, parts[:count])
             for word, shape, count, *parts in (words[7 : 10 + _PARTS], words[10 + _PARTS :])
         )
-        return f"this rank is in {own}, global rank {suspect} in {other}"
+        return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
         """Lets the registered ops that are called with `key` come here without Python, where the library has them.
