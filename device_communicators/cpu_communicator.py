@@ -18,8 +18,8 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.calls.reductions import REDUCING, reduction_refusal
 from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
-from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
+from device_communicators.cpu.transfers import Transfers
 from device_communicators.hierarchical.pairs import Pairs
 from device_communicators.hierarchical.streams import Streams
 from device_communicators.routing.communicator import (
@@ -168,25 +168,28 @@ class CpuCommunicator(Communicator):
         if self._pairs is not None:
             self._pairs.send(x, dst, tag)
         else:
-            self._queues(tag).send(x, dst)
+            self._transfers(tag).send(x, dst)
 
     def recv(self, out: Tensor, src: int) -> None:
+        tag = self.context.tag(0)
         if self._pairs is not None:
-            self._pairs.recv(out, src, self.context.tag(0))
+            self._pairs.recv(out, src, tag)
         else:
-            super().recv(out, src)
+            self._transfers(tag).recv_(out, src)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return self._queues(tag).isend(x, dst) if self._pairs is None else self._pairs.isend(x, dst, tag).begin()
+        return self._transfers(tag).isend(x, dst) if self._pairs is None else self._pairs.isend(x, dst, tag).begin()
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        return self._queues(tag).irecv_(out, src) if self._pairs is None else self._pairs.irecv(out, src, tag).begin()
+        if self._pairs is not None:
+            return self._pairs.irecv(out, src, tag).begin()
+        return self._transfers(tag).irecv_(out, src)
 
-    def _queues(self, tag: int) -> Channels:
+    def _transfers(self, tag: int) -> Transfers:
         begin_sending()
         if self._channels is None or tag != self.context.tag(0):
             raise UnsupportedError(f"{self.context}: {self.name} has no transfers of tag {tag}")
-        return self._channels
+        return self._channels.transfers
 
     def abandon(self) -> None:
         if self._pairs is not None:

@@ -233,7 +233,6 @@ class _Sending:
         if not self._done.is_set():
             started = time.monotonic()
             self._sender.check_writer("send")
-            self._sender.meanwhile()
             if not self._done.wait(self._sender.members.timeout_s):
                 raise self._sender.failed(_TIMED_OUT, "send", started)
         if self.error is not None:
@@ -247,8 +246,6 @@ class Sender(_End):
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
         super().__init__(library, members, place, waiting)
-        self.meanwhile: Callable[[], None] = lambda: None
-        """Called before this rank waits for a reader, which may be waiting for this rank to read."""
         self._waiting: deque[_Sending] = deque()
         self._writer = 0  # the thread that writes a message, bit by bit and without the lock, or will start one for it
 
@@ -271,7 +268,6 @@ class Sender(_End):
             if writer:
                 started = time.monotonic()
                 if status == _TIMED_OUT:
-                    self.meanwhile()
                     status = self._library.ps_queue_resume(self.end, self._timeout_s)
                 if status != _DONE:
                     raise self.failed(status, operation, started)

@@ -28,6 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from device_communicators.base.errors import InvalidArgumentError, RemoteError
 from device_communicators.base.host_calls import host_call
 from device_communicators.base.torch_internals import dispatch_modes, in_transform, mark_written
+from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import copy_values, dense, is_dense
 from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.calls.user_call import transfer
@@ -561,6 +562,7 @@ class TensorCalls(GroupFacts):
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
             if received is not NotImplemented:
                 return received
+            raise_interruption()  # of the wait in C++: the op would wait again
         src = checks.source(self.context, "recv", src)
         checks.check_shape(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)

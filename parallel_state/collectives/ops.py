@@ -466,6 +466,7 @@ def send(x: Tensor, token: Tensor, dst: int, group: str) -> None:
 
 @register("Tensor(a!) token, SymInt[] size, ScalarType dtype, Device device, int src, str group", fake=_fake_given)
 def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, src: int, group: str) -> Tensor:
+    raise_interruption()  # of the kernel in C++, which else would wait again
     out = torch.empty(size, dtype=dtype, device=device)
     find_route(group).run("recv", out, out, src)
     return out

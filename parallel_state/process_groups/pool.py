@@ -299,7 +299,10 @@ class ProcessGroupPool:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
-            store = served = self.watcher.store_of(ranks)
+            from device_communicators.c10d.control_store import for_torch  # only where there is a group of torch's
+
+            served = self.watcher.store_of(ranks)
+            store = None if served is None else BoundedStore(for_torch(served.raw))
             if connects and served is None:
                 with self._lock:
                     store = self._stores.pop() if self._stores else None

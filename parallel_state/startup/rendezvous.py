@@ -45,6 +45,7 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host import address_towards, is_loopback, start_time
+from device_communicators.c10d.control_store import for_torch
 from device_communicators.control.plane import Endpoint, Verdict
 from device_communicators.control.store import ControlStore, ForeignServiceError
 from device_communicators.cpu import native
@@ -66,6 +67,7 @@ _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
 _TOGETHER_S = 0.1  # ranks that exit within this time are named together
 _SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
 _SLICE_OF_OTHERS_S = 0.5
+_LOOK_S = 1.0  # between two looks of other ranks for the world of a later round
 _CONNECT_S = 2.0  # one attempt to reach rank 0's store
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
@@ -98,8 +100,6 @@ class WorldStore(ControlStore):
     """The store in rank 0's control plane."""
 
     served_by = 0
-    met_at = ""
-    """The store from which the ranks have its token, in words."""
 
 
 class Met(NamedTuple):
@@ -180,10 +180,10 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        group_store = BoundedStore(store.raw)
+        group_store = BoundedStore(for_torch(store.raw))
         if way.server is None and store.can_hold:
             prefix = f"{way.prefix}/{Endpoint.parse(meeting.places[0].endpoint).proc}"
-            group_store = BoundedStore(dist.PrefixStore(prefix, way.connect()))
+            group_store = BoundedStore(dist.PrefixStore(prefix, for_torch(way.connect())))
             group_store.set_timeout(timedelta(seconds=timeout_s))
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, group_store, meeting.served)
     except BaseException as error:
@@ -216,7 +216,8 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
             raise _can_not_listen(ranks[deaf], places[deaf], rank)
         endpoint = Endpoint.parse(places[0].endpoint)
         store = BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE))
-        return Met(store, _WORLD_BEFORE, places, deadline, watcher, store, [])
+        group_store = BoundedStore(for_torch(store.raw))
+        return Met(store, _WORLD_BEFORE, places, deadline, watcher, group_store, [])
     except BaseException:
         watcher.close()
         raise
@@ -492,7 +493,7 @@ class _Meeting:
         Returns False if this world is of an earlier round, or has another size. Raises the error for any other verdict.
         """
         near: dict[str, tuple[str, str]] = {}
-        refused_at = None
+        refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
             try:
@@ -502,8 +503,10 @@ class _Meeting:
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
-                if not world.can_hold and _peek(launcher, _WORLD) not in ("", name):
-                    return False  # that of an earlier round
+                if time.monotonic() > look_at:
+                    look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
+                    if self._is_superseded(world, launcher, name):
+                        return False
             except dist.DistNetworkError as error:
                 if not world.can_hold:
                     raise
@@ -515,6 +518,12 @@ class _Meeting:
                     self._note_silence(error, near)
             if time.monotonic() > self.deadline:
                 raise self._gave_up(world)
+
+    def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
+        """Returns True if a later round opened a world, and this one is not decided: its rank 0 is about to exit."""
+        with contextlib.suppress(dist.DistError):
+            return _peek(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
+        return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
         """Returns True if all ranks came, False for a smaller world; raises the error for another verdict."""
@@ -679,7 +688,7 @@ class _Meeting:
 def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> WorldStore:
     address = endpoint.host, endpoint.port
     store = WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
-    store.met_at = met_at
+    store.access = f"a token that the ranks received from {met_at}"
     return store
 
 

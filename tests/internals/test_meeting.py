@@ -15,7 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import ConfigMismatchError, PeerDiedError, RendezvousError
+from device_communicators.base.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    PeerDiedError,
+    RendezvousError,
+)
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher
 from parallel_state.startup import rendezvous
@@ -146,6 +151,18 @@ def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) 
     new = job.meeting(0, 2)
     job.start(new).result(AMPLE_S)
     came.result(AMPLE_S)
+
+
+def test_a_rank_leaves_the_world_of_an_earlier_round_while_its_rank_0_lives(job: Job) -> None:
+    """torchrun starts the next round while rank 0 of the last one still saves something."""
+    old = job.start(job.meeting(0, 3))
+    came = job.start(job.meeting(1, 3))
+    time.sleep(0.5)
+    new = [job.start(job.meeting(rank, 3)) for rank in (0, 2)]
+    for future in (came, *new):
+        future.result(SOON_S)
+    with pytest.raises(CommunicationError):
+        old.result(AMPLE_S)
 
 
 def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,20 +354,17 @@ Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& out
 
 }  // namespace
 
-Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
-                 std::chrono::milliseconds timeout, Callbacks callbacks)
+Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
+                 const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout, Callbacks callbacks)
     : c10d::Backend(rank, size),
       library_(std::move(library)),
       group_(group),
-      shares_memory_(places.control != nullptr),
+      shares_memory_(!places.empty()),
       options_(c10::make_intrusive<Options>(timeout)),
       callbacks_(std::move(callbacks)),
       made_in_(fork_generation()) {
   lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption);
-  if (shares_memory_) {
-    pairs_ =
-        std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error, callbacks_.interruption);
-  }
+  if (shares_memory_) pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
   init();
 }
 
@@ -1173,7 +1170,6 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
         " needs a tensor whose elements are apart, but got an expanded one");
   auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
                                                    sequence_.load(std::memory_order_relaxed));  // of collectives
-  work->owner = pairs_;
   work->is_send = sends;
   work->peer = peer;
   work->tag = tag;
@@ -1182,9 +1178,7 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
     work->tensor = sends || x.is_contiguous() ? x.contiguous() : at::empty(x.sizes(), x.options());
   }
   if (!sends && !work->tensor.is_same(x)) work->target = x;
-  work->started = Clock::now();
-  work->deadline = work->started + options_->timeout;
-  pairs_->start(work);
+  pairs_->start(work, options_->timeout);
   return kept(std::move(work));
 }
 

@@ -47,10 +47,10 @@ class Backend : public c10d::Backend {
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
-  // `group` is the number of the library's group, 0 where there is none; `library` may be null then. `places`: without
-  // queues where the ranks are on several hosts, whose transfers gloo carries.
-  Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
-          std::chrono::milliseconds timeout, Callbacks callbacks);
+  // `group` is the number of the library's group, 0 where there is none; `library` may be null then. `places`: empty
+  // where the ranks are on several hosts, whose transfers gloo carries.
+  Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
+          const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }

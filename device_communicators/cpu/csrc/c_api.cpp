@@ -71,6 +71,9 @@ void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); 
 // The address of a SignalPipe, for Python to set.
 void* ps_signal_pipe() { return &signal_pipe(); }
 
+// Returns 1 if a signal may have come since the last call: see has_signal. Main thread only.
+int ps_has_signal() { return has_signal(signal_pipe()) ? 1 : 0; }
+
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
 // Where in the segment the slots of `rank` begin; for `rank` = `size`, where the last ones end.

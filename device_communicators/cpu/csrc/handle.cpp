@@ -68,8 +68,7 @@ Handle::Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy p
       host_group_(memory_, rank, size, liveness_, policy),
       group_(&host_group_),
       meter_(std::make_unique<Meter>(size)),
-      queues_(size),
-      tensor_queues_(size) {}
+      queues_(size) {}
 
 void Handle::span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
                   bool rounded) {

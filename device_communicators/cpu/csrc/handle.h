@@ -24,6 +24,8 @@
 
 namespace parallel_state {
 
+class Transfers;
+
 // What went wrong first: the group is of no use from then on, and each later call fails with this at once.
 struct Failure {
   Status status = Status::kDone;
@@ -164,8 +166,17 @@ class Handle {
   Loss loss(int rank) const;
   bool has_left(int rank) const;
 
-  Queues& queues() { return queues_; }                // of messages
-  Queues& tensor_queues() { return tensor_queues_; }  // of plain tensors, each to one rank
+  Queues& queues() { return queues_; }  // of messages
+
+  // Sends and receives of plain tensors; null where there are none. They keep the handle, and not the other way round.
+  std::shared_ptr<Transfers> transfers() {
+    const std::lock_guard<std::mutex> lock(transfers_mutex_);
+    return transfers_.lock();
+  }
+  void set_transfers(const std::shared_ptr<Transfers>& transfers) {
+    const std::lock_guard<std::mutex> lock(transfers_mutex_);
+    transfers_ = transfers;
+  }
 
   // Of the calls that begin from now on; where callers take turns.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
@@ -209,7 +220,9 @@ class Handle {
   std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Lender> lender_;
-  Queues queues_, tensor_queues_;
+  Queues queues_;
+  std::mutex transfers_mutex_;
+  std::weak_ptr<Transfers> transfers_;
 };
 
 // Numbers begin at 1 and are never used again.

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "pack.h"
+#include "transfers.h"
 
 namespace parallel_state {
 namespace {
@@ -38,11 +40,6 @@ bool is_free_reader(const OpenReader& open) {
   return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
 }
 
-constexpr int kDtypes = 64;
-std::uint64_t tensor_forms[kDtypes] = {};
-
-std::uint64_t form_of(const PlainTensor& x) { return x.dtype < 0 || x.dtype >= kDtypes ? 0 : tensor_forms[x.dtype]; }
-
 // Reads one message, past Python.
 class Reading {
  public:
@@ -71,16 +68,6 @@ class Reading {
     if (!is_whole || !is_plain_head(end.here(), *bytes) || !taker.take(end.here(), *bytes)) return leave();
     const Piece passed{nullptr, *bytes};
     return check(end.read(&passed, 1, open_.timeout_s)) ? Outcome::kDone : Outcome::kLeft;
-  }
-
-  // A plain tensor, which has no head.
-  Outcome read_tensor(std::uint64_t form, const Piece& out) {
-    QueueReader& end = open_.end;
-    if (!wait(form)) return Outcome::kLeft;
-    const bool is_expected =
-        end.header().fingerprint == form && end.header().head_bytes == 0 && end.bytes_left() == out.bytes;
-    if (!is_expected) return leave();
-    return check(end.read(&out, 1, open_.timeout_s)) ? Outcome::kDone : Outcome::kLeft;
   }
 
  private:
@@ -146,14 +133,13 @@ bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
 
 // `read(reading, number)` takes a message in, and tells its outcome and the bytes that it counts as.
 template <typename Read>
-Outcome receive(Served& served, Queues& queues, ToOne from, Read read, const PlainTensor* tensor = nullptr) {
+Outcome receive(Served& served, ToOne from, Read read) {
   Handle& handle = served.handle();
-  const std::shared_ptr<OpenReader> open = from.rank < 0 ? nullptr : queues.reader(from.rank, false);
+  const std::shared_ptr<OpenReader> open = from.rank < 0 ? nullptr : handle.queues().reader(from.rank, false);
   if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
   const InTurn<QueueReader> turn{*open};
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
   const Transfer transfer{served, from.received(), from.rank, from.method};
-  if (tensor != nullptr) transfer.record().describe(tensor->dtype, tensor->sizes, tensor->dims);
   std::uint64_t bytes = 0;
   const Outcome outcome = read(Reading{*open}, 0, &bytes);
   if (outcome == Outcome::kDone) served.end(transfer.record(), from.received(), bytes);
@@ -249,11 +235,10 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
 }
 
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces) {
-  return receive(served, served.handle().queues(), from,
-                 [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
-                   *bytes = counted_bytes(pieces, 1);
-                   return reading.read(number, pieces);
-                 });
+  return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+    *bytes = counted_bytes(pieces, 1);
+    return reading.read(number, pieces);
+  });
 }
 
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces) {
@@ -264,12 +249,11 @@ Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<
 }
 
 Outcome receive_object(Served& served, ToOne from, Taker& taker) {
-  return receive(served, served.handle().queues(), from,
-                 [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
-                   const Outcome outcome = reading.read_object(number, taker, bytes);
-                   *bytes = std::max(kFrameBytes, *bytes);
-                   return outcome;
-                 });
+  return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+    const Outcome outcome = reading.read_object(number, taker, bytes);
+    *bytes = std::max(kFrameBytes, *bytes);
+    return outcome;
+  });
 }
 
 Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker) {
@@ -280,36 +264,57 @@ Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& take
   });
 }
 
-void set_tensor_forms(const std::uint64_t* forms, int count) {
-  std::copy_n(forms, std::min(count, kDtypes), tensor_forms);
+namespace {
+
+// A transfer of a plain tensor that comes past Python, recorded once it is certain to begin.
+class TensorTransfer {
+ public:
+  TensorTransfer(Served& served, ToOne other, Counted counted, const PlainTensor& x)
+      : served_(served), other_(other), counted_(counted), x_(x) {}
+
+  void begin() {
+    transfer_.emplace(served_, counted_, other_.rank, other_.method);
+    transfer_->record().describe(x_.dtype, x_.sizes, x_.dims);
+  }
+  Outcome end(Transfers::Outcome outcome) {
+    if (outcome == Transfers::Outcome::kDone) served_.end(transfer_->record(), counted_, x_.bytes);
+    return static_cast<Outcome>(outcome);
+  }
+
+ private:
+  Served& served_;
+  const ToOne other_;
+  const Counted counted_;
+  const PlainTensor& x_;
+  std::optional<Transfer> transfer_;
+};
+
+std::shared_ptr<Transfers> transfers_of(Served& served, int rank) {
+  Handle& handle = served.handle();
+  return rank < 0 || rank >= handle.size() || handle.liveness().is_doomed() ? nullptr : handle.transfers();
 }
 
+}  // namespace
+
 Outcome send_tensor(Served& served, int dst, const PlainTensor& x) {
-  Handle& handle = served.handle();
+  const std::shared_ptr<Transfers> transfers = transfers_of(served, dst);
+  if (transfers == nullptr) return Outcome::kLeft;
   const ToOne to{dst, ToOne::kPlainTensor};
-  const std::uint64_t form = form_of(x);
-  const std::shared_ptr<OpenWriter> open = form == 0 || dst < 0 ? nullptr : handle.tensor_queues().writer(dst);
-  if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
-  const InTurn<QueueWriter> turn{*open};
-  if (!turn || !is_free(*open)) return Outcome::kLeft;
-  if (!open->end.has_room(x.bytes)) return Outcome::kNoRoom;
-  const Piece piece{x.data(), x.bytes};
-  if (!open->end.fit(&piece, 1, 0)) return Outcome::kNoRoom;  // a message is half written
-  const Transfer transfer{served, to.counted(), to.rank, to.method};
-  transfer.record().describe(x.dtype, x.sizes, x.dims);
-  open->end.write(form);
-  served.end(transfer.record(), to.counted(), x.bytes);
-  return Outcome::kDone;
+  TensorTransfer transfer{served, to, to.counted(), x};
+  const auto data = [&] {
+    void* const at = x.data();
+    transfer.begin();
+    return at;
+  };
+  return transfer.end(transfers->send_now(dst, x.dtype, x.bytes, data));
 }
 
 Outcome receive_tensor(Served& served, int src, const PlainTensor& out) {
-  const std::uint64_t form = form_of(out);
-  if (form == 0) return Outcome::kLeft;
-  const auto read = [&](Reading reading, std::uint64_t, std::uint64_t* bytes) {
-    *bytes = out.bytes;
-    return reading.read_tensor(form, {out.data(), out.bytes});
-  };
-  return receive(served, served.handle().tensor_queues(), {src, ToOne::kPlainTensor}, read, &out);
+  const std::shared_ptr<Transfers> transfers = transfers_of(served, src);
+  if (transfers == nullptr) return Outcome::kLeft;
+  const ToOne from{src, ToOne::kPlainTensor};
+  TensorTransfer transfer{served, from, from.received(), out};
+  return transfer.end(transfers->receive_now(src, out.dtype, out.bytes, [&] { transfer.begin(); }, out.data));
 }
 
 }  // namespace parallel_state

@@ -1,5 +1,5 @@
 // Messages between the ranks of a host, for calls that come past Python: lists of tensors and tensor dicts whose head
-// the receiver knows beforehand, objects without tensors, and plain tensors. See open_queue.h.
+// the receiver knows beforehand, objects without tensors, and plain tensors. See open_queue.h, and transfers.h.
 //
 // Any thread may call. The pieces are the caller's.
 #pragma once
@@ -63,7 +63,7 @@ class Taker {
 Outcome receive_object(Served& served, ToOne from, Taker& taker);
 Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker);
 
-// A plain tensor: one message without a head in a queue of its own kind.
+// A plain tensor.
 struct PlainTensor {
   int dtype;  // by torch's number
   const std::int64_t* sizes;
@@ -73,8 +73,6 @@ struct PlainTensor {
   // in vain.
   std::function<void*()> data;
 };
-
-void set_tensor_forms(const std::uint64_t* forms, int count);  // see ps_set_tensor_forms
 
 // kNoRoom for one that doesn't fit into the ring at once.
 Outcome send_tensor(Served& served, int dst, const PlainTensor& x);

@@ -146,6 +146,7 @@ class QueueWriter : public RingEnd {
   void drop();
   // Whether so many bytes can be written at once, if no message is half written.
   bool has_room(std::uint64_t bytes);
+  std::uint64_t written() const { return written_; }  // chunks so far
 
  private:
   void take_in(const Piece* pieces, int count, int heads);

@@ -41,6 +41,7 @@ using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
 using parallel_state::WaitPolicy;
+using parallel_state::Watch;
 using parallel_state::control::ProcessWatch;
 
 // Ends of a queue that are no ranks of a world, as those of vLLM's queues: only this process watches them.
@@ -84,16 +85,6 @@ class ProcessLiveness final : public Losses {
   std::vector<Process> processes_;
 };
 
-// Which ends are lost: as their group knows it, or, without one, by their processes alone.
-struct Watch {
-  std::shared_ptr<Handle> group;
-  std::unique_ptr<ProcessLiveness> processes;
-  const Losses& losses() const {
-    if (group != nullptr) return group->liveness();
-    return *processes;
-  }
-};
-
 template <typename End>
 void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers, const int* ranks,
            int me, const void* liveness, std::int64_t spin_ns, int yields, QueueReport* report) {
@@ -101,7 +92,7 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
   policy.spin_ns = spin_ns;
   policy.yields = yields;
   const auto made = std::make_shared<OpenEnd<End>>(control, data, RingShape{chunk_bytes, chunks, readers}, ranks, me,
-                                                   static_cast<const Watch*>(liveness)->losses(), policy, report);
+                                                   *static_cast<const Watch*>(liveness)->losses, policy, report);
   made->spin_ns = spin_ns;
   made->itself = made;
   return made.get();
@@ -157,13 +148,15 @@ extern "C" {
 std::size_t ps_queue_control_bytes(int readers) { return RingShape{64, 1, readers}.control_bytes(); }
 
 void* ps_liveness_new(const std::int64_t* pids, int count) {
-  return new (std::nothrow) Watch{nullptr, std::make_unique<ProcessLiveness>(pids, count)};
+  return new (std::nothrow) Watch{std::make_shared<const ProcessLiveness>(pids, count)};
 }
 
 // Keeps the group's memory for as long as it lives. Null where there is no such group.
 void* ps_liveness_of(std::uint64_t group) {
   std::shared_ptr<Handle> handle = parallel_state::find(group);
-  return handle == nullptr ? nullptr : new (std::nothrow) Watch{std::move(handle), nullptr};
+  if (handle == nullptr) return nullptr;
+  const Losses* const losses = &handle->liveness();
+  return new (std::nothrow) Watch{std::shared_ptr<const Losses>(std::move(handle), losses)};
 }
 
 void ps_liveness_delete(void* liveness) { delete static_cast<Watch*>(liveness); }
@@ -189,22 +182,18 @@ int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
 // Lets calls that come past Python find the end of a group's queue: to `dst`, -1 for all others. What they wait for has
-// this timeout; `broadcasts` is the number of messages to all so far. Plain tensors, which are never lent, have queues
-// of their own.
-void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, int of_tensors, double timeout_s,
-                           std::uint64_t* broadcasts) {
+// this timeout; `broadcasts` is the number of messages to all so far.
+void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
-    if (of_tensors != 0) return handle.tensor_queues().add(dst, open->itself);
     open->end.set_lender(handle.lender());
     handle.queues().add(dst, open->itself);
   });
 }
-void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, int of_tensors, double timeout_s,
+void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, double timeout_s,
                            std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenReader*>(reader);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
-    if (of_tensors != 0) return handle.tensor_queues().add(src, false, open->itself);
     open->end.set_lender(handle.arena_of(src));
     handle.queues().add(src, of_all != 0, open->itself);
   });
@@ -215,10 +204,6 @@ void ps_queue_reserve(QueueReport* report, int calls) {
   // Release: who reads the last to be taken back sees all that was received until then.
   report->reserved.fetch_add(calls, std::memory_order_release);
 }
-
-// The numbers on which sender and receiver of a plain tensor must agree, by its dtype; 0: left to Python. Once, before
-// any end is served.
-void ps_set_tensor_forms(const std::uint64_t* forms, int count) { parallel_state::set_tensor_forms(forms, count); }
 
 // The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
 // Without a timeout: what fits, and 1 where it isn't all.
