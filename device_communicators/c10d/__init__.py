@@ -1,4 +1,4 @@
-"""torch.distributed's backend "parallel_state": collectives and transfers of CPU tensors over a host's shared memory.
+"""torch.distributed's backend "parallel_state": collectives of CPU tensors, and transfers within a host.
 
 May import `routing`, `cpu` and what is below them; only `parallel_state`, which registers it, imports it.
 """

@@ -54,7 +54,6 @@ from device_communicators.routing.waiting import Watched, abandon
 _COLLECTIVE_INTERRUPTED = 5
 """`kInterrupted` in csrc/group.h."""
 _NOBODYS_TAG = (1 << 31) - 1
-"""Words of `TransferPlaces`."""
 
 
 def as_torch_error(error: BaseException) -> BaseException:
