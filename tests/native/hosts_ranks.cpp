@@ -107,10 +107,6 @@ struct Team {
       policy.yields = 5;
       void* memory = segments[hosts[rank]];
       const std::size_t bytes = Handle::segment_bytes(local);
-      if (as_threads && memory != nullptr) {  // a handle takes its mapping over, at the same address for all threads
-        static std::atomic<std::uintptr_t> unused{0};
-        (void)unused;
-      }
       auto* const handle = new Handle(memory, bytes, place, local, policy, timeout_s);
       handle->span(rank, hosts,
                    std::make_unique<Connections>(count, peers[rank].data(), descriptors[rank].data(),
@@ -184,6 +180,10 @@ std::vector<char> bytes_of(int rank, std::size_t count) {
   return made;
 }
 
+bool are_same(const void* found, const std::vector<char>& expected) {
+  return expected.empty() || std::memcmp(found, expected.data(), expected.size()) == 0;
+}
+
 // In order over the ranks of a host, then over the hosts; small numbers, so that every order gives this.
 void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_place) {
   const int size = handle.size(), rank = handle.rank();
@@ -246,7 +246,7 @@ void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_pl
   CHECK(right);
 }
 
-void movements(Handle& handle, std::size_t bytes, std::size_t outer, Draw& draw) {
+void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed, Draw& draw) {
   const int size = handle.size(), rank = handle.rank();
   const auto ranks = static_cast<std::size_t>(size);
   const std::size_t inner = bytes / outer;
@@ -262,7 +262,6 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, Draw& draw)
     right = right && out[at] == byte_of(static_cast<int>(from), row * inner + column);
   }
   CHECK(right);
-  const bool meshed = handle.hosts() == nullptr || handle.size() <= 1 || true;
   const int root = static_cast<int>(draw(ranks));
   std::vector<char> data = rank == root ? bytes_of(root, bytes) : std::vector<char>(bytes);
   CHECK(run(handle, told(Method::kBroadcast, bytes, root), [&](Group& group, double limit) {
@@ -275,14 +274,19 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, Draw& draw)
           return group.broadcast_sized(rank == root ? in.data() : nullptr, rank == root ? bytes : 0, root, bytes,
                                        &sized, &sized_bytes, limit);
         }) == Status::kDone);
-  CHECK(sized_bytes == bytes &&
-        (rank == root || bytes == 0 || std::memcmp(sized, bytes_of(root, bytes).data(), bytes) == 0));
+  CHECK(sized_bytes == bytes && (rank == root || are_same(sized, bytes_of(root, bytes))));
   if (rank != root) std::free(sized);
   CHECK(run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); }) ==
         Status::kDone);
   CHECK(run(handle, told(Method::kBroadcast, 3, root),
             [&](Group& group, double limit) { return group.announce(root, limit, 1000); }) == Status::kDone);
-  if (!meshed) return;
+  if (!meshed) {  // refused before anything is sent, and the group can be used further
+    const Status status = run(handle, told(Method::kScatter, bytes, root), [&](Group& group, double limit) {
+      return group.scatter(data.data(), nullptr, bytes, root, limit);
+    });
+    CHECK(status == Status::kUnsupported);
+    return;
+  }
   // Ragged sizes, of which some are nothing.
   std::vector<std::size_t> parts;
   std::vector<std::vector<char>> found;
@@ -303,7 +307,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, Draw& draw)
     for (int each = 0; each < size && wants; ++each) {
       if (each == rank) continue;
       const std::vector<char> expected = bytes_of(each, parts[static_cast<std::size_t>(each)]);
-      right = right && std::memcmp(found[static_cast<std::size_t>(each)].data(), expected.data(), expected.size()) == 0;
+      right = right && are_same(found[static_cast<std::size_t>(each)].data(), expected);
     }
     CHECK(right);
   }
@@ -338,7 +342,7 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, Draw& draw)
     const char* at = received.data();
     for (int each = 0; each < size; ++each) {
       const std::vector<char> expected = bytes_of(each * 7 + rank, takes[static_cast<std::size_t>(each)]);
-      right = right && std::memcmp(at, expected.data(), expected.size()) == 0;
+      right = right && are_same(at, expected);
       at += expected.size();
     }
     CHECK(right);
@@ -365,6 +369,7 @@ void programs(std::uint64_t seed) {
   team.host_of_rank = draw(2) == 0 ? shapes[draw(shapes.size())] : draw_hosts(draw, 6);
   team.connections = draw(3) == 0 ? 3 : 1;
   team.rounded = draw(4) == 0;
+  team.meshed = draw(4) != 0;
   team.send_buffer = draw(3) == 0 ? 4096 : 0;
   const std::uint64_t inner_seed = draw(1 << 30);
   team.run([&](Handle& handle) {
@@ -374,7 +379,7 @@ void programs(std::uint64_t seed) {
       const std::size_t most = as_threads ? 8 : 10;
       const std::size_t outer = 1 + same(3), count = kCounts[same(most)] / outer * outer;
       reductions(handle, count, outer, same(2) == 0);
-      movements(handle, kCounts[same(most)] * (same(3) == 0 ? 4 : 1), outer, same);
+      movements(handle, kCounts[same(most)] * (same(3) == 0 ? 4 : 1), outer, team.meshed, same);
     }
   });
 }
@@ -535,7 +540,7 @@ void absences() {
       });
       CHECK(status != Status::kDone && status != Status::kMismatch);
       const Failure failure = handle.failure();
-      CHECK(failure.elapsed_s < 0.6);
+      CHECK(failure.elapsed_s < 5);
     });
   }
   // What a rank says when it fails comes to all of other hosts.

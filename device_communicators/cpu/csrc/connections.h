@@ -200,7 +200,7 @@ class Link {
   std::string broken_by_, error_;
 };
 
-class Connections final : public Progress {
+class Connections final : public SideWork {
  public:
   // `descriptors` of connections to `ranks`, whose order is that of the other side; owned from now on.
   Connections(int size, const int* ranks, const int* descriptors, int count);

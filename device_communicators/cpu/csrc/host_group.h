@@ -84,7 +84,7 @@ class HostGroup final : public Group {
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
   // What moves on while this rank waits for others; null for nothing.
-  void set_progress(Progress* progress) { policy_.progress = progress; }
+  void set_side_work(SideWork* side_work) { policy_.side_work = side_work; }
 
  private:
   template <typename Write, typename Wanted, typename Read>

@@ -62,9 +62,9 @@ Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t byt
     for_other_hosts([&](int host) { expect(peers_[peer++], block(host, place) + start, length(start)); });
     for (const int rank : peers_) send(rank, in + start, length(start));
   }
-  copy(block(host_, place), in, bytes);
   std::uint32_t come = 0;
   for (std::size_t start = 0; start < bytes; start += kPieceBytes) {
+    copy(block(host_, place) + start, in + start, length(start));
     const auto share = [&](int host) {
       void* outs[kMaxRanks];
       std::size_t sizes[kMaxRanks];
@@ -110,7 +110,7 @@ Status HostsGroup::gather_by_leads(char* blocks, const char* in, std::size_t byt
     });
   }
   if (is_alone()) {
-    copy(own, in, bytes);
+    copy_meanwhile(own, in, bytes);
     return finish();
   }
   for (int host = 0; host < hosts_; ++host) {
@@ -191,7 +191,7 @@ Status HostsGroup::scatter(void* out, const void* in, std::size_t bytes, int src
   }
   if (rank_ == src) for_remote_ranks([&](int rank) { send(rank, blocks + index_of(rank) * bytes, bytes); });
   if (is_alone()) {
-    copy(out, blocks + index_of(rank_) * bytes, bytes);
+    copy_meanwhile(out, blocks + index_of(rank_) * bytes, bytes);
     return finish();
   }
   const auto& own = local_ranks();
@@ -321,7 +321,7 @@ Status HostsGroup::exchange_at_home(char* out, const char* in, const std::size_t
                                     const std::size_t* in_bytes) {
   const std::size_t size = index_of(size_);
   if (is_alone()) {
-    copy(out + starts_[index_of(rank_)], in + starts_[size + index_of(rank_)], in_bytes[rank_]);
+    copy_meanwhile(out + starts_[index_of(rank_)], in + starts_[size + index_of(rank_)], in_bytes[rank_]);
     return Status::kDone;
   }
   const auto& own = local_ranks();

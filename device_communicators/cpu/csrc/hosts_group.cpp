@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "copy.h"
 #include "interrupt.h"
 
 namespace parallel_state {
@@ -17,7 +18,8 @@ namespace {
 constexpr std::int64_t kSliceNs = 20'000'000;
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // of a broadcast, what goes from the source to all other hosts itself
-constexpr std::uint64_t kPieceBytes = 4 << 20;    // is passed on while the next one is on its way
+constexpr std::size_t kCopiedBytes = 1 << 20;
+constexpr std::uint64_t kPieceBytes = 4 << 20;  // is passed on while the next one is on its way
 
 inline void pause_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -102,12 +104,12 @@ HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std:
   sources_.resize(static_cast<std::size_t>(hosts_));
   wide_.resize(static_cast<std::size_t>(hosts_));
   local_.be_part();
-  local_.set_progress(connections_.get());
+  local_.set_side_work(connections_.get());
 }
 
 HostsGroup::~HostsGroup() {
   stop_listening();
-  local_.set_progress(nullptr);
+  local_.set_side_work(nullptr);
 }
 
 void HostsGroup::listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks) {
@@ -136,8 +138,8 @@ Loss HostsGroup::loss(int rank) const {
     }
     return found;
   }
-  if (end_of(rank) != kAlive) return {rank, -1, 0, {}, {}};
-  return liveness_.is_doomed() ? Loss{kOutside, -1, 0, {}, {}} : Loss{};
+  if (end_of(rank) != kAlive) return Loss(rank);
+  return liveness_.is_doomed() ? Loss(kOutside) : Loss();
 }
 
 // Calls.
@@ -166,8 +168,10 @@ double HostsGroup::left_s() { return std::max(1e-3, static_cast<double>(deadline
 
 Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
   if (is_done(what)) return Status::kDone;
+  const bool gentle = waits_gently();
+  const std::int64_t spin_ns = gentle ? kGentleSpinNs : policy_.spin_ns;
   std::int64_t started = 0;
-  int yields = policy_.yields, late = -1;
+  int yields = gentle ? 0 : policy_.yields, late = -1;
   for (bool signal = false;;) {
     const bool moved = connections_->move();
     const std::int64_t now = started != 0 || measures_ ? now_ns() : 0;
@@ -189,7 +193,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
       suspect_ = connections_->late();
       return Status::kTimedOut;
     }
-    if (now - started < policy_.spin_ns) {
+    if (now - started < spin_ns) {
       pause_cpu();
       continue;
     }
@@ -218,6 +222,14 @@ Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messag
 
 Status HostsGroup::finish() {
   return wait([&] { return connections_->is_idle(); });
+}
+
+// Copies while others' bytes move: behind each piece.
+void HostsGroup::copy_meanwhile(void* out, const void* in, std::size_t bytes) {
+  for (std::size_t start = 0; start < bytes; start += kCopiedBytes) {
+    copy(static_cast<char*>(out) + start, static_cast<const char*>(in) + start, std::min(kCopiedBytes, bytes - start));
+    if (bytes > kCopiedBytes) connections_->move();
+  }
 }
 
 // A wait ends a moment after the death of any rank of the failure domain.

@@ -128,6 +128,7 @@ class HostsGroup final : public Group {
   Status wait_from(const std::vector<int>& ranks, std::uint32_t messages);
   Status wait_sent(const std::vector<int>& ranks, std::uint32_t messages);
   Status finish();
+  void copy_meanwhile(void* out, const void* in, std::size_t bytes);
   Status ends(std::int64_t now);
   Status blame(Link& link);
   Status at_home_ended();

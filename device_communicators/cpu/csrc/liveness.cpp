@@ -59,22 +59,21 @@ bool GroupLiveness::has_died(int rank) const {
 Loss GroupLiveness::loss(int awaited) const {
   const bool doomed = is_doomed();  // before the bits, which are set before it
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (has_died(awaited)) return {awaited, -1, 0, {}, {}};
+  if (has_died(awaited)) return Loss(awaited);
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != me_ && has_died(rank)) return {rank, -1, 0, {}, {}};
+    if (rank != me_ && has_died(rank)) return Loss(rank);
   }
-  if (doomed) return {kOutside, -1, 0, {}, {}};
+  if (doomed) return Loss(kOutside);
   for (int rank = 0; rank < size_; ++rank) {
     const std::uint32_t failed = members_[rank].failed.load(std::memory_order_acquire);
     if (rank == me_ || failed == 0) continue;
     const auto word = [&](int index) { return members_[rank].calls[index].load(std::memory_order_relaxed); };
-    return {static_cast<int>(failed & 0xffffU) - 1,
-            rank,
-            static_cast<int>(failed >> 16),
-            {word(0), word(1)},
-            {word(2), word(3)}};
+    Loss found(static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16));
+    found.expected = {word(0), word(1)};
+    found.found = {word(2), word(3)};
+    return found;
   }
-  return {has_left(awaited) ? awaited : -1, -1, 0, {}, {}};
+  return Loss(has_left(awaited) ? awaited : -1);
 }
 
 void GroupLiveness::leave() {

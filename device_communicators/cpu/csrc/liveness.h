@@ -41,9 +41,11 @@ struct alignas(64) ReportedEnds {
 constexpr int kOutside = 1 << 15;
 
 struct Loss {
-  int rank = -1;         // who is to blame; -1: nobody is lost
-  int reporter = -1;     // who found out, where that was another rank
-  int status = 0;        // with which status it failed there
+  explicit Loss(int rank = -1, int reporter = -1, int status = 0) : rank(rank), reporter(reporter), status(status) {}
+
+  int rank;              // who is to blame; -1: nobody is lost
+  int reporter;          // who found out, where that was another rank
+  int status;            // with which status it failed there
   Told expected, found;  // the two calls, if that was a mismatch and the reporter knows them
 };
 

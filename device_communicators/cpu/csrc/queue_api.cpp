@@ -56,9 +56,9 @@ class ProcessLiveness final : public Losses {
   }
 
   Loss loss(int awaited) const override {
-    if (has_ended(processes_[awaited])) return {awaited, -1, 0};
+    if (has_ended(processes_[awaited])) return Loss(awaited);
     for (std::size_t end = 0; end < processes_.size(); ++end) {
-      if (has_ended(processes_[end])) return {static_cast<int>(end), -1, 0};
+      if (has_ended(processes_[end])) return Loss(static_cast<int>(end));
     }
     return {};
   }

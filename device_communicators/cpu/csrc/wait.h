@@ -10,9 +10,9 @@
 namespace parallel_state {
 
 // Work of the waiting thread that goes on while it waits: see connections.h.
-class Progress {
+class SideWork {
  public:
-  virtual ~Progress() = default;
+  virtual ~SideWork() = default;
   // Returns false if nothing is left to do.
   virtual bool advance() = 0;
 };
@@ -23,7 +23,7 @@ class Progress {
 struct WaitPolicy {
   std::int64_t spin_ns = 100'000;
   std::int32_t yields = 0;
-  Progress* progress = nullptr;
+  SideWork* side_work = nullptr;
 };
 
 enum class WaitResult { kReached, kTimedOut, kPeerDied, kInterrupted };
@@ -96,6 +96,9 @@ WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& po
 
 // Whether waits of this thread sleep soon, whatever their policy says: for threads that work beside those that compute.
 void wait_gently(bool gently);
+bool waits_gently();
+
+constexpr std::int64_t kGentleSpinNs = 2'000;
 
 std::int64_t now_ns();
 
