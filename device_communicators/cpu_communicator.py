@@ -44,6 +44,7 @@ class CpuCommunicator(Communicator):
     A collective that is started, and waited for later, is done when its start returns.
     """
 
+    name = "shared_memory"  # over several segments "hierarchical"
     tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
@@ -51,7 +52,8 @@ class CpuCommunicator(Communicator):
         memory = context.host_memory
         if memory is None or memory.collectives is None:
             raise UnsupportedError(f"{context} has no compiled collectives")
-        self.name = "shared_memory" if memory.in_one_segment else "hierarchical"
+        if not memory.in_one_segment:
+            self.name = "hierarchical"
         self._memory = memory
         self._group = memory.collectives
         self._channels = memory.channels
