@@ -82,6 +82,7 @@ void GroupLiveness::leave() {
 }
 
 void GroupLiveness::fail(int status, int suspect, Told expected, Told found) {
+  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // the first failure has the facts
   int index = 0;
   for (const std::uint64_t word : {expected.word, expected.shape, found.word, found.shape}) {
     members_[me_].calls[index++].store(word, std::memory_order_relaxed);
