@@ -132,6 +132,14 @@ def is_loopback(address: str) -> bool:
     return address == "localhost"
 
 
+def is_numeric(address: str) -> bool:
+    """Returns True for an address that needs no look-up."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(address.partition("%")[0])
+        return True
+    return False
+
+
 def gloo_address() -> str:
     """Returns the address that gloo tells others; "" if the interface that it is given has none.
 

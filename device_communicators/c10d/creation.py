@@ -10,41 +10,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import importlib.util
 import logging
 import sys
-import sysconfig
 import time
 import weakref
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from device_communicators.base import settings
+from device_communicators.base import logs, settings
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
-from device_communicators.base.build_cache import CacheError, about_cache
 from device_communicators.base.errors import (
     UnsupportedError,
 )
 from device_communicators.base.helper_threads import Call
-from device_communicators.base.torch_internals import pybind_abi
+from device_communicators.c10d import extension
 from device_communicators.c10d.group import Group, make_gloo
 from device_communicators.c10d.world import World
-from device_communicators.cpu import native, native_build
+from device_communicators.cpu import native_build
 from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.native_build import BuildError, Recipe
 from device_communicators.cpu.native_group import Members
 from device_communicators.routing.failures import counted_from_begin
 
 logger = logging.getLogger("parallel_state")
 
-_ADVICE = ". It needs a C++ compiler and Python's headers"
-_SOURCES = Path(__file__).parent / "csrc"
-_MODULE = "parallel_state_c10d"
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -120,8 +111,8 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
     """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
-    world.watcher.close()
-    if not world.has_warned:
+    world.end_watch()
+    if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
         logger.warning(
             'the backend "parallel_state" of torch.distributed goes over gloo, without shared memory and without the '
@@ -150,44 +141,15 @@ def _shut_down() -> None:
         group.leave()
 
 
-def _recipe() -> Recipe:
-    sources = tuple(sorted(_SOURCES.glob("*.cpp")))
-    flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
-    version = sysconfig.get_config_var("SOABI")
-    include = sysconfig.get_path("include")
-    if not (Path(include) / "Python.h").is_file():
-        raise BuildError(f"there is no Python.h in {include}; install Python's headers (python3-dev)")
-    pybind = tuple(f'-D{name}="{value}"' for name, value in pybind_abi().items())
-    flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_MODULE}", *pybind)
-    flags["for_torch"] += f" {version}"
-    flags["include_flags"] += ("-isystem", include)
-    return Recipe(
-        'the backend "parallel_state" of torch.distributed',
-        f"_c10d_torch{torch.__version__.replace('+', '_')}.{version}.so",
-        sources,
-        folders=(native_build.SOURCES, _SOURCES),
-        **flags,
-    )
-
-
 @cache
 def try_load() -> tuple[Any, str]:
     """Returns the compiled module and "", or None and the reason. Compiles the module if needed."""
-    try:
-        path, problem = native.find_or_compile(_recipe())
-    except (OSError, BuildError, CacheError) as error:
-        path, problem = None, about_cache(error)
-        advice = "" if isinstance(error, OSError) else _ADVICE
-    else:
-        advice = _ADVICE
-    if path is None:
-        return None, f"has no compiled part: {problem}{advice}"
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
-    if spec is None or spec.loader is None:
-        return None, f"has no compiled part: {path} is no module of Python"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module, ""
+    return extension.try_load(
+        'the backend "parallel_state" of torch.distributed',
+        "parallel_state_c10d",
+        sorted(extension.SOURCES.glob("*.cpp")),
+        (native_build.SOURCES, extension.SOURCES),
+    )
 
 
 def load() -> Any:

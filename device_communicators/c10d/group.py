@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,17 +35,9 @@ from device_communicators.base.torch_internals import backend_options, gloo_back
 from device_communicators.c10d.world import World
 from device_communicators.calls.user_call import UserCall, set_current_call
 from device_communicators.cpu import native
-from device_communicators.cpu.channels import KINDS, SHAPE
-from device_communicators.cpu.host_memory import HostMemory, message_wait_policy
-from device_communicators.cpu.native_group import (
-    OUTSIDE,
-    Members,
-    NativeGroup,
-    given_up,
-    outsider_died,
-    peer_died,
-    timed_out,
-)
+from device_communicators.cpu.host_memory import HostMemory
+from device_communicators.cpu.native_group import Members, NativeGroup
+from device_communicators.cpu.transfers import Failed, failure_of
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S, UnmetError
 from device_communicators.routing.communicator import GroupContext
@@ -62,11 +53,11 @@ from device_communicators.routing.failures import (
 )
 from device_communicators.routing.waiting import Watched, abandon
 
-_TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP = 1, 2, 4, 5
-"""`QueueStatus` in csrc/queue.h; any other is of a malformed message."""
 _COLLECTIVE_INTERRUPTED = 5
 """`kInterrupted` in csrc/group.h."""
 _NOBODYS_TAG = (1 << 31) - 1
+_PLACES = 9
+"""Words of `TransferPlaces`."""
 
 
 def as_torch_error(error: BaseException) -> BaseException:
@@ -183,18 +174,10 @@ class Group:
         if self._is_worlds:
             self._world.close()
 
-    def places(self) -> SimpleNamespace | None:
-        """Returns the places of the queues between ranks: `QueuePlaces` in csrc/pairs.h."""
-        memory = self._memory
-        if memory.channels is None:
-            return None
-        queues: Any = memory.channels.memory
-        spin_ns, yields = message_wait_policy(*memory.waiting)
-        return SimpleNamespace(
-            control_address=queues.control_address, windows=queues.windows, descriptor=queues.descriptor,
-            data_offset=queues.data_offset, chunk_bytes=SHAPE.chunk_bytes, chunks=SHAPE.chunks, kinds=KINDS,
-            spin_ns=spin_ns, yields=yields,
-        )  # fmt: skip
+    def places(self) -> tuple[int, ...]:
+        """Returns the places of the queues between ranks: the words of `TransferPlaces` in csrc/transfers.h."""
+        channels = self._memory.channels
+        return (0,) * _PLACES if channels is None else channels.transfer_places
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Takes the group's new timeout, which the compiled backend has been given."""
@@ -245,45 +228,12 @@ class Group:
         self.note_failure()
         return as_torch_error(error)
 
-    def transfer_error(
-        self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
-        elapsed_s: float, sent: str, expected: str,
-    ) -> BaseException:  # fmt: skip
-        """Returns the error for a status of queue.h; `peer`, `suspect` and `reporter` are ranks in the group, or -1.
-
-        `sent` and `expected` describe a message that doesn't fit its receiver.
-        """
-        if status == _INTERRUPTED:
+    def transfer_error(self, words: Sequence[int]) -> BaseException:
+        """Returns the error for a failed transfer; raises what interrupted it, Ctrl-C for one."""
+        failed = Failed(*words)
+        if failed.is_interruption:
             native.load().raise_interruption()
-        members = self._members
-        who = members.ranks[suspect] if 0 <= suspect < len(members.ranks) else -1
-        if sent:
-            forms = f"this rank receives {expected}, and global rank {who} sent {sent}"
-            error: CommunicationError = members.mismatch(operation, forms, (who,), elapsed_s=elapsed_s)
-        elif status == _INTERRUPTED:
-            text = (
-                f"a transfer of {members} was interrupted by a signal, so that this rank may have left a message half "
-                f"read or written. {LOST}; destroy it and make it anew"
-            )
-            error = members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
-        elif status == _TIMED_OUT and peer < 0:
-            text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
-            error = members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s)
-        elif status == _TIMED_OUT:
-            error = timed_out(members, operation, who, elapsed_s)
-        elif suspect == OUTSIDE:
-            error = outsider_died(members, operation, elapsed_s)
-        elif status == _GIVEN_UP:
-            error = given_up(members, operation, who, elapsed_s, reason, members.ranks[reporter])
-        elif status == _PEER_DIED:
-            error = peer_died(members, operation, who, elapsed_s, "has ended, or has destroyed its group")
-        else:
-            text = (
-                f"{operation} of {members}: what global rank {who} wrote is not the next part of a message. {LOST}; "
-                "every rank must run the same version of parallel_state"
-            )
-            error = members.failure(CommunicationError, text, operation, suspect_ranks=(who,))
-        return self._failed(error, operation, elapsed_s)
+        return self._failed(failure_of(self._members, failed), failed.operation, failed.elapsed_us / 1e6)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
         """Returns the error for what gloo said of a call; None where the call itself was wrong."""

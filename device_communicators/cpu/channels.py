@@ -12,35 +12,17 @@ Queues of different kinds don't match each other, as transfers of different tags
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import threading
-import weakref
-import zlib
-from collections import deque
 from ctypes import addressof, c_uint64
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from device_communicators.base.errors import CommunicationError
-from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.limits import describe_address_space
-from device_communicators.calls.user_call import DTYPE_NUMBERS
-from device_communicators.calls.work import Work
-from device_communicators.cpu.message_queue import (
-    LINE_BYTES,
-    Message,
-    Place,
-    Receiver,
-    Sender,
-    Shape,
-    Waiting,
-    pieces_of,
-)
+from device_communicators.cpu.message_queue import LINE_BYTES, Place, Receiver, Sender, Shape, Waiting
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.segment import Segment, SegmentError
+from device_communicators.cpu.transfers import Transfers
 
 _PAGE_BYTES = 4096
 
@@ -144,10 +126,9 @@ class Channels:
         self._closed = False
         self._senders: dict[tuple[int, int], Sender] = {}
         self._receivers: dict[tuple[int, int], Receiver] = {}
-        self._tensors: dict[int, TensorReceiver] = {}
         self._waiting = Waiting(liveness, spin_ns, yields)
-        _set_tensor_forms(library)
-        _ALL.add(self)
+        self.transfers = Transfers(library, members, liveness, self.transfer_places, group)
+        """Of plain tensors."""
 
     @property
     def broadcasts(self) -> int:
@@ -166,6 +147,15 @@ class Channels:
     def spin_ns(self) -> int:
         """Returns how long a reader spins before it sleeps."""
         return self._waiting.spin_ns
+
+    @property
+    def transfer_places(self) -> tuple[int, ...]:
+        """Returns the words of `TransferPlaces` in csrc/transfers.h."""
+        memory, waiting = self.memory, self._waiting
+        return (
+            memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
+            SHAPE.chunk_bytes, SHAPE.chunks, KINDS, waiting.spin_ns, waiting.yields,
+        )  # fmt: skip
 
     # The queues. `to_all` stands for a rank where it is a broadcast.
 
@@ -186,12 +176,10 @@ class Channels:
             if sender is None:
                 place = self._place(self.members.rank, None if dst < 0 else dst, kind, commit=True)
                 sender = Sender(self._library, self.members, place, self._waiting)
-                sender.meanwhile = receive_meanwhile
                 if (first := self._senders.setdefault((dst, kind), sender)) is not sender:  # a handler of signals was
                     return first
                 if self._group:
-                    shared = (kind == TENSORS, *self._of_calls_past_python)
-                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, *shared)
+                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, *self._of_calls_past_python)
             return sender
 
     def _open_receiver(self, src: int, kind: int, broadcast: bool) -> Receiver:
@@ -204,7 +192,7 @@ class Channels:
                 if (first := self._receivers.setdefault((src, kind), receiver)) is not receiver:
                     return first
                 if self._group:
-                    shared = (kind % KINDS == TENSORS, *self._of_calls_past_python)
+                    shared = self._of_calls_past_python
                     self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, *shared)
             return receiver
 
@@ -239,31 +227,9 @@ class Channels:
             ) from error
         return Place(memory.control_address + control, address, SHAPE, (src, *readers))
 
-    # Plain tensors.
-
-    def isend(self, x: Tensor, dst: int) -> Work:
-        """Starts to send a contiguous CPU tensor. Done at once where the ring has room for it."""
-        return self.sender(dst, TENSORS).isend(Message(b"", (x,), _form_of(x.dtype)))
-
-    def send(self, x: Tensor, dst: int) -> None:
-        """Sends a contiguous CPU tensor, which may be changed afterwards."""
-        self.sender(dst, TENSORS).send(Message(b"", (x,), _form_of(x.dtype)))
-
-    def irecv_(self, out: Tensor, src: int) -> Work:
-        """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
-        tensors = self._tensors.get(src)
-        if tensors is None:
-            tensors = self._tensors.setdefault(src, TensorReceiver(self.receiver(src, TENSORS)))
-        return tensors.start(out)
-
     def _check(self) -> None:
         if self._closed:
             raise self.members.destroyed()
-
-    def receive_pending(self) -> None:
-        """Lets threads take in what was started to be received."""
-        for tensors in list(self._tensors.values()):
-            tensors.take_in_by_thread()
 
     def close(self) -> bool:
         """Ends all queues on this rank. False where a thread is still in one of them: the memory must stay then."""
@@ -272,7 +238,7 @@ class Channels:
             ends = [*self._senders.values(), *self._receivers.values()]
             for end in ends:
                 end.leave()
-            closed = [end.close() for end in ends]  # each of them, whatever the others answer
+            closed = [self.transfers.close(), *(end.close() for end in ends)]  # each, whatever the others answer
             free = all(closed)
             if free and self._waiting.liveness:
                 self._library.ps_liveness_delete(self._waiting.liveness)
@@ -287,96 +253,3 @@ class Channels:
 
 _STUCK: list[Channels] = []
 """Those that a thread is in for good: what it works in must stay."""
-_ALL: weakref.WeakSet[Channels] = weakref.WeakSet()
-
-
-def receive_meanwhile() -> None:
-    """Takes in, by threads, the tensors that any group has started to receive: before this rank waits for a reader.
-
-    Else two ranks that each call irecv, then send, would wait for each other.
-    """
-    for channels in list(_ALL):
-        channels.receive_pending()
-
-
-class TensorReceiver:
-    """The plain tensors of one rank, in the order in which their receives were started."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._pending: deque[_Receipt] = deque()
-        self._thread: threading.Thread | None = None
-
-    def start(self, out: Tensor) -> Work:
-        if self._receiver.is_held_here:  # else the handler's would be in the way of the receives that follow
-            raise self._receiver.in_a_handler("recv")
-        receipt = _Receipt(self, out)
-        self._receiver.reserve(1)  # a receive that comes past Python must not overtake this one
-        self._pending.append(receipt)
-        return receipt
-
-    def take_in(self, last: _Receipt) -> None:
-        """Receives everything up to `last`."""
-        if self._receiver.is_held_here:
-            raise self._receiver.in_a_handler("recv")
-        with self._receiver.lock:
-            while not last.is_completed():
-                first = self._pending[0]
-                try:
-                    if first.out is not None:
-                        self._take(first.out)
-                except Exception as error:
-                    first.error = error
-                first.out = None
-                self._pending.popleft()
-                self._receiver.reserve(-1)
-
-    def _take(self, out: Tensor) -> None:
-        receiver = self._receiver
-        head = receiver.next()
-        if head.left_bytes != out.nbytes or head.fingerprint != _form_of(out.dtype):
-            raise receiver.mismatch(
-                f"this rank receives {out.nbytes} bytes of {out.dtype}, and {head.left_bytes} bytes"
-                f"{' of another dtype' if head.left_bytes == out.nbytes else ''} were sent",
-                "recv",
-            )
-        receiver.read(*pieces_of((out,)))
-
-    def take_in_by_thread(self) -> None:
-        if self._pending and (self._thread is None or not self._thread.is_alive()):
-            self._thread = HelperThread("receive", self.take_in, self._pending[-1])
-            self._thread.start()
-
-
-class _Receipt:
-    """A tensor to come: a work."""
-
-    def __init__(self, receiver: TensorReceiver, out: Tensor) -> None:
-        self.out: Tensor | None = out
-        """None as soon as nothing is written to it any more."""
-        self.error: Exception | None = None
-        self._receiver = receiver
-
-    def is_completed(self) -> bool:
-        return self.out is None
-
-    def wait(self) -> None:
-        if self.out is not None:
-            self._receiver.take_in(self)
-        if self.error is not None:
-            raise self.error
-
-
-@functools.cache
-def _form_of(dtype: torch.dtype) -> int:
-    """Returns what sender and receiver of a plain tensor must agree on, beside its size."""
-    return zlib.crc32(str(dtype).encode())
-
-
-@functools.cache
-def _set_tensor_forms(library: Any) -> None:
-    """Tells the library the forms of the dtypes that it knows."""
-    forms = (c_uint64 * (max(DTYPE_NUMBERS.values()) + 1))()
-    for dtype, number in DTYPE_NUMBERS.items():
-        forms[number] = _form_of(dtype)
-    library.ps_set_tensor_forms(forms, len(forms))

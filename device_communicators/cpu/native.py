@@ -18,7 +18,6 @@ import ctypes
 import functools
 import json
 import logging
-import os
 import shutil
 import sys
 import threading
@@ -40,7 +39,7 @@ from ctypes import (
 from pathlib import Path
 from typing import IO, Any
 
-from device_communicators.base import build_cache, settings, wakeup
+from device_communicators.base import build_cache, logs, settings, wakeup
 from device_communicators.base.build_cache import CacheError
 from device_communicators.base.errors import SettingError
 from device_communicators.calls.interruption import ON_FAILED_OP
@@ -49,7 +48,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 14
+_VERSION = 15
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -116,7 +115,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_reduce_scatter_part": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
     "ps_reduce_part": (None, (c_void_p, POINTER(c_void_p), c_uint64, c_int, c_size_t, c_int, c_int, c_int)),
     "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
-    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p, c_int)),
     "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
     "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
     "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
@@ -132,13 +131,18 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_reader_leave": (None, (c_void_p,)),
     "ps_queue_writer_delete": (c_int, (c_void_p,)),
     "ps_queue_reader_delete": (c_int, (c_void_p,)),
-    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
-    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_int, c_double, c_void_p)),
+    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_double, c_void_p)),
+    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
     "ps_queue_reserve": (None, (POINTER(c_int64), c_int)),
-    "ps_set_tensor_forms": (None, (POINTER(c_uint64), c_int)),
+    "ps_transfers_new": (c_void_p, (c_void_p, c_int, c_int, POINTER(c_int64))),
+    "ps_transfers_delete": (None, (c_void_p,)),
+    "ps_transfers_serve": (None, (c_void_p, c_uint64, c_double)),
+    "ps_transfers_interrupt": (None, (c_void_p, c_uint64, c_int)),
+    "ps_transfers_failure": (c_int, (c_void_p, POINTER(c_int64))),
+    "ps_transfers_is_inside": (c_int, (c_void_p, c_int, c_int)),
+    "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
+    "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
-    "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
-    "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
     "ps_set_calling": (None, (c_void_p,) * 11),
     "ps_streams_new": (c_void_p, (c_int64, c_uint64)),
     "ps_streams_add": (None, (c_void_p, c_int, c_int, c_uint64)),
@@ -148,14 +152,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_streams_close": (None, (c_void_p,)),
     "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
-    "ps_queue_take": (
-        c_int,
-        (c_void_p, c_void_p, c_uint64, c_char_p, c_uint64, c_char_p, c_int, c_double),
-    ),
-    "ps_queue_want_loans": (None, (c_void_p, c_int)),
+    "ps_queue_take": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
-    "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
-    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
+    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64, c_void_p)),
     "ps_packed": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
     "ps_control_open": (
@@ -182,13 +181,17 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_control_record": (c_uint64, (c_int64, c_char_p, c_uint64)),
     "ps_control_describe": (c_uint64, (c_char_p, c_uint64, c_char_p, c_uint64)),
     "ps_control_close": (None, (c_int64,)),
-    "ps_store_open": (c_int64, (c_char_p, c_int, c_char_p)),
-    "ps_store_ask": (c_int, (c_int64, c_char_p, c_uint64, c_double)),
+    "ps_store_client": (c_int64, (c_char_p, c_int, c_char_p)),
+    "ps_store_ask": (c_int64, (c_int64, c_char_p, c_uint64, c_double, c_double)),
+    "ps_store_wait": (c_int, (c_int64, c_double)),
     "ps_store_take": (c_uint64, (c_int64, c_char_p, c_uint64)),
+    "ps_store_end": (None, (c_int64,)),
     "ps_store_close": (None, (c_int64,)),
 }  # fmt: skip
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_describe_tensor": (c_int, (c_void_p, c_void_p)),
+    "ps_make_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "ps_view_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ps_set_direct": (None, (c_void_p,)),
 }
 """In the full build only."""
@@ -214,7 +217,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 """Objects that functions refer to as long as the process lives."""
 
-QueueReport = c_int64 * 14
+QueueReport = c_int64 * 12
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
@@ -285,6 +288,18 @@ def load() -> NativeLibrary:
 
 
 @functools.cache
+def load_for_tools() -> NativeLibrary:
+    """Returns the plain build if it is compiled, else `load()`: torch, which only the full one needs, takes seconds."""
+    with contextlib.suppress(OSError, BuildError, CacheError):
+        path, _ = _find(native_build.plain_recipe())
+        if path is not None:
+            library = NativeLibrary(path, has_ops=False)
+            wakeup.begin()
+            return library
+    return load()
+
+
+@functools.cache
 def _load() -> NativeLibrary | str:
     if sys.platform != "linux":
         return f"the compiled library needs Linux, and this is {sys.platform}"
@@ -296,7 +311,7 @@ def _load() -> NativeLibrary | str:
         problem = full
     plain = _try(native_build.plain_recipe, has_ops=False, note=problem)
     # A choice of the user's is no news to him. Of a host's ranks the first tells, where the launcher numbers them.
-    chosen = settings.BUILD.get() != "auto" or os.environ.get("LOCAL_RANK", "0") != "0"
+    chosen = settings.BUILD.get() != "auto" or not logs.is_first_of_host()
     level = logging.INFO if chosen else logging.WARNING
     if isinstance(plain, NativeLibrary):
         logger.log(level, "the registered ops go through Python, which takes microseconds longer a call: %s", problem)
@@ -312,16 +327,23 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
+def _find(recipe: Recipe) -> tuple[Path | None, str]:
+    """Returns a recipe's library if it has been compiled, else why it can't be used."""
     packaged = _PACKAGED / recipe.packaged_name
     if packaged.exists() and native_build.is_current(packaged):
         return packaged, ""
     target = build_cache.cache_folder() / f"{recipe.digest()}.so"
     build_cache.check_owner(target.parent)
     flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
-    if flaw is None:
-        return target, ""
+    return (target, "") if flaw is None else (None, flaw)
+
+
+def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
+    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
+    found, flaw = _find(recipe)
+    if found is not None:
+        return found, ""
+    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
     if settings.BUILD.get() == "never":
         return None, f"{flaw}, and {settings.BUILD.name} is never"
     compiler = native_build.find_compiler()

@@ -36,7 +36,7 @@ _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAP
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                  11: "bool", 15: "bfloat16"}  # fmt: skip
 """c10::ScalarType."""
-OUTSIDE = 64
+OUTSIDE = 1 << 15
 """`kOutside` in csrc/liveness.h."""
 _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
     _TIMED_OUT: (CollectiveTimeoutError, "timed out"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +25,10 @@ from device_communicators.liveness.health import LOOPBACK, Place, Watcher, answe
 
 _OWN_NAME_S = 2.0
 """For this host's own name to resolve."""
-_READERS = "process/readers"
+_ATTEMPT = "process/attempt"
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
+_LOOKS_PER_S = 10_000
+"""Of all ranks together."""
 
 
 def listen(watcher: Watcher, address: str) -> str:
@@ -59,9 +64,8 @@ def meet(
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
-    entry = [*own[:-1], listen(watcher, address), note]
-    keys = [f"process/{each}" for each in ranks]
-    bounded, started = store.until(time.monotonic() + limit_s + LAST_WORD_S), time.monotonic()
+    entry = json.dumps([*own[:-1], listen(watcher, address), note])
+    roll, started = _Roll(store.until(time.monotonic() + limit_s + LAST_WORD_S), rank, ranks, entry), time.monotonic()
 
     def not_met(kind: type[CommunicationError], why: str, suspects: Sequence[int]) -> CommunicationError:
         return kind(
@@ -74,22 +78,15 @@ def meet(
         )
 
     try:
-        bounded.set(f"process/{rank}", json.dumps(entry))
-        came = bounded.wait_for(keys, limit_s)
-        missing = [] if came else [each for each, key in zip(ranks, keys, strict=True) if not bounded.check([key])]
-        entries = [json.loads(each) for each in bounded.multi_get(keys)] if came else []
+        entries, missing = roll.call(started + limit_s)
     except dist.DistError as error:
         kind, why, suspects = watcher.explain_lost_store(store, error, ranks)
         if kind is CommunicationError:  # the process of the server ended, or ends
             kind = RendezvousError if store.served_by is None else PeerDiedError
         raise not_met(kind, why, suspects) from error
-    if missing:
+    if not entries:
         why = f"ranks {format_ranks(missing)} did not call {caller}() within {limit_s:g} s"
         raise not_met(RendezvousError, why, missing)
-    with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can delete
-        if bounded.add(_READERS, 1) == len(ranks):
-            for key in (*keys, _READERS):
-                bounded.delete_key(key)
     places, notes = {}, []
     for each, (*place, endpoint, its_note) in zip(ranks, entries, strict=True):
         places[each] = Place._make([*place, Endpoint.parse(endpoint) if endpoint else None])
@@ -97,6 +94,74 @@ def meet(
     if not any(notes):
         watcher.follow(rank, places)
     return notes
+
+
+class _Roll:
+    """A call of the roll at a store: each rank enters its entry, and gets those of all.
+
+    The first rank opens an attempt under a random name. The last one that enters writes one roll, so a store answers
+    each rank's question for one key only. A rank that gives up closes the attempt, and ranks that still wait enter the
+    next one. So a retry at the same store never reads entries of processes that gave up.
+    """
+
+    def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str) -> None:
+        self._store, self._rank, self._ranks, self._entry = store, rank, ranks, entry
+        self._attempts: list[str] = []
+        """Names of the attempts that this rank entered; the last one is open."""
+
+    def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
+        """Returns the entries of all ranks in their order; at the deadline none, and the ranks that are missing."""
+        longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
+        nap_s = _SHORTEST_NAP_S
+        while True:
+            attempt = self._store.compare_set(_ATTEMPT, "", secrets.token_hex(8)).decode()
+            if attempt not in self._attempts:
+                self._attempts.append(attempt)
+                self._enter()
+            left_s = deadline - time.monotonic()
+            if self._store.wait_for([self._key("roll")], min(nap_s, max(left_s, 0.0))):
+                return self._read(), []
+            if left_s <= 0:
+                return [], self._give_up()
+            nap_s = min(2 * nap_s, longest_s)
+
+    def _give_up(self) -> list[int]:
+        """Closes the attempt. Returns the ranks that entered none of this rank's attempts, else not the last one."""
+        self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
+        missing = self._ranks
+        for number in range(len(self._attempts)):
+            missing = self._absent(missing, number)
+        return list(missing) or self._absent(self._ranks, -1)
+
+    def _enter(self) -> None:
+        if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
+            # Of an earlier call of this rank, which could not close its attempt.
+            self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
+            return
+        if self._store.add(self._key("entered"), 1) == len(self._ranks):
+            entries = self._store.multi_get([self._key(each) for each in self._ranks])
+            roll = zlib.compress(json.dumps([json.loads(each) for each in entries]).encode())
+            self._store.set(self._key("roll"), roll.hex())
+
+    def _read(self) -> list[list[Any]]:
+        entries = json.loads(zlib.decompress(bytes.fromhex(self._store.get(self._key("roll")).decode())))
+        with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can delete
+            if self._store.add(self._key("readers"), 1) == len(self._ranks):
+                self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
+                for each in (*self._ranks, "entered", "roll", "readers"):
+                    self._store.delete_key(self._key(each))
+        return list(entries)
+
+    def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
+        """Returns those of `ranks` that have no entry. One missing rank of 1,000 takes 20 requests."""
+        if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
+            return []
+        middle = len(ranks) // 2
+        halves = ranks[:middle], ranks[middle:]
+        return [rank for half in halves for rank in self._absent(half, attempt)] if middle else list(ranks)
+
+    def _key(self, name: object, attempt: int = -1) -> str:
+        return f"process/{self._attempts[attempt]}/{name}"
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:

@@ -53,7 +53,7 @@ def gather(hosts: Hosts, out: Tensor | None, x: Tensor, dst: int) -> None:
         if hosts.local is not None and dst in own:
             addresses = [None if out is None or src == dst else out[src].data_ptr() or 1 for src in own]
             sizes = (ctypes.c_size_t * len(own))(*[x.nbytes] * len(own))
-            hosts.local.call("gatherv", (ctypes.c_void_p * len(own))(*addresses), sizes, x.data_ptr())
+            hosts.local.call("gatherv", (ctypes.c_void_p * len(own))(*addresses), sizes, x.data_ptr(), own.index(dst))
 
     _exchange(hosts, {dst: x}, {} if out is None else dict(enumerate(out)), at_home)
 

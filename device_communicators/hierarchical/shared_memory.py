@@ -15,8 +15,8 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.calls.reductions import REDUCING, reduction_refusal
 from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
-from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
+from device_communicators.cpu.transfers import Transfers
 from device_communicators.routing.communicator import (
     Communicator,
     GroupContext,
@@ -105,12 +105,12 @@ class SharedMemoryCommunicator(Communicator):
         outs[self.context.rank].copy_(x)
         self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x)
 
-    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor) -> None:
-        self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr())
+    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor, dst: int = -1) -> None:
+        self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr(), dst)
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         pointers = [None] * self.context.size if out is None else [block.data_ptr() or 1 for block in out.unbind(0)]
-        self._gatherv(pointers, [x.nbytes] * self.context.size, x)
+        self._gatherv(pointers, [x.nbytes] * self.context.size, x, dst)
         if out is not None:
             out[self.context.rank].copy_(x)
 
@@ -131,17 +131,20 @@ class SharedMemoryCommunicator(Communicator):
 
     def send(self, x: Tensor, dst: int) -> None:
         x = x.contiguous()
-        self._queues(self.context.tag(0)).send(x, dst)
+        self._transfers(self.context.tag(0)).send(x, dst)
+
+    def recv(self, out: Tensor, src: int) -> None:
+        self._transfers(self.context.tag(0)).recv_(out, src)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return self._queues(tag).isend(x, dst)
+        return self._transfers(tag).isend(x, dst)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        return self._queues(tag).irecv_(out, src)
+        return self._transfers(tag).irecv_(out, src)
 
-    def _queues(self, tag: int) -> Channels:
+    def _transfers(self, tag: int) -> Transfers:
         """Messages have queues of their own: only plain tensors come this way."""
         begin_sending()
         if self._channels is None or tag != self.context.tag(0):
             raise UnsupportedError(f"{self.context}: shared memory has no transfers of tag {tag}")
-        return self._channels
+        return self._channels.transfers

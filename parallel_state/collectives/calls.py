@@ -28,6 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from device_communicators.base.errors import InvalidArgumentError, RemoteError
 from device_communicators.base.host_calls import host_call
 from device_communicators.base.torch_internals import dispatch_modes, in_transform, mark_written
+from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import copy_values, dense, is_dense
 from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.calls.user_call import transfer
@@ -96,7 +97,7 @@ def _copied(out: Tensor, received: Tensor) -> Tensor:
 class TensorCalls(GroupFacts):
     """The part of `GroupCoordinator` for tensors."""
 
-    def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum", *, async_op: checks.NotAsync = False) -> Tensor:
         """Reduces `x` over all ranks; every rank gets the same new tensor.
 
         `op`: sum, avg, max, min or product; on bool tensors sum and max mean or, min and product and. An average of
@@ -104,6 +105,8 @@ class TensorCalls(GroupFacts):
         torch's `ReduceOp.SUM` and its like are taken, too.
         A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
         """
+        if async_op:
+            checks.refuse_async(self.context, "all_reduce")
         if not is_dynamo_compiling():
             reduced = DIRECT.all_reduce(x, self._token, op, self._key)
             if reduced is not NotImplemented:
@@ -132,12 +135,16 @@ class TensorCalls(GroupFacts):
             _ALL_REDUCE_IN_PLACE(x, self._token, op, self._key)
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
+    def all_gather(
+        self, x: Tensor, dim: int = -1, *, out: Tensor | None = None, async_op: checks.NotAsync = False
+    ) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
         A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. `out`: see
         above.
         """
+        if async_op:
+            checks.refuse_async(self.context, "all_gather")
         if not is_dynamo_compiling():
             if out is None:
                 gathered = DIRECT.all_gather(x, self._token, dim, self._key)
@@ -214,9 +221,17 @@ class TensorCalls(GroupFacts):
         return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
     def reduce_scatter(
-        self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum", *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        dim: int = -1,
+        op: checks.ReduceOp = "sum",
+        *,
+        out: Tensor | None = None,
+        async_op: checks.NotAsync = False,
     ) -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
+        if async_op:
+            checks.refuse_async(self.context, "reduce_scatter")
         if not is_dynamo_compiling():
             if out is None:
                 scattered = DIRECT.reduce_scatter(x, self._token, dim, op, self._key)
@@ -450,8 +465,10 @@ class TensorCalls(GroupFacts):
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
         return self._exchange_rows(x, list(outputs), list(inputs), out)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, async_op: checks.NotAsync = False) -> Tensor:
         """Returns rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
+        if async_op:
+            checks.refuse_async(self.context, "broadcast")
         if not is_dynamo_compiling():
             received = DIRECT.broadcast(x, self._token, src, self._key)
             if received is not NotImplemented:
@@ -561,6 +578,7 @@ class TensorCalls(GroupFacts):
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
             if received is not NotImplemented:
                 return received
+            raise_interruption()  # of the wait in C++: the op would wait again
         src = checks.source(self.context, "recv", src)
         checks.check_shape(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)

@@ -466,6 +466,7 @@ def send(x: Tensor, token: Tensor, dst: int, group: str) -> None:
 
 @register("Tensor(a!) token, SymInt[] size, ScalarType dtype, Device device, int src, str group", fake=_fake_given)
 def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, src: int, group: str) -> Tensor:
+    raise_interruption()  # of the kernel in C++, which else would wait again
     out = torch.empty(size, dtype=dtype, device=device)
     find_route(group).run("recv", out, out, src)
     return out
@@ -475,16 +476,6 @@ def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.d
 def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
     find_route(group)  # raises for a group that is no more
     return torch.empty(size, dtype=dtype, device=device)
-
-
-@register("Tensor token, int src, bool of_all, int[] layout, str group", "Tensor[]", fake=lambda *_: [])
-def borrow(token: Tensor, src: int, of_all: bool, layout: Sequence[int], group: str) -> list[Tensor]:
-    """Makes views of the tensors that rank `src` lends with the message whose head was just read; [] for none.
-
-    `layout`: of each, its dtype as c10::ScalarType, its number of dims, its sizes. Only the kernel in C++ can.
-    """
-    find_route(group)  # raises for a group that is no more
-    return []
 
 
 @register("Tensor[] x, Tensor(a!) token, str form, int src, str group", "()", advice=_DETACH)

@@ -129,6 +129,7 @@ def prepare(world_size: int) -> None:
     Also for a world of GPUs, whose messages go through the host's memory. If it can't be had, `explain()` says why.
     Removes what a start that was killed left in shared memory.
     """
+    from device_communicators.c10d import control_store
     from device_communicators.cpu import native
     from device_communicators.cpu.segment import sweep
 
@@ -137,6 +138,8 @@ def prepare(world_size: int) -> None:
     if world_size > 1 and settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()
+    if world_size > 1:
+        control_store.try_load()
     if world_size > 1 and settings.CPU_BACKEND.get() == "parallel_state":
         from device_communicators.c10d import creation
 

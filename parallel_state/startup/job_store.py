@@ -41,10 +41,8 @@ def store_in_words() -> str:
     store: Any = default_store().raw
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if met_at := getattr(store, "met_at", ""):
-        return f"{store}, which requires a token that the ranks received from {met_at}"
-    if isinstance(store, ControlStore):
-        return f"{store}, which requires the job's secret"
+    if access := getattr(store, "access", ""):
+        return f"{store}, which requires {access}"
     if isinstance(store, dist.TCPStore):
         return f"TCPStore at {store.host}:{store.port}, which accepts every process that reaches it"
     return type(store).__name__

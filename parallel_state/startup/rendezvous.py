@@ -26,6 +26,7 @@ import contextvars
 import json
 import logging
 import secrets
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,12 +46,16 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host import address_towards, is_loopback, start_time
+from device_communicators.c10d.control_store import for_torch
+from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import Endpoint, Verdict
-from device_communicators.control.store import ControlStore, ForeignServiceError
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
+from device_communicators.routing.status import Start as WaitAtStart
+from device_communicators.routing.status import Status
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -66,6 +71,7 @@ _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
 _TOGETHER_S = 0.1  # ranks that exit within this time are named together
 _SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
 _SLICE_OF_OTHERS_S = 0.5
+_LOOK_S = 1.0  # between two looks of other ranks for the world of a later round
 _CONNECT_S = 2.0  # one attempt to reach rank 0's store
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
@@ -90,6 +96,7 @@ _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, Foreig
 """Causes of a failed request that a store has if its process exited: another process may have its port by then."""
 _LONGEST = 400
 """Characters of an obstacle in an entry; the rest is cut."""
+_WARN_S = 10.0  # a rank that waits warns each time after this
 _SURVEY_S = 0.2  # between two looks at ranks beyond the first missing one
 _LOOKED_AT_PER_S = 1024
 
@@ -98,8 +105,6 @@ class WorldStore(ControlStore):
     """The store in rank 0's control plane."""
 
     served_by = 0
-    met_at = ""
-    """The store from which the ranks have its token, in words."""
 
 
 class Met(NamedTuple):
@@ -177,13 +182,17 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
         address = address_towards(environment.store_server(init_method, place) or place.master)
     own_place = _listening(own_place._replace(cores=binding.cores_to_share()), watcher, address)
     meeting = _Meeting(place, own_place, way, timeout_s, deadline)
+    watcher.status = Status(watcher, place.rank)
+    watcher.status.start = WaitAtStart(way.where, place.world_size, lambda: meeting.awaited)
+    watcher.answer_guests()
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
+        watcher.status.start = None
         store.set_timeout(timedelta(seconds=timeout_s))
-        group_store = BoundedStore(store.raw)
+        group_store = BoundedStore(for_torch(store.raw))
         if way.server is None and store.can_hold:
             prefix = f"{way.prefix}/{Endpoint.parse(meeting.places[0].endpoint).proc}"
-            group_store = BoundedStore(dist.PrefixStore(prefix, way.connect()))
+            group_store = BoundedStore(dist.PrefixStore(prefix, for_torch(way.connect())))
             group_store.set_timeout(timedelta(seconds=timeout_s))
         return Met(BoundedStore(store.raw), way.where, meeting.places, deadline, watcher, group_store, meeting.served)
     except BaseException as error:
@@ -216,7 +225,8 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
             raise _can_not_listen(ranks[deaf], places[deaf], rank)
         endpoint = Endpoint.parse(places[0].endpoint)
         store = BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE))
-        return Met(store, _WORLD_BEFORE, places, deadline, watcher, store, [])
+        group_store = BoundedStore(for_torch(store.raw))
+        return Met(store, _WORLD_BEFORE, places, deadline, watcher, group_store, [])
     except BaseException:
         watcher.close()
         raise
@@ -278,6 +288,26 @@ class _Meeting:
         """The time at which rank 0 last withdrew a complaint that it could not confirm."""
         self._published: dict[str, int] = {}
         """Number of ranks in each roster of near ranks."""
+        self._began = self._warned_at = time.monotonic()
+        self.awaited = "rank 0" if self.place.rank else "the launcher's store"
+        """The ranks without which this one can't start, as the log and `debug --live` name them."""
+
+    def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
+        """Logs every 10 s, once for each host, that this rank waits: for whom, where and since when."""
+        now, endpoint = time.monotonic(), self.own_place.endpoint
+        if now < self._warned_at + _WARN_S:
+            return
+        self._warned_at = now
+        if missing := find_missing():
+            self.awaited = f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} of {self.place.world_size}"
+        # Rank 0 may be the missing one: then the next rank of its host has to say so.
+        if self.place.local_rank == 0 or (self.awaited == "rank 0" and self.place.local_rank == 1):
+            listens = f", listening at {':'.join(map(str, Endpoint.parse(endpoint)[1:3]))}" if endpoint else ""
+            logger.warning(
+                "%s has waited %.0f s for %s at %s%s; it gives up after %g s (PARALLEL_STATE_START_TIMEOUT_S). Check "
+                "that all ranks were started, with this address",
+                self._name, now - self._began, self.awaited, self.way.where, listens, self.timeout_s,
+            )  # fmt: skip
 
     def _launcher(self) -> BoundedStore:
         """Returns a new connection to this job's part of the launcher's store; operations end with the start."""
@@ -326,6 +356,7 @@ class _Meeting:
 
     def _reach_launcher(self) -> BoundedStore:
         for _ in looks(self.deadline):
+            self.warn()
             try:
                 return self._launcher()
             except (OSError, dist.DistNetworkError) as error:
@@ -345,6 +376,7 @@ class _Meeting:
                 if time.monotonic() > surveyed_at + survey_s:
                     self._survey(world)
                     self._publish_near(world)
+                    self.warn(lambda: self._missing(world))
                     surveyed_at = time.monotonic()
                 complaint = _peek(launcher, _COMPLAINT + name)
                 if complaint and self._is_confirmed(complaint, world, launcher, name):
@@ -436,6 +468,7 @@ class _Meeting:
         launcher: BoundedStore | None = None
         name, tried_at = "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
+            self.warn()
             try:
                 if launcher is None:
                     launcher = self._launcher()
@@ -483,7 +516,7 @@ class _Meeting:
             return False
         world.hold(key, entry)
         self._extend(world)
-        self.obstacle = "rank 0 gave no verdict"
+        self.obstacle, self.awaited = "rank 0 gave no verdict", "other ranks"
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
@@ -492,7 +525,7 @@ class _Meeting:
         Returns False if this world is of an earlier round, or has another size. Raises the error for any other verdict.
         """
         near: dict[str, tuple[str, str]] = {}
-        refused_at = None
+        refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
             try:
@@ -502,8 +535,11 @@ class _Meeting:
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
-                if not world.can_hold and _peek(launcher, _WORLD) not in ("", name):
-                    return False  # that of an earlier round
+                self.warn(lambda: _absent(world, range(1, self.place.world_size)))
+                if time.monotonic() > look_at:
+                    look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
+                    if self._is_superseded(world, launcher, name):
+                        return False
             except dist.DistNetworkError as error:
                 if not world.can_hold:
                     raise
@@ -515,6 +551,12 @@ class _Meeting:
                     self._note_silence(error, near)
             if time.monotonic() > self.deadline:
                 raise self._gave_up(world)
+
+    def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
+        """Returns True if a later round opened a world, and this one is not decided: its rank 0 is about to exit."""
+        with contextlib.suppress(dist.DistError):
+            return _peek(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
+        return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
         """Returns True if all ranks came, False for a smaller world; raises the error for another verdict."""
@@ -679,7 +721,7 @@ class _Meeting:
 def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> WorldStore:
     address = endpoint.host, endpoint.port
     store = WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
-    store.met_at = met_at
+    store.access = f"a token that the ranks received from {met_at}"
     return store
 
 
@@ -710,5 +752,5 @@ def _key(rank: int) -> str:
 def _whereabouts(deadline: float) -> Address:
     try:
         return within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
-    except TimeoutError:  # then there is nothing to warn about
-        return Address()
+    except TimeoutError:  # also on a busy machine; without a network, it would be a host of its own
+        return interfaces.process()._replace(name=socket.gethostname())

@@ -16,7 +16,7 @@ from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.test_other_calls import METHODS
 from tests.failure.worlds import ROUTES, settings_of
 from tests.internals.doors import call_op
-from tests.internals.queues import encode_slowly, is_busy, is_past_python, only_sender, stop_writing
+from tests.internals.queues import encode_slowly, is_busy, is_past_python, stop_writing
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -237,21 +237,23 @@ def test_a_signal_handler_sends_in_the_middle_of_sends(pools: Pools) -> None:
 
 
 def _interrupted_send() -> tuple[list[str], str]:
-    """Ctrl-C comes in between the beginning of a message and the wait for its end."""
+    """Ctrl-C comes when the ring is full, in the middle of a message."""
     (group,) = _groups("shared memory", 1)
     told = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
     try:
         if group.rank_in_group == 0:
             group.send(torch.ones(3), 1)
-            sender = only_sender(group)
-
-            def interrupt() -> None:
-                sender.meanwhile = lambda: None
-                raise KeyboardInterrupt
-
-            sender.meanwhile = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                group.send(LARGE, 1)
+            before = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    group.send(LARGE, 1)
+            finally:
+                signal.signal(signal.SIGALRM, before)
             told = [attempt(group.isend, torch.ones(3), 1) for _ in range(2)]
         else:
             group.recv((3,), torch.float32, 0)

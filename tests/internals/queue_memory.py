@@ -9,29 +9,30 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from device_communicators.cpu import native
-from device_communicators.cpu.channels import Channels, region_bytes
+from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native_group import Members
 
 _PIDS_BYTES = 4096
 _DEADLINE_S = 30.0
 
 
-class FileMemory:
-    """A `QueueMemory` over a file: the ranks' pids, the control part, the data part."""
+class FileMemory(QueueMemory):
+    """The memory of queues in a file, behind the ranks' pids."""
 
     def __init__(self, path: Path, size: int) -> None:
-        control_bytes, data_bytes = region_bytes(size)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self.descriptor, _PIDS_BYTES + control_bytes + data_bytes)
-        self._map = mmap.mmap(self.descriptor, 0)
-        self._view = (ctypes.c_char * len(self._map)).from_buffer(self._map)
-        address = ctypes.addressof(self._view)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        segment: Any = SimpleNamespace(
+            descriptor=self._file,
+            resize=lambda size_bytes: os.ftruncate(self._file, size_bytes),
+            allocate=lambda size_bytes, offset: os.posix_fallocate(self._file, offset, size_bytes),
+        )
+        super().__init__(native.load(), segment, _PIDS_BYTES, size, makes=True)
+        self._map = mmap.mmap(self._file, _PIDS_BYTES)
         self._pids = (ctypes.c_int64 * size).from_buffer(self._map)
-        self.control_address = address + _PIDS_BYTES
-        self.data_offset = _PIDS_BYTES + control_bytes
-        self._data_address = address + self.data_offset
         self.pids: list[int] = [os.getpid()] * size
 
     def meet(self, rank: int) -> None:
@@ -44,21 +45,12 @@ class FileMemory:
             time.sleep(0.001)
         self.pids = list(self._pids)
 
-    def map(self, offset: int, size_bytes: int) -> int:
-        return self._data_address + offset
-
-    def commit(self, offset: int, size_bytes: int) -> None:
-        os.posix_fallocate(self.descriptor, self.data_offset + offset, size_bytes)
-
-    def close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
     def unmap(self) -> None:
+        super().unmap()
         if not self._map.closed:
-            del self._view, self._pids
+            del self._pids
             self._map.close()
+            os.close(self._file)
 
 
 def members_of(rank: int, size: int, timeout_s: float = 30.0) -> Members:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from device_communicators.cpu.channels import SHAPE, TENSORS
-from device_communicators.cpu.message_queue import _Sending
+from device_communicators.cpu.channels import SHAPE
 from device_communicators.routing.states import State, call_in_words
 from parallel_state import GroupCoordinator
 from parallel_state.messages.messenger import Messenger
 
 __all__ = ["RING_BYTES", "SLOT_BYTES", "calls_in_words", "carried_calls", "count_waiting", "encode_slowly",
-           "is_busy", "is_past_python", "note_writers", "only_sender", "state_in_words", "stop_writing"]  # fmt: skip
+           "is_busy", "is_past_python", "only_sender", "state_in_words", "stop_writing"]  # fmt: skip
 RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 
 
@@ -52,9 +51,24 @@ def only_sender(group: GroupCoordinator) -> Any:
     return sender
 
 
+class _StoppedLibrary:
+    """The library, by which no message that was begun is written on."""
+
+    def __init__(self, library: Any, seconds: float) -> None:
+        self._library, self._seconds = library, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def ps_queue_resume(self, *_: object) -> int:
+        time.sleep(self._seconds)
+        return 1  # timed out
+
+
 def stop_writing(group: GroupCoordinator, seconds: float) -> None:
     """Has this rank write the beginning of its next message, wait, and write no more of it."""
-    only_sender(group)._write_patiently = lambda **_: time.sleep(seconds)
+    sender = only_sender(group)
+    sender._library = _StoppedLibrary(sender._library, seconds)
 
 
 def encode_slowly(monkeypatch: Any, seconds: float) -> None:
@@ -65,17 +79,4 @@ def encode_slowly(monkeypatch: Any, seconds: float) -> None:
 
 def count_waiting(group: GroupCoordinator, rank: int) -> int:
     """Returns how many sends of tensors to a rank wait for their turn."""
-    return len(group.context.host_memory.channels.sender(rank, TENSORS)._waiting)
-
-
-def note_writers(monkeypatch: Any) -> list[int]:
-    """Returns a list to which each end of a send appends who has the turn to write."""
-    writers: list[int] = []
-    finish = _Sending.finish
-
-    def note(self: _Sending, error: Exception | None = None) -> None:
-        writers.append(self._sender._writer)
-        finish(self, error)
-
-    monkeypatch.setattr(_Sending, "finish", note)
-    return writers
+    return int(group.context.host_memory.channels.transfers.waiting_sends(rank))

@@ -26,10 +26,10 @@ def _run(command: Sequence[str | Path], **variables: str) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
 
 
-def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None = None) -> Path:
-    """`native/cpu_ranks.cpp` with the sources of the library; skips the test where the compiler lacks a sanitizer.
+def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None = None) -> dict[str, Path]:
+    """Returns `native/cpu_ranks.cpp` and `native/hosts_ranks.cpp`, built with the sources of the library.
 
-    `weakened`: what is replaced in `wait.cpp`, and by what.
+    Skips the test where the compiler lacks a sanitizer. `weakened`: what is replaced in `wait.cpp`, and by what.
     """
     compiler = native_build.find_compiler()
     if compiler is None:
@@ -38,7 +38,8 @@ def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None 
     (folder / "empty.cpp").write_text("int main() {}\n")
     if _run([*compiler, *flags, str(folder / "empty.cpp"), "-o", folder / "empty"]).returncode != 0:
         pytest.skip(f"the compiler has no {flags[0]}")
-    sources = [*native_build.plain_recipe().sources, EMULATION / "cpu_ranks.cpp"]
+    names = ("cpu_ranks", "hosts_ranks")
+    sources = [*native_build.plain_recipe().sources, *(EMULATION / f"{name}.cpp" for name in names)]
     include = f"-I{sources[0].parent}"
     if weakened is not None:
         text = next(source for source in sources if source.name == "wait.cpp").read_text()
@@ -54,29 +55,39 @@ def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None 
 
     with ThreadPoolExecutor(len(native_build.usable_cores())) as pool:
         objects = list(pool.map(compiled, sources))
-    program = folder / "cpu_ranks"
-    done = _run([*compiler, *flags, "-pthread", *objects, "-o", program])
-    assert done.returncode == 0, done.stderr
-    return program
+    library = [made for made in objects if made.stem not in names]
+    for name in names:
+        done = _run([*compiler, *flags, "-pthread", *library, folder / f"{name}.o", "-o", folder / name])
+        assert done.returncode == 0, done.stderr
+    return {name: folder / name for name in names}
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [(ADDRESS, "processes"), (THREAD, "threads")], ids=["address", "thread"])
 def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: str) -> None:
-    program = _built(tmp_path / "build", flags)
+    programs = _built(tmp_path / "build", flags)
     options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "TSAN_OPTIONS": "exitcode=66"}
-    done = _run([program, ranks], **options)
-    if "unexpected memory mapping" in done.stderr:
-        pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
+    for program in programs.values():
+        done = _run([program, ranks], **options)
+        if "unexpected memory mapping" in done.stderr:
+            pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
+        assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
+        assert " checks, 0 wrong" in done.stdout
+        assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, done.stderr[:5000]
+
+
+def test_ranks_of_several_hosts(tmp_path: Path) -> None:
+    """Without a sanitizer, so with many more programs: results, failures, and how many system calls a call takes."""
+    program = _built(tmp_path / "build", ("-O2",))["hosts_ranks"]
+    done = _run([program, "processes", "1", "100"])
     assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
     assert " checks, 0 wrong" in done.stdout
-    assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, done.stderr[:5000]
 
 
 def test_a_weaker_order_is_noticed(tmp_path: Path) -> None:
     """The counter that says that data is there, stored without a release: the sanitizer sees these programs."""
     order = "value.store(next, std::memory_order_{})"
-    program = _built(tmp_path / "build", THREAD, weakened=(order.format("release"), order.format("relaxed")))
-    done = _run([program, "threads"], TSAN_OPTIONS="exitcode=66")
+    programs = _built(tmp_path / "build", THREAD, weakened=(order.format("release"), order.format("relaxed")))
+    done = _run([programs["cpu_ranks"], "threads"], TSAN_OPTIONS="exitcode=66")
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
     assert done.returncode == 66

@@ -15,10 +15,15 @@ import pytest
 import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.errors import ConfigMismatchError, PeerDiedError, RendezvousError
+from device_communicators.base.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    PeerDiedError,
+    RendezvousError,
+)
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher
-from parallel_state.startup import rendezvous
+from parallel_state.startup import interfaces, rendezvous
 from parallel_state.startup.binding import different_cores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -132,6 +137,15 @@ def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
     assert own.value.suspect_ranks == told.value.suspect_ranks == (2,)
 
 
+def test_a_rank_whose_own_name_resolves_late_is_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(rendezvous, "_OWN_NAME_S", 0.05)
+    monkeypatch.setattr(interfaces, "gloo_address", lambda: str(released.wait(AMPLE_S)))
+    place = rendezvous._whereabouts(time.monotonic() + AMPLE_S)
+    released.set()
+    assert place.network == interfaces.process().network != "" and place.pid == interfaces.process().pid
+
+
 def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The endpoint of an earlier round refuses. While its rank 0 lives, another process has this rank's place."""
     old = [job.meeting(rank, 2) for rank in range(2)]
@@ -146,6 +160,18 @@ def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) 
     new = job.meeting(0, 2)
     job.start(new).result(AMPLE_S)
     came.result(AMPLE_S)
+
+
+def test_a_rank_leaves_the_world_of_an_earlier_round_while_its_rank_0_lives(job: Job) -> None:
+    """torchrun starts the next round while rank 0 of the last one still saves something."""
+    old = job.start(job.meeting(0, 3))
+    came = job.start(job.meeting(1, 3))
+    time.sleep(0.5)
+    new = [job.start(job.meeting(rank, 3)) for rank in (0, 2)]
+    for future in (came, *new):
+        future.result(SOON_S)
+    with pytest.raises(CommunicationError):
+        old.result(AMPLE_S)
 
 
 def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

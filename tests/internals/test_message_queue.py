@@ -89,10 +89,10 @@ def _leave_together(ends: Channels, size: int) -> None:
     rank, x = ends.members.rank, torch.zeros(1)
     for other in range(size):
         if other != rank:
-            ends.isend(x, other)
+            ends.transfers.isend(x, other)
     for other in range(size):
         if other != rank:
-            ends.irecv_(torch.empty(1), other).wait()
+            ends.transfers.irecv_(torch.empty(1), other).wait()
 
 
 def _run(pools: Pools, size: int, body: Callable[..., object], tmp_path: Path, *args: object) -> list[object]:
@@ -117,9 +117,11 @@ def _pairs(path: str, rank: int, size: int) -> None:
         others = [other for other in range(size) if other != rank]
         for n in (1, 70_000, LARGE_BYTES):
             into = {src: [torch.empty(n, dtype=torch.uint8) for _ in range(3)] for src in others}
-            receipts = [ends.irecv_(x, src) for src in others for x in into[src]]
+            receipts = [ends.transfers.irecv_(x, src) for src in others for x in into[src]]
             works = [
-                ends.isend(torch.full((n,), rank * 10 + i, dtype=torch.uint8), dst) for dst in others for i in range(3)
+                ends.transfers.isend(torch.full((n,), rank * 10 + i, dtype=torch.uint8), dst)
+                for dst in others
+                for i in range(3)
             ]
             for receipt in reversed(receipts):
                 receipt.wait()
@@ -140,11 +142,11 @@ def _huge_both_ways(path: str, rank: int, size: int, blocking: bool) -> None:
     with channels(Path(path), rank, size) as ends:
         x, out = torch.full((LARGE_BYTES,), rank, dtype=torch.uint8), torch.empty(LARGE_BYTES, dtype=torch.uint8)
         if blocking:
-            receipt = ends.irecv_(out, 1 - rank)
-            ends.send(x, 1 - rank)
+            receipt = ends.transfers.irecv_(out, 1 - rank)
+            ends.transfers.send(x, 1 - rank)
         else:
-            work = ends.isend(x, 1 - rank)
-            receipt = ends.irecv_(out, 1 - rank)
+            work = ends.transfers.isend(x, 1 - rank)
+            receipt = ends.transfers.irecv_(out, 1 - rank)
         receipt.wait()
         assert bool((out == 1 - rank).all())
         if not blocking:
@@ -169,7 +171,7 @@ def _from_two_threads(path: str, rank: int, size: int) -> list[int]:
             return []
         outs = [torch.empty(300_000, dtype=torch.uint8) for _ in range(40)]
         for out in outs:
-            ends.irecv_(out, 0).wait()
+            ends.transfers.irecv_(out, 0).wait()
         found = [out.unique().tolist() for out in outs]
         assert all(len(values) == 1 for values in found)
         return sorted(values[0] for values in found)
@@ -179,9 +181,9 @@ def _send_many(ends: Channels, value: int) -> None:
     for number in range(20):
         x = torch.full((300_000,), value, dtype=torch.uint8)
         if number % 2:
-            ends.isend(x, 1).wait()
+            ends.transfers.isend(x, 1).wait()
         else:
-            ends.send(x, 1)
+            ends.transfers.send(x, 1)
 
 
 def test_two_threads_send_at_once(pools: Pools, tmp_path: Path) -> None:
@@ -191,14 +193,14 @@ def test_two_threads_send_at_once(pools: Pools, tmp_path: Path) -> None:
 def _mismatched(path: str, rank: int, size: int, sent: Tensor, wanted: Tensor) -> str:
     with channels(Path(path), rank, size) as ends:
         if rank == 0:
-            ends.isend(sent, 1)
+            ends.transfers.isend(sent, 1)
             return ""
         with pytest.raises(CollectiveMismatchError) as raised:
-            ends.irecv_(wanted, 0).wait()
+            ends.transfers.irecv_(wanted, 0).wait()
         assert wanted.unique().tolist() == [7], "the buffer was touched"
         assert raised.value.suspect_ranks == (0,)
         with pytest.raises(CollectiveMismatchError):
-            ends.irecv_(torch.empty(100), 0).wait()
+            ends.transfers.irecv_(torch.empty(100), 0).wait()
         return str(raised.value)
 
 
@@ -232,7 +234,7 @@ def _dies(path: str, rank: int, size: int, outcomes: str, who: str) -> None:
         if rank == killed:
             if rank == 0:
                 ends.sender(None, MESSAGES).isend(Message(b"head", (large,)))
-                ends.irecv_(torch.empty(1), 1).wait()  # a reader is in the middle of it
+                ends.transfers.irecv_(torch.empty(1), 1).wait()  # a reader is in the middle of it
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             sender = ends.sender(None, MESSAGES)
@@ -250,9 +252,9 @@ def _read_in_part(ends: Channels, large: Tensor, tell: bool) -> None:
         receiver.next()
         receiver.read(*pieces_of([large[: 1 << 20]]))
         if tell:  # and hold up the writer, which is never more than a ring ahead, until it is dead
-            ends.send(torch.zeros(1), 0)
+            ends.transfers.send(torch.zeros(1), 0)
             with pytest.raises(PeerDiedError):
-                ends.irecv_(torch.empty(1), 0).wait()
+                ends.transfers.irecv_(torch.empty(1), 0).wait()
         receiver.read(*pieces_of([large[1 << 20 :]]))
 
 
@@ -280,7 +282,7 @@ def _late(path: str, rank: int, size: int) -> list[str]:
     told = []
     with channels(Path(path), rank, size, timeout_s=0.5) as ends:
         calls: list[Callable[[], object]] = [
-            lambda: ends.irecv_(torch.empty(1), 1 - rank).wait(),
+            lambda: ends.transfers.irecv_(torch.empty(1), 1 - rank).wait(),
             lambda: ends.receiver(1 - rank, MESSAGES, broadcast=True).next(),
             lambda: ends.sender(1 - rank, MESSAGES).send(Message(b"x" * LARGE_BYTES)),
             lambda: ends.sender(1 - rank, MESSAGES).isend(Message(b"x")).wait(),
@@ -304,14 +306,14 @@ def _leaves(path: str, rank: int, size: int) -> str:
     """What was sent before its sender left is there; then the readers hear that nothing more comes."""
     with channels(Path(path), rank, size) as ends:
         if rank == 0:
-            ends.send(torch.ones(5), 1)
+            ends.transfers.send(torch.ones(5), 1)
             return ""
         time.sleep(0.05)
         out = torch.zeros(5)
-        ends.irecv_(out, 0).wait()
+        ends.transfers.irecv_(out, 0).wait()
         assert out.tolist() == [1.0] * 5
         with pytest.raises(PeerDiedError) as raised:
-            ends.irecv_(out, 0).wait()
+            ends.transfers.irecv_(out, 0).wait()
         return str(raised.value)
 
 
@@ -325,7 +327,7 @@ def _closed_amid(path: str, rank: int, size: int) -> list[str]:
     with channels(Path(path), rank, size) as ends:
         if rank == 0:
             calls: list[Callable[[], object]] = [
-                lambda: ends.irecv_(torch.empty(1), 1).wait(),
+                lambda: ends.transfers.irecv_(torch.empty(1), 1).wait(),
                 lambda: ends.sender(1, MESSAGES).send(Message(b"x" * LARGE_BYTES)),
             ]
 
@@ -343,7 +345,7 @@ def _closed_amid(path: str, rank: int, size: int) -> list[str]:
             for thread in threads:
                 thread.join(DEADLINE_S)
             with pytest.raises(GroupDestroyedError):
-                ends.send(torch.ones(1), 1)
+                ends.transfers.send(torch.ones(1), 1)
         else:
             time.sleep(0.3)
     return told

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.c10d.control_store import for_torch
+from device_communicators.control.client import MOST_BYTES, ForeignServiceError
 from device_communicators.control.plane import Member, World
-from device_communicators.control.store import MOST_BYTES, ControlStore, ForeignServiceError
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from tests.internals.test_store_answers import greets, is_silent, service
 
@@ -41,12 +47,12 @@ def world() -> Iterator[World]:
     made.leave()
 
 
-@pytest.fixture(params=["world", "TCPStore"])
+@pytest.fixture(params=["world", "world, for torch", "TCPStore"])
 def make_store(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """Gives connections to one store, of either kind."""
-    if request.param == "world":
-        world = request.getfixturevalue("world")
-        yield lambda: store_of(world)
+    if request.param.startswith("world"):
+        world, wrap = request.getfixturevalue("world"), for_torch if "torch" in request.param else lambda store: store
+        yield lambda: wrap(store_of(world))
     else:
         master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield lambda: dist.TCPStore("127.0.0.1", master.port, is_master=False)
@@ -140,6 +146,138 @@ def test_who_gave_up_waiting_takes_nothing_from_others(world: World) -> None:
     with pytest.raises(dist.DistStoreError):
         store.wait(["key"], timedelta(milliseconds=5))
     assert store.num_keys() == 0
+
+
+def sockets() -> set[str]:
+    return {found for each in os.listdir("/proc/self/fd") if (found := _target_of(each)).startswith("socket:")}
+
+
+def _target_of(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:  # of the listing itself
+        return ""
+
+
+def test_a_wait_that_times_out_keeps_its_connection(world: World) -> None:
+    store = store_of(world)
+    store.set("other", "1")
+    before = sockets()
+    for _ in range(10):
+        for wait in (
+            lambda: store.wait(["key"], timedelta(milliseconds=5)),
+            lambda: store.wait(["other", "key"], timedelta(0)),
+        ):
+            with pytest.raises(dist.DistStoreError, match="wait timeout"):
+                wait()
+    assert sockets() == before
+    store.set("key", "value")
+    assert store.multi_get(["key", "other"]) == [b"value", b"1"] and sockets() == before
+
+
+def test_the_end_of_a_vanished_host_s_connections_is_noticed(world: World) -> None:
+    """Both ends probe an idle connection. The kernel then ends it; here its options are read."""
+    before = sockets()
+    store_of(world).set("key", "value")
+    limits = []
+    for number in os.listdir("/proc/self/fd"):
+        if _target_of(number) in sockets() - before:
+            with socket.socket(fileno=os.dup(int(number))) as one:
+                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                idle_s, interval_s, probes = (one.getsockopt(socket.IPPROTO_TCP, each) for each in options)
+                limits.append(idle_s + interval_s * probes)
+    assert sorted(limits) == [20, 70], "the world's heartbeat limit, and the client's"
+
+
+def test_a_name_server_that_is_silent_ends_no_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ControlStore(native.load(), ("no.name.of.a.host", world.endpoint.port), TOKEN, 0.1)
+    released = threading.Event()
+    monkeypatch.setattr("device_communicators.control.store.resolve", lambda *address: released.wait(DEADLINE_S))
+    began = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="did not answer"):
+        store.wait(["key"], timedelta(seconds=0.1))
+    assert time.monotonic() - began < 3.0
+    released.set()
+
+
+def test_torch_s_store_says_where_it_is(world: World) -> None:
+    """Also if torch alone keeps it."""
+    prefix = dist.PrefixStore("a", for_torch(store_of(world)))
+    gc.collect()
+    address = "127.0.0.1", world.endpoint.port
+    inner: Any = prefix.underlying_store
+    assert (inner.address, inner.served_by, str(inner)) == (address, None, f"the store at 127.0.0.1:{address[1]}")
+    assert BoundedStore(prefix).served_by is None and "which the launcher serves" in str(BoundedStore(prefix))
+
+
+def test_torch_s_store_ends_waits_for_a_signal(world: World) -> None:
+    class HandledError(Exception):
+        pass
+
+    def handle(number: int, frame: object) -> None:
+        raise HandledError
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(HandledError):
+            for_torch(store_of(world)).get("never")
+        assert time.monotonic() - began < 1.0
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+RANK = """
+import ctypes, sys, time
+import torch, torch.distributed as dist
+from device_communicators.c10d.control_store import for_torch
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native
+
+rank, port, token = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = for_torch(ControlStore(native.load(), ("127.0.0.1", port), token, 30.0))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+sleep = ctypes.PyDLL(None).usleep  # holds the interpreter lock
+tensor = torch.ones(4)
+began = time.monotonic()
+if rank == 0:
+    work = dist.all_reduce(tensor, async_op=True)
+    sleep(5_000_000)
+    work.wait()
+else:
+    dist.all_reduce(tensor)
+print(f"{time.monotonic() - began:.3f}", tensor.tolist() == [2.0] * 4)
+dist.destroy_process_group()
+"""
+
+
+def test_torch_s_threads_need_no_interpreter_lock(world: World) -> None:
+    """gloo connects two ranks at their first message: its threads then read addresses in the store.
+
+    Rank 0 holds its interpreter lock meanwhile.
+    """
+    command = [sys.executable, "-c", RANK]
+    variables = {**os.environ, "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world.endpoint.port), TOKEN],
+            env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [each.communicate(timeout=DEADLINE_S) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [0, 0], outputs
+    seconds, right = zip(*(output.split() for output, _ in outputs), strict=True)
+    assert right == ("True", "True")
+    assert float(seconds[0]) > 4.9 and float(seconds[1]) < 3.0, seconds
 
 
 def test_wrong_requests_and_too_large_values(world: World) -> None:

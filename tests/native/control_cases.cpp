@@ -724,6 +724,9 @@ void a_guest_asks_the_program() {
   CHECK(visits.ask(0, StoreCall::kQuestion, {"first"}) == "-" && visits.ask(0, StoreCall::kCount, {}) == "-");
   CHECK(visits.guests[0].closed && answer(0, "too late") == "-");
   CHECK(visits.ask(1, StoreCall::kQuestion, {"two", "parts"}) == "-" && visits.guests[1].closed);
+  Visits waiting(1);
+  CHECK(waiting.ask(0, StoreCall::kGet, {"never"}) == "-" && waiting.ask(0, StoreCall::kQuestion, {"what?"}) == "-");
+  CHECK(waiting.guests[0].closed && waiting.questions.empty());
 }
 
 void a_guest_is_woken_once_all_its_keys_are_set() {
@@ -736,6 +739,15 @@ void a_guest_is_woken_once_all_its_keys_are_set() {
   CHECK(visits.ask(0, StoreCall::kWait, {"never"}) == "-");
   visits.drop(0);
   CHECK(visits.ask(1, StoreCall::kSet, {"never", "1"}) == "" && visits.reply(0) == "-");
+}
+
+void a_guest_cancels_its_wait() {
+  Visits visits(2);
+  CHECK(visits.ask(0, StoreCall::kGet, {"a", "b"}) == "-" && visits.ask(0, StoreCall::kCancel, {}) == "problem:");
+  CHECK(visits.ask(1, StoreCall::kSet, {"a", "1", "b", "2"}) == "" && visits.reply(0) == "-");
+  CHECK(visits.ask(0, StoreCall::kGet, {"a"}) == "1");
+  CHECK(visits.ask(0, StoreCall::kCancel, {}) == "-" && visits.ask(0, StoreCall::kGet, {"b"}) == "2");
+  CHECK(visits.ask(0, StoreCall::kCancel, {"a"}) == "-" && visits.guests[0].closed);
 }
 
 void a_held_key_ends_with_its_connection() {
@@ -871,6 +883,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_guest_uses_the_store),
     CASE(a_guest_asks_the_program),
     CASE(a_guest_is_woken_once_all_its_keys_are_set),
+    CASE(a_guest_cancels_its_wait),
     CASE(a_held_key_ends_with_its_connection),
     CASE(a_held_value_that_grew_too_large_is_dropped),
     CASE(a_guest_is_closed_for_what_it_must_not_send),

@@ -38,6 +38,7 @@ Proc proc_of(std::size_t rank) { return rank + 11; }
 void require(bool holds, const char* text) {
   if (holds) return;
   std::printf("%s\n", text);
+  std::fflush(stdout);
   std::abort();
 }
 
@@ -267,7 +268,7 @@ class Guests {
     for (std::size_t count = random_.below(5); count > 0; --count) {
       parts.push_back(random_.chance(90) ? Bytes(1, static_cast<char>('0' + random_.below(5))) : Bytes("gone/1"));
     }
-    Bytes body = encode_store(static_cast<std::uint8_t>(random_.below(13)), parts);
+    Bytes body = encode_store(static_cast<std::uint8_t>(random_.below(14)), parts);
     if (random_.chance(10)) body = mutated(std::move(body), &random_);
     Guest& guest = guests_[id];
     body = guest.out.seal(std::move(body));
@@ -291,7 +292,7 @@ class Guests {
       std::uint8_t code = 0;
       std::vector<Bytes> parts;
       require(std::exchange(guests_[id].waits, false), "a reply without a call");
-      require(guests_[id].in.open(&body) && decode_store(body, &code, &parts) && code < 2, "a malformed reply");
+      require(guests_[id].in.open(&body) && decode_store(body, &code, &parts) && code < 3, "a malformed reply");
     }
   }
 

@@ -364,8 +364,9 @@ Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& out
 
 }  // namespace
 
-Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
-                 bool spans_hosts, std::chrono::milliseconds timeout, Callbacks callbacks)
+Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
+                 const std::vector<std::int64_t>& places, bool spans_hosts, std::chrono::milliseconds timeout,
+                 Callbacks callbacks)
     : c10d::Backend(rank, size),
       library_(std::move(library)),
       group_(group),
@@ -374,10 +375,7 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
       callbacks_(std::move(callbacks)),
       made_in_(fork_generation()) {
   lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption);
-  if (shares_memory()) {
-    pairs_ =
-        std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error, callbacks_.interruption);
-  }
+  if (shares_memory()) pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
   init();
 }
 
@@ -761,7 +759,7 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
   const auto started = Clock::now();
   const Told told = is_even ? tell(Method::kAllGather, in)
                             : told_of(kAllGathervMethod, at::IntArrayRef{}, static_cast<int>(in.scalar_type()));
-  done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr()), "all_gather",
+  done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(), -1), "all_gather",
        started);
   offset = 0;
   for (int rank = 0; rank < size_; ++rank) {
@@ -943,7 +941,8 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                     }
                     const auto started = Clock::now();
                     const Told told = tell(kGatherMethod, in, -1, root);
-                    done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr()),
+                    done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(),
+                                           static_cast<int>(root)),
                          "gather", started);
                   }
                   for (std::size_t rank = 0; rank < staged.size(); ++rank) {
@@ -1223,7 +1222,6 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
         " needs a tensor whose elements are apart, but got an expanded one");
   auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
                                                    sequence_.load(std::memory_order_relaxed));  // of collectives
-  work->owner = pairs_;
   work->is_send = sends;
   work->peer = peer;
   work->tag = tag;
@@ -1232,9 +1230,7 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
     work->tensor = sends || x.is_contiguous() ? x.contiguous() : at::empty(x.sizes(), x.options());
   }
   if (!sends && !work->tensor.is_same(x)) work->target = x;
-  work->started = Clock::now();
-  work->deadline = work->started + options_->timeout;
-  pairs_->start(work);
+  pairs_->start(work, options_->timeout);
   return kept(std::move(work));
 }
 

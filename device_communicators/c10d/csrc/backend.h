@@ -53,8 +53,9 @@ class Backend : public c10d::Backend {
 
   // `group` is the number of the shared-memory group, 0 where there is none; `library` may be null then.
   // `spans_hosts`: the callback `over_hosts` carries collectives.
-  Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
-          bool spans_hosts, std::chrono::milliseconds timeout, Callbacks callbacks);
+  Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
+          const std::vector<std::int64_t>& places, bool spans_hosts, std::chrono::milliseconds timeout,
+          Callbacks callbacks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }

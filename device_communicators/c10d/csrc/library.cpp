@@ -30,18 +30,14 @@ Library::Library(const std::string& path) {
   FIND(all_to_all);
   FIND(liveness_of);
   FIND(liveness_delete);
-  FIND(windows_at);
-  FIND(back);
-  FIND(queue_writer_new);
-  FIND(queue_reader_new);
-  FIND(queue_writer_leave);
-  FIND(queue_reader_leave);
-  FIND(queue_writer_delete);
-  FIND(queue_reader_delete);
-  FIND(queue_send);
-  FIND(queue_resume);
-  FIND(queue_take);
-  FIND(queue_read);
+  FIND(transfers_new);
+  FIND(transfers_delete);
+  FIND(transfers_start);
+  FIND(transfers_wait);
+  FIND(transfers_interrupt);
+  FIND(transfers_failure);
+  FIND(transfers_drain);
+  FIND(transfers_close);
 #undef FIND
 }
 

@@ -4,6 +4,9 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
 
 #include "../../cpu/csrc/signals.h"
 #include "resolving.h"
@@ -71,12 +74,10 @@ Callbacks callbacks_of(const py::object& python) {
     return python_error("a collective failed",
                         [&] { return owner->attr("collective_error")(status, method, elapsed_s, timeout_s); });
   };
-  made.pair_error = [owner](const char* operation, const PairFailure& failure) {
-    return python_error("a transfer failed", [&] {
-      return owner->attr("transfer_error")(static_cast<int>(failure.status), operation, failure.peer, failure.suspect,
-                                           failure.reporter, failure.reason, failure.elapsed_s, failure.sent,
-                                           failure.expected);
-    });
+  made.pair_error = [owner](const TransferFailure& failure) {
+    std::vector<std::int64_t> words(sizeof failure / sizeof(std::int64_t));
+    std::memcpy(words.data(), &failure, sizeof failure);
+    return python_error("a transfer failed", [&] { return owner->attr("transfer_error")(py::cast(words)); });
   };
   const auto main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   const auto* const signals = reinterpret_cast<const SignalPipe*>(owner->attr("signal_pipe").cast<std::uintptr_t>());
@@ -139,27 +140,12 @@ Callbacks callbacks_of(const py::object& python) {
   return made;
 }
 
-QueuePlaces places_of(const py::object& given) {
-  QueuePlaces places;
-  if (given.is_none()) return places;
-  const auto number = [&](const char* name) { return given.attr(name).cast<std::int64_t>(); };
-  places.control = reinterpret_cast<char*>(number("control_address"));
-  places.windows = reinterpret_cast<void*>(number("windows"));
-  places.descriptor = static_cast<int>(number("descriptor"));
-  places.data_offset = static_cast<std::size_t>(number("data_offset"));
-  places.chunk_bytes = static_cast<std::size_t>(number("chunk_bytes"));
-  places.chunks = static_cast<std::size_t>(number("chunks"));
-  places.kinds = static_cast<int>(number("kinds"));
-  places.spin_ns = number("spin_ns");
-  places.yields = static_cast<int>(number("yields"));
-  return places;
-}
-
 c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, std::vector<std::uint64_t> global_ranks,
-                                 const std::string& library, std::uint64_t group, const py::object& places,
-                                 bool spans_hosts, std::chrono::milliseconds timeout, const py::object& python) {
+                                 const std::string& library, std::uint64_t group,
+                                 const std::vector<std::int64_t>& places, bool spans_hosts,
+                                 std::chrono::milliseconds timeout, const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places_of(places),
+  c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places,
                                                                            spans_hosts, timeout, callbacks_of(python));
   made->options()->group_name = name;
   made->options()->global_ranks_in_group = std::move(global_ranks);

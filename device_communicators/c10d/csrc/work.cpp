@@ -56,6 +56,11 @@ c10::intrusive_ptr<c10::ivalue::Future> Operation::take_future() {
   return std::move(future_to_complete_);
 }
 
+bool Operation::has_announcement() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return future_to_complete_ != nullptr || recordFunctionEndCallback_ != nullptr;
+}
+
 void Operation::announce(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
   if (recordFunctionEndCallback_) {
     recordFunctionEndCallback_();

@@ -52,6 +52,8 @@ class Operation : public c10d::Work {
   // In two steps: the future, null where nobody has asked for it, and then the rest with it.
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+  // Of a settled call: whether `announce` has anything to do.
+  bool has_announcement() const;
   void set_source_rank(int rank) { source_rank_ = rank; }
   // Makes the future's value lists of `length` outputs instead of one list. Call it before the call starts.
   void set_list_length(std::size_t length) { list_length_ = length; }

@@ -569,6 +569,8 @@ void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
   if (found == stay->connections.end()) return;
   std::vector<Store::Output> replies;
   const bool admitted = std::exchange(found->second.is_guest, true);
+  // The keys that a guest holds end with the heartbeat limit if its host vanishes.
+  if (!admitted) keep_alive(*found->second.socket, stay->limit_s / 2, std::max(1, stay->limit_s / 4), 2);
   const bool fine =
       admitted ? stay->store.take(number, bytes, &replies) : stay->store.admit(number, stay->token, bytes, &replies);
   reply(stay, replies);
@@ -923,6 +925,7 @@ std::int64_t open_stay(const std::string& address, int first, int last, const st
     stay->token += "0123456789abcdef"[byte & 15];
   }
   stay->core = std::make_unique<Core>(stay->proc, stay->token, config);
+  stay->limit_s = static_cast<int>(std::clamp<Nanos>(config.limit / kSecond, 2, 3600));
   stay->without_memory = last_news("memory ran out");
   int code = EADDRINUSE;
   const int count = last - first + 1, begin = static_cast<int>(stay->proc % static_cast<Proc>(std::max(count, 1)));

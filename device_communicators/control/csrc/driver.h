@@ -100,6 +100,7 @@ struct Stay {
   Proc proc = 0;
   std::string token;
   int port = 0;
+  int limit_s = 0;  // of heartbeats
   Descriptor listener;
   Board board;
   Bytes without_memory;  // the last news if there is no memory for any other

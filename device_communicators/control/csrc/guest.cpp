@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <new>
+#include <sstream>
 
 #include "hmac.h"
 
@@ -21,8 +23,33 @@ namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
 constexpr std::size_t kMostShown = 64;  // of what another service sent
+constexpr Nanos kPause = 20'000'000;    // before a connection that was closed early is made again
+constexpr Nanos kEnd = 200'000'000;     // a server that runs ends a wait within this time
+constexpr std::size_t kMostFree = 4;    // connections of a client that no request uses
+// An idle connection shows a firewall that it is used. One whose server's host vanished ends after 70 s.
+constexpr int kIdleSeconds = 10, kProbes = 6;
 
 Bytes encode_frame(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
+
+// Returns true if a server may listen at another of its addresses.
+bool is_of_address(int code) {
+  return code == ECONNREFUSED || code == EHOSTUNREACH || code == ENETUNREACH || code == EADDRNOTAVAIL ||
+         code == EAFNOSUPPORT;
+}
+
+// Returns the words for an error of a guest with this text.
+Bytes describe(int code, const Bytes& text) {
+  switch (code) {
+    case EPROTO: return text;
+    case EPROTONOSUPPORT: return "the server has protocol version " + text + ": install the same package on all hosts";
+    case EKEYREJECTED:
+      return "the server can't prove that it has the secret. Give each node the same secret_file, or free the port";
+    case EBADMSG: return "the server sent a reply with a wrong MAC, or a frame that is no reply";
+    case ECONNRESET:
+    case EPIPE: return "the connection was closed";
+    default: return std::strerror(code);
+  }
+}
 
 }  // namespace
 
@@ -39,6 +66,7 @@ int Guest::dial(const std::string& host, int port, std::string token) {
   if (!begun) return code;
   const int on = 1;
   setsockopt(*socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  keep_alive(*socket_, kIdleSeconds, kIdleSeconds, kProbes);
   token_ = std::move(token);
   nonce_ = random_bytes(kNonceBytes);
   out_ = encode(Hello{}) + encode_frame(FrameKind::kNonce, nonce_);
@@ -55,6 +83,11 @@ int Guest::ask(Bytes request) {
   if (identified_) out_ += encode_frame(FrameKind::kStoreCall, to_listener_.seal(std::move(request)));
   else request_ = std::move(request);
   return 0;
+}
+
+void Guest::cancel() {
+  out_ += encode_frame(FrameKind::kStoreCall,
+                       to_listener_.seal(encode_store(static_cast<std::uint8_t>(StoreCall::kCancel), {})));
 }
 
 int Guest::wait(Nanos until) {
@@ -141,17 +174,83 @@ int Guest::on_frame(const Frame& frame) {
   return 0;
 }
 
+Request::Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, Nanos connected_by)
+    : client_(std::move(client)), content_(std::move(content)), deadline_(deadline), connected_by_(connected_by) {
+  const auto call = static_cast<StoreCall>(content_.empty() ? 0 : content_[0]);
+  waits_ = call == StoreCall::kGet || call == StoreCall::kWait;
+}
+
+Request::~Request() {
+  const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+  const bool is_held = !content_.empty() && content_[0] == static_cast<char>(StoreCall::kHold);
+  if (replied_ && !is_held && client_->free.size() < kMostFree) client_->free.push_back(std::move(guest_));
+}
+
+int Request::wait(Nanos until) {
+  while (true) {
+    const int code = advance(until);
+    const Nanos now = monotonic_now();
+    if (code == 0) {
+      text = std::move(guest_->text);
+      replied_ = true;
+      return !text.empty() && text[0] == static_cast<char>(kCancelled) ? ETIME : 0;
+    }
+    if (code == EINPROGRESS) return now < connected_by_ ? EAGAIN : ETIMEDOUT;
+    if (code == EAGAIN) {
+      if (now < deadline_) return EAGAIN;
+      if (!waits_ || cancelled_) return waits_ ? ETIME : ETIMEDOUT;
+      guest_->cancel();
+      cancelled_ = true;
+      until = deadline_ = now + kEnd;
+      continue;
+    }
+    text = describe(code, guest_->text);
+    guest_.reset();
+    if (code == ESTALE) continue;
+    if (code == ECONNABORTED && now + kPause < connected_by_) {
+      ::poll(nullptr, 0, kPause / 1'000'000);
+      return EAGAIN;
+    }
+    if (!is_of_address(code) || address_ + 1 >= client_->addresses.size()) return code;
+    ++address_;
+  }
+}
+
+int Request::advance(Nanos until) {
+  if (guest_ == nullptr) {
+    const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+    auto& free = client_->free;
+    free.remove_if([](const auto& guest) { return guest->pid != getpid(); });  // of the parent of a forked child
+    if (!free.empty()) {
+      guest_ = std::move(free.back());
+      free.pop_back();
+    }
+    asked_ = false;
+  }
+  if (guest_ == nullptr) {
+    guest_ = std::make_unique<Guest>();
+    if (const int code = guest_->dial(client_->addresses[address_], client_->port, client_->token); code != 0)
+      return code;
+  }
+  if (!asked_) {
+    if (const int code = guest_->ask(content_); code != 0) return code;
+    asked_ = true;
+  }
+  return guest_->wait(std::min(until, guest_->is_identified() ? deadline_ : connected_by_));
+}
+
 namespace {
 
-// Guarded by the fork mutex. Never freed: threads may use it while the process exits.
-auto& guests = *new std::map<std::int64_t, std::shared_ptr<Guest>>;
-std::int64_t next_guest = 1;
+// Guarded by the fork mutex. Never freed: threads may use them while the process exits.
+auto& clients = *new std::map<std::int64_t, std::shared_ptr<Client>>;
+auto& requests = *new std::map<std::int64_t, std::shared_ptr<Request>>;
+std::int64_t next_request = 1;
 
-// Returns null also in a forked child of the guest's process: its descriptors are closed there.
-std::shared_ptr<Guest> find_guest(std::int64_t handle) {
+template <typename T>
+std::shared_ptr<T> find(const std::map<std::int64_t, std::shared_ptr<T>>& all, std::int64_t handle) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
-  const auto found = guests.find(handle);
-  return found == guests.end() || found->second->pid != getpid() ? nullptr : found->second;
+  const auto found = all.find(handle);
+  return found == all.end() ? nullptr : found->second;
 }
 
 }  // namespace
@@ -162,43 +261,68 @@ using namespace parallel_state::control;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Begins to connect to the store at a numeric address. Returns a handle, or the negative errno.
-std::int64_t ps_store_open(const char* host, int port, const char* token) {
-  try {
-    auto guest = std::make_shared<Guest>();
-    if (const int code = guest->dial(host, port, token); code != 0) return -code;
-    const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
-    guests[next_guest] = std::move(guest);
-    return next_guest++;
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
-}
-
-// Sends a request, or with a null one goes on waiting, for at most `slice_s`. Returns 0 once its reply has arrived, or
-// a negative errno; see guest.h.
-int ps_store_ask(std::int64_t handle, const char* request, std::uint64_t size, double slice_s) {
-  try {
-    const auto guest = find_guest(handle);
-    if (guest == nullptr) return -ESRCH;
-    const int code = request == nullptr ? 0 : guest->ask(Bytes(request, size));
-    return -(code != 0 ? code : guest->wait(monotonic_now() + static_cast<Nanos>(slice_s * 1e9)));
-  } catch (const std::bad_alloc&) {
-    return -ENOMEM;
-  }
-}
-
-// Returns the size of the reply, or of an error's text, and copies it if it fits into `capacity`.
-std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t capacity) {
-  const auto guest = find_guest(handle);
-  if (guest == nullptr) return 0;
-  if (guest->text.size() <= capacity) std::copy(guest->text.begin(), guest->text.end(), buffer);
-  return guest->text.size();
-}
-
-void ps_store_close(std::int64_t handle) {
+// Returns the handle of the client of a store. `addresses`: numeric, separated by commas. Clients of one store are one.
+std::int64_t ps_store_client(const char* addresses, int port, const char* token) {
+  auto client = std::make_shared<Client>();
+  std::istringstream words(addresses);
+  for (std::string word; std::getline(words, word, ',');) client->addresses.push_back(word);
+  client->port = port;
+  client->token = token;
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
-  guests.erase(handle);
+  for (const auto& [handle, known] : clients) {
+    if (known->addresses == client->addresses && known->port == port && known->token == token) return handle;
+  }
+  const auto handle = static_cast<std::int64_t>(clients.size()) + 1;
+  clients[handle] = std::move(client);
+  return handle;
+}
+
+// Begins a request. Returns its handle, or the negative errno. The connection may take `connect_s` if that is longer.
+std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_t size, double timeout_s,
+                          double connect_s) {
+  try {
+    auto found = find(clients, client);
+    if (found == nullptr) return -ESRCH;
+    const Nanos now = monotonic_now();
+    const auto after = [now](double s) { return now + static_cast<Nanos>(std::min(s, 1e9) * 1e9); };
+    auto request = std::make_shared<Request>(std::move(found), Bytes(content, size), after(timeout_s),
+                                             after(std::max(timeout_s, connect_s)));
+    const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+    requests[next_request] = std::move(request);
+    return next_request++;
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+// Waits for the reply, for at most `slice_s`. Returns 0 or the negative errno of Request::wait.
+int ps_store_wait(std::int64_t handle, double slice_s) {
+  try {
+    const auto request = find(requests, handle);
+    return request == nullptr ? -ESRCH : -request->wait(monotonic_now() + static_cast<Nanos>(slice_s * 1e9));
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+// Returns the size of the reply, or of the text of an error, and copies it if it fits into `capacity`.
+std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t capacity) {
+  const auto request = find(requests, handle);
+  if (request == nullptr) return 0;
+  if (request->text.size() <= capacity) std::copy(request->text.begin(), request->text.end(), buffer);
+  return request->text.size();
+}
+
+// Ends a request, and what it holds. Without a reply its connection is closed.
+void ps_store_end(std::int64_t handle) {
+  const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+  requests.erase(handle);
+}
+
+// Closes the connections that no request uses. The next request connects again.
+void ps_store_close(std::int64_t client) {
+  const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+  if (const auto found = clients.find(client); found != clients.end()) found->second->free.clear();
 }
 
 }  // extern "C"

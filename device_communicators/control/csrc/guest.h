@@ -1,7 +1,10 @@
-// A guest's connection to the store of a listener, driven by the thread that calls it. It never takes Python's lock.
+// A client of a listener's store, driven by the threads that call it. It never takes Python's lock.
 #pragma once
 
+#include <list>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "machine.h"
 #include "store.h"
@@ -21,8 +24,11 @@ class Guest {
   int dial(const std::string& host, int port, std::string token);
   // Begins a request. The reply of the last one must have arrived.
   int ask(Bytes request);
+  // Ends the request, a kGet or kWait: its reply, or kCancelled, arrives next.
+  void cancel();
   // Waits for the reply until `until`.
   int wait(Nanos until);
+  bool is_identified() const { return identified_; }
 
   Bytes text;  // the reply, or what the error above says
   int pid = 0;
@@ -39,6 +45,41 @@ class Guest {
   Proc listener_ = 0;
   Parser parser_;
   bool connected_ = false, identified_ = false, asking_ = false;
+};
+
+// The way to one store, and the connections that no request uses.
+struct Client {
+  std::vector<std::string> addresses;  // numeric: a name may have several, and a server may listen at one of them
+  int port = 0;
+  std::string token;
+  std::list<std::unique_ptr<Guest>> free;  // guarded by the fork mutex
+};
+
+// One request to a store. One thread uses it at a time. Without a reply, its connection ends with it.
+class Request {
+ public:
+  // `deadline`: of the reply. The connection may take until `connected_by`.
+  Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, Nanos connected_by);
+  Request(const Request&) = delete;
+  ~Request();
+
+  // Waits for the reply until `until`, at most 0.2 s longer. Returns 0 or an errno. EAGAIN: call it again. ETIME: the
+  // keys that it waits for are not set at its deadline. ETIMEDOUT: the server doesn't answer. Others: see Guest.
+  // Connects anew if the server has closed a kept connection, or closes a new one before it is identified, as it does
+  // when strangers crowd it.
+  int wait(Nanos until);
+
+  Bytes text;  // the reply, or what went wrong
+
+ private:
+  int advance(Nanos until);
+
+  std::shared_ptr<Client> client_;
+  std::unique_ptr<Guest> guest_;
+  Bytes content_;
+  Nanos deadline_, connected_by_;
+  std::size_t address_ = 0;
+  bool waits_, asked_ = false, cancelled_ = false, replied_ = false;
 };
 
 }  // namespace parallel_state::control

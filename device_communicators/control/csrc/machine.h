@@ -20,6 +20,9 @@ std::recursive_mutex& fork_mutex();
 // Calls `forget` in each forked child, once its descriptors are closed. Called once.
 void in_forked_child(void (*forget)());
 
+// Has the kernel probe an idle connection: after `idle_s`, every `interval_s`, and ends it after `probes` in vain.
+void keep_alive(int socket, int idle_s, int interval_s, int probes);
+
 // Owns a descriptor, which is closed in each forked child.
 class Descriptor {
  public:

@@ -74,8 +74,13 @@ bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>*
 bool Table::ask(int client, std::string_view request, std::vector<Reply>* replies) {
   std::uint8_t code = 0;
   std::vector<Bytes> parts;
-  if (waits_.count(client) != 0 || !decode_store(request, &code, &parts)) return false;
+  if (!decode_store(request, &code, &parts)) return false;
   const auto call = static_cast<StoreCall>(code);
+  if (call == StoreCall::kCancel) {
+    if (end_wait(client)) replies->push_back({client, encode_store(kCancelled, {})});
+    return parts.empty();
+  }
+  if (waits(client)) return false;
   try {
     if (call == StoreCall::kGet || call == StoreCall::kWait) {
       wait_for(client, call == StoreCall::kGet, std::move(parts), replies);
@@ -84,7 +89,7 @@ bool Table::ask(int client, std::string_view request, std::vector<Reply>* replie
       replies->push_back({client, std::move(reply)});
     }
   } catch (const Problem& problem) {
-    replies->push_back({client, encode_store(1, {problem.text})});
+    replies->push_back({client, encode_store(kProblem, {problem.text})});
   }
   return true;
 }
@@ -98,13 +103,13 @@ Bytes Table::answer(StoreCall call, const std::vector<Bytes>& parts, int client,
     case StoreCall::kSet:
       if (parts.empty() || parts.size() % 2 != 0) throw Problem{"keys and values must come in pairs"};
       for (std::size_t i = 0; i < parts.size(); i += 2) set(parts[i], parts[i + 1], replies);
-      return encode_store(0, {});
+      return encode_store(kReplied, {});
     case StoreCall::kHold:
       expect(2, parts);
       if (parts[0].size() + parts[1].size() > kMostHeldBytes) throw Problem{"a held key and its value are too large"};
       set(parts[0], parts[1], replies);
       holders_[parts[0]] = client;
-      return encode_store(0, {});
+      return encode_store(kReplied, {});
     case StoreCall::kAdd: {
       expect(2, parts);
       const Bytes before = value_of(parts[0]);
@@ -113,30 +118,30 @@ Bytes Table::answer(StoreCall call, const std::vector<Bytes>& parts, int client,
         throw Problem{"the sum of add has more than 64 bits"};
       }
       set(parts[0], std::to_string(sum), replies);
-      return encode_store(0, {std::to_string(sum)});
+      return encode_store(kReplied, {std::to_string(sum)});
     }
     case StoreCall::kCheck: {
       bool all = true;
       for (const Bytes& key : parts) all = all && values_.count(key) != 0;
-      return encode_store(0, {all ? "1" : "0"});
+      return encode_store(kReplied, {all ? "1" : "0"});
     }
     case StoreCall::kCompareSet: {
       expect(3, parts);
       const bool is_set = values_.count(parts[0]) != 0;
       const Bytes before = value_of(parts[0]);
-      if (before != parts[1]) return encode_store(0, {is_set ? before : parts[1]});
+      if (before != parts[1]) return encode_store(kReplied, {is_set ? before : parts[1]});
       set(parts[0], parts[2], replies);
-      return encode_store(0, {parts[2]});
+      return encode_store(kReplied, {parts[2]});
     }
     case StoreCall::kDelete:
       expect(1, parts);
       holders_.erase(parts[0]);
-      return encode_store(0, {values_.erase(parts[0]) != 0 ? "1" : "0"});
-    case StoreCall::kCount: expect(0, parts); return encode_store(0, {std::to_string(values_.size())});
+      return encode_store(kReplied, {values_.erase(parts[0]) != 0 ? "1" : "0"});
+    case StoreCall::kCount: expect(0, parts); return encode_store(kReplied, {std::to_string(values_.size())});
     case StoreCall::kAppend:
       expect(2, parts);
       set(parts[0], value_of(parts[0]) + parts[1], replies);
-      return encode_store(0, {});
+      return encode_store(kReplied, {});
     default: throw Problem{"there is no request of kind " + std::to_string(static_cast<int>(call))};
   }
 }
@@ -162,7 +167,7 @@ void Table::wait_for(int client, bool gets, std::vector<Bytes> keys, std::vector
   for (const Bytes& key : wait.keys) {
     if (gets) values.push_back(values_.at(key));
   }
-  replies->push_back({client, encode_store(0, values)});
+  replies->push_back({client, encode_store(kReplied, values)});
 }
 
 void Table::set(const Bytes& key, Bytes value, std::vector<Reply>* replies) {
@@ -183,21 +188,25 @@ void Table::set(const Bytes& key, Bytes value, std::vector<Reply>* replies) {
     try {
       wait_for(client, ready.gets, ready.keys, replies);  // again: another of its keys may have been deleted
     } catch (const Problem& problem) {
-      replies->push_back({client, encode_store(1, {problem.text})});
+      replies->push_back({client, encode_store(kProblem, {problem.text})});
     }
   }
 }
 
-void Table::drop(int client, std::vector<Reply>* replies) {
+bool Table::end_wait(int client) {
   const auto wait = waits_.find(client);
-  if (wait != waits_.end()) {
-    for (const Bytes& key : wait->second.missing) {
-      const auto clients = waiting_.find(key);
-      clients->second.erase(client);
-      if (clients->second.empty()) waiting_.erase(clients);
-    }
-    waits_.erase(wait);
+  if (wait == waits_.end()) return false;
+  for (const Bytes& key : wait->second.missing) {
+    const auto clients = waiting_.find(key);
+    clients->second.erase(client);
+    if (clients->second.empty()) waiting_.erase(clients);
   }
+  waits_.erase(wait);
+  return true;
+}
+
+void Table::drop(int client, std::vector<Reply>* replies) {
+  end_wait(client);
   std::vector<Bytes> held;
   for (const auto& [key, holder] : holders_) {
     if (holder == client) held.push_back(key);
@@ -233,9 +242,8 @@ bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
     if (!frame.body.empty() && frame.body[0] == static_cast<char>(StoreCall::kQuestion)) {
       std::uint8_t code = 0;
       std::vector<Bytes> parts;
-      if (!decode_store(frame.body, &code, &parts) || parts.size() != 1 || parts[0].size() > kMostStatusBytes) {
-        return false;
-      }
+      if (table_.waits(guest) || !decode_store(frame.body, &code, &parts) || parts.size() != 1) return false;
+      if (parts[0].size() > kMostStatusBytes) return false;
       from.asks = true;
       out->push_back({guest, parts[0], true});
       continue;
@@ -249,7 +257,7 @@ bool Store::take(int guest, std::string_view bytes, std::vector<Output>* out) {
 void Store::answer(int guest, const Bytes& bytes, std::vector<Output>* out) {
   const auto found = guests_.find(guest);
   if (found == guests_.end() || !std::exchange(found->second.asks, false)) return;
-  send({{guest, encode_store(0, {bytes.substr(0, kMostStoreBytes - kSealBytes)})}}, out);
+  send({{guest, encode_store(kReplied, {bytes.substr(0, kMostStoreBytes - kSealBytes)})}}, out);
 }
 
 void Store::drop(int guest, std::vector<Output>* out) {

@@ -41,7 +41,10 @@ class Seal {
   std::uint64_t number_ = 0;
 };
 
-// A call is its kind and its parts, a reply 0 and the answer's parts, or 1 and a text that names the problem.
+// A call is its kind and its parts. A reply is one of these and parts: those of the answer, a text that names the
+// problem, or none.
+inline constexpr std::uint8_t kReplied = 0, kProblem = 1, kCancelled = 2;
+
 enum class StoreCall : std::uint8_t {
   kSet = 1,     // keys and values in turn
   kGet,         // keys; answered with their values once all are set
@@ -53,7 +56,8 @@ enum class StoreCall : std::uint8_t {
   kCount,       // the number of keys
   kAppend,      // key, more
   kHold,        // key, value; as kSet, and when the connection ends, gone/KEY replaces KEY
-  kQuestion     // question; answered by the program, not by the table
+  kQuestion,    // question; answered by the program, not by the table
+  kCancel       // none; ends this client's kGet or kWait with kCancelled. Not answered if it is answered already
 };
 
 // Returns the body of a request or reply.
@@ -69,8 +73,9 @@ class Table {
     Bytes body;
   };
   // Takes in a request. Appends its reply, and those that it causes for waiting clients. Returns false if it is
-  // malformed, or if `client` still waits for a reply.
+  // malformed, or if `client` still waits for a reply and does not cancel.
   bool ask(int client, std::string_view request, std::vector<Reply>* replies);
+  bool waits(int client) const { return waits_.count(client) != 0; }
   // Forgets a client: drops its wait, and replaces each KEY that it holds by gone/KEY.
   void drop(int client, std::vector<Reply>* replies);
 
@@ -83,6 +88,7 @@ class Table {
 
   Bytes answer(StoreCall call, const std::vector<Bytes>& parts, int client, std::vector<Reply>* replies);
   void wait_for(int client, bool gets, std::vector<Bytes> keys, std::vector<Reply>* replies);
+  bool end_wait(int client);  // returns false if the client does not wait
   void set(const Bytes& key, Bytes value, std::vector<Reply>* replies);
 
   std::map<Bytes, Bytes> values_;

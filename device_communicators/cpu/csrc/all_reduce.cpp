@@ -1,19 +1,20 @@
 #include <algorithm>
 
 #include "copy.h"
-#include "group.h"
+#include "host_group.h"
 #include "share.h"
 
 namespace parallel_state {
 
-Status Group::all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s) {
+Status HostGroup::all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s) {
   begin(timeout_s);
   const auto digest = static_cast<std::uint64_t>(dtype);
   const std::uint64_t call = call_of(Kind::kAllReduce, count, Method::kAllReduce, digest, static_cast<int>(op));
   return reduce_all(out, in, count, dtype, op, call);
 }
 
-Status Group::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call) {
+Status HostGroup::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
+                             std::uint64_t call) {
   if (area_ranks_ != 0 && count != 0 && count * size_of(dtype) >= chain_bytes_) {
     const Status status =
         chained_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
@@ -25,8 +26,8 @@ Status Group::reduce_all(void* out, const void* in, std::size_t count, Dtype dty
 }
 
 // Every rank puts its input into its slot and reduces all of them: one exchange, but each rank reads everything.
-Status Group::one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
-                                  std::uint64_t call) {
+Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
+                                      std::uint64_t call) {
   const std::size_t bytes = count * size_of(dtype);
   const Slot slot = next_slot(bytes);
   RETURN_IF_FAILED(reuse(*slot.used));
@@ -59,8 +60,8 @@ Status Group::one_shot_all_reduce(void* out, const void* in, std::size_t count, 
 //
 // A shared input is read where it lies, and its rank has nothing to write in A. Its owner may overwrite it: a slice is
 // read by one rank only, in B, and overwritten in B by that rank itself, or in C, which waits for that B.
-Status Group::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
-                               std::uint64_t call) {
+Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
+                                   std::uint64_t call) {
   const std::size_t width = size_of(dtype);
   const Slices slices(count, width, size_, tuning_.large_slot_bytes);
   const ReduceFunction reduce = reduce_function(dtype, op);

@@ -4,7 +4,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "calling.h"
 #include "handle.h"
@@ -39,7 +43,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 14; }
+int ps_version() { return 15; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -67,10 +71,13 @@ void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); 
 // The address of a SignalPipe, for Python to set.
 void* ps_signal_pipe() { return &signal_pipe(); }
 
+// Returns 1 if a signal may have come since the last call: see has_signal. Main thread only.
+int ps_has_signal() { return has_signal(signal_pipe()) ? 1 : 0; }
+
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
 // Where in the segment the slots of `rank` begin; for `rank` = `size`, where the last ones end.
-std::size_t ps_slots_offset(int size, int rank) { return Group::slots_offset(size, rank); }
+std::size_t ps_slots_offset(int size, int rank) { return HostGroup::slots_offset(size, rank); }
 
 // Maps the file behind `descriptor`, beyond its end as well; null, and errno, where that can't be done.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
@@ -98,13 +105,39 @@ void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
 }
 void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
 
-// Takes over `memory`, a mapping of `bytes` that begins with what the collectives need. Its number, or 0.
+// Takes over `memory`, a mapping of `bytes` that begins with what the collectives need; null for memory of its own, for
+// a rank that is alone on its host. Its number, or 0.
 std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, std::int64_t spin_ns, int yields,
                            double timeout_s) {
   WaitPolicy policy;
   policy.spin_ns = spin_ns;
   policy.yields = yields;
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
+}
+
+// The group spans several hosts: it has `size` ranks, of which this one is `rank`, and `host_of_rank` has a number for
+// each rank's host. The ranks of this host are those of ps_group_new, in their order. Of `connections` sockets, whose
+// other ends are the ranks `peers` (several of one rank in the order of the other side), the group owns the descriptors
+// from now on. If `meshed`, each two ranks of different hosts are connected, else the lowest ranks of the hosts. See
+// HostsGroup. Call it once, before ps_group_listen and any call of the group. Returns 0, or EBADF for an unknown group.
+int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
+                  const int* descriptors, int connections, int meshed, int rounded) {
+  const std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr) return EBADF;
+  handle->span(rank, {host_of_rank, host_of_rank + size},
+               std::make_unique<Connections>(size, peers, descriptors, connections), meshed != 0, rounded != 0);
+  return 0;
+}
+
+// Of the connections to other ranks: system calls that sent something, and that received something.
+void ps_group_transfers(std::uint64_t group, std::uint64_t* out) {
+  const std::shared_ptr<Handle> handle = find(group);
+  out[0] = out[1] = 0;
+  if (handle == nullptr || handle->hosts() == nullptr) return;
+  for (const auto& link : handle->hosts()->connections().links()) {
+    out[0] += link->sends;
+    out[1] += link->receives;
+  }
 }
 
 // See Handle::set_arenas.
@@ -143,7 +176,7 @@ void ps_group_timeout(std::uint64_t group, double timeout_s) {
 // Who is lost to who waits for `rank`, or -1; who told of it, or -1, and with which status. See Loss.
 int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::int64_t* status) {
   const std::shared_ptr<Handle> handle = find(group);
-  const Loss found = handle == nullptr ? Loss{} : handle->liveness().loss(rank);
+  const Loss found = handle == nullptr ? Loss{} : handle->loss(rank);
   *reporter = found.reporter;
   *status = found.status;
   return found.rank;
@@ -154,7 +187,7 @@ void ps_wait_gently(int gently) { wait_gently(gently != 0); }
 
 int ps_group_has_left(std::uint64_t group, int rank) {
   const std::shared_ptr<Handle> handle = find(group);
-  return handle != nullptr && handle->liveness().has_left(rank);
+  return handle != nullptr && handle->has_left(rank);
 }
 
 // See GroupLiveness::listen_to: `count` ranks of the group, and `domain_count` of the domain. `stay`: of
@@ -164,7 +197,7 @@ int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, in
   const std::shared_ptr<Handle> handle = find(group);
   const std::shared_ptr<control::Stay> found = control::find_stay(stay);
   if (handle == nullptr || found == nullptr) return 0;
-  handle->liveness().listen_to(found->listeners, {ranks, ranks + count}, {domain, domain + domain_count});
+  handle->listen_to(found->listeners, {ranks, ranks + count}, {domain, domain + domain_count});
   return 1;
 }
 
@@ -190,6 +223,7 @@ void ps_group_close(std::uint64_t group) {
     handle->lender()->collect();
     handle->arena()->end();
   }
+  if (handle != nullptr && handle->hosts() != nullptr) handle->hosts()->connections().close();
   forget(group);
 }
 
@@ -204,7 +238,8 @@ void ps_served_go_on(const char* key, std::uint64_t sequence) {
 
 void ps_measure_calls(int on) { measure_calls(on != 0); }
 
-// 256 rows of a method's calls, and the nanoseconds that they took and waited; then how often each rank came last.
+// 256 rows of a method's calls, and the nanoseconds that they took and waited; then how often each rank of the group
+// came last.
 void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::shared_ptr<Handle> handle = find(group);
@@ -219,7 +254,8 @@ void ps_stop_serving(const char* key) { stop_serving(key); }
 
 // Of the first failure: rank, microseconds, who found out (-1: this rank itself); from whom to whom an all_to_all
 // doesn't fit (-1: it does), and the bytes that are sent and expected; then this rank's call and the other's, each as
-// its word, shape, number of parts, and 64 sizes of parts.
+// its word, shape, number of parts, and 64 sizes of parts. After kTooLarge: from the source to this rank, the bytes
+// that are sent, and the most that may be.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -231,6 +267,13 @@ void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   *out++ = static_cast<std::int64_t>(failure.misfit.sent_bytes);
   *out++ = static_cast<std::int64_t>(failure.misfit.expected_bytes);
   show(failure.found, show(failure.expected, out));
+}
+
+// What failed in a connection, of the first failure; cut to `capacity`, with a zero at the end.
+void ps_group_failure_text(std::uint64_t group, char* out, int capacity) {
+  const std::shared_ptr<Handle> handle = find(group);
+  const std::string text = handle == nullptr ? std::string() : handle->failure().text;
+  if (capacity > 0) out[text.copy(out, static_cast<std::size_t>(capacity) - 1)] = '\0';
 }
 
 // What the next collectives of this thread are told as where they are of the same class; 0: as what they are.
@@ -355,8 +398,8 @@ int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t sha
 int ps_reduce_scatter_part(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                            std::size_t inner, int dtype, int op) {
   return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.reduce_scatter(out, in, 1, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s,
-                               true);
+    return static_cast<HostGroup&>(self).scatter_reduced(out, in, 1, inner, static_cast<Dtype>(dtype),
+                                                         static_cast<ReduceOp>(op), true, timeout_s);
   });
 }
 
@@ -367,15 +410,28 @@ int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t shape, 
 }
 
 int ps_gatherv(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* const* outs,
-               const std::size_t* bytes, const void* in) {
+               const std::size_t* bytes, const void* in, int dst) {
   return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
+              [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, dst, timeout_s); });
 }
 
 int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* data, std::size_t bytes, int src) {
   return with(group, word, shape,
               [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
 }
+
+// `out`, of other ranks than `src`, is memory for ps_free; null where the call fails.
+int ps_broadcast_sized(std::uint64_t group, std::uint64_t word, std::uint64_t shape, const void* in,
+                       std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out, std::uint64_t* out_bytes) {
+  *out = nullptr;
+  const int status = with(group, word, shape, [=](Group& self, double timeout_s) {
+    return self.broadcast_sized(in, bytes, src, most_bytes, out, out_bytes, timeout_s);
+  });
+  if (status != static_cast<int>(Status::kDone)) std::free(std::exchange(*out, nullptr));
+  return status;
+}
+
+void ps_free(void* memory) { std::free(memory); }
 
 int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                std::size_t bytes, int src) {

@@ -20,7 +20,9 @@ enum class Kind : std::uint64_t {
   kScatter,
   kAllToAll,
   kAllReduceAddRmsNorm,
-  kMessage
+  kMessage,
+  kReduce,
+  kBroadcastSized
 };
 
 // What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other:
@@ -98,6 +100,13 @@ inline std::uint64_t digest_of(const std::size_t* parts, int count) {
   std::uint64_t digest = 0;
   for (int part = 0; part < count; ++part) digest = mixed(digest + 0x9e3779b97f4a7c15ULL + parts[part]);
   return digest;
+}
+
+// What is compared of a call, beside its size.
+inline std::uint64_t note_of_call(Kind kind, Told told, std::uint64_t digest, int reduction, int root) {
+  const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
+                              static_cast<std::uint64_t>(root + 1) << 16;
+  return mixed(facts * 0x9e3779b97f4a7c15ULL + (told.word & ~kVariants) + digest);
 }
 
 constexpr std::uint64_t kNoCall = 0;  // compares with none

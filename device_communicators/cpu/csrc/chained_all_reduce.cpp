@@ -10,11 +10,11 @@
 #include <algorithm>
 
 #include "copy.h"
-#include "group.h"
+#include "host_group.h"
 
 namespace parallel_state {
 
-void Group::set_areas(int ranks, std::int64_t from_bytes) {
+void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
   area_ranks_ = ranks;
   chain_bytes_ = from_bytes < 0 ? tuning_.chain_bytes : static_cast<std::size_t>(from_bytes);
 }
@@ -26,8 +26,8 @@ void Group::set_areas(int ranks, std::int64_t from_bytes) {
 //
 // Who has published B of chunk c + 4 has done step c + 4, with D of chunk c: before A of chunk c + 8 all have, and
 // eight slots are enough. They are halves of the large ones.
-Status Group::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
-                                 std::uint64_t call) {
+Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
+                                     std::uint64_t call) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;
   const int ranks = area_ranks_, first = rank_ / ranks * ranks, index = rank_ - first;
   const bool begins = first == 0, ends = first + ranks == size_;
@@ -100,7 +100,7 @@ Status Group::chained_all_reduce(char* out, const char* in, std::size_t count, D
 }
 
 // Where ranks wait for each other in a row, the awaited one may wait itself: who has published least holds up all.
-int Group::last_of_all() const {
+int HostGroup::last_of_all() const {
   int last = suspect_;
   for (int rank = 0; rank < size_; ++rank) {
     if (lines_[rank].read() < lines_[last].read()) last = rank;

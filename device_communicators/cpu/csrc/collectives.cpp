@@ -1,39 +1,14 @@
-#include "group.h"
+#include "host_group.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 
-#include "copy.h"
+#include "rows.h"
 
 namespace parallel_state {
 namespace {
-
-// Copies bytes [start, start + length) of rows of `row_bytes` to rows that lie `stride_bytes` apart.
-void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes, const char* in, std::size_t start,
-               std::size_t length) {
-  while (length != 0) {
-    const std::size_t row = start / row_bytes, column = start % row_bytes;
-    const std::size_t piece = std::min(length, row_bytes - column);
-    copy(out + row * stride_bytes + column, in, piece);
-    in += piece;
-    start += piece;
-    length -= piece;
-  }
-}
-
-// The reverse: from rows that lie `stride_bytes` apart.
-void collect_rows(char* out, const char* in, std::size_t row_bytes, std::size_t stride_bytes, std::size_t start,
-                  std::size_t length) {
-  while (length != 0) {
-    const std::size_t row = start / row_bytes, column = start % row_bytes;
-    const std::size_t piece = std::min(length, row_bytes - column);
-    copy(out, in + row * stride_bytes + column, piece);
-    out += piece;
-    start += piece;
-    length -= piece;
-  }
-}
 
 // The pieces that `bytes` go in; nothing is one piece, as the ranks compare their calls with each.
 inline bool more(std::size_t start, std::size_t bytes) { return start < bytes || (start == 0 && bytes == 0); }
@@ -46,7 +21,7 @@ constexpr auto kEveryone = [](int) { return true; };
 // this rank's slot, or doesn't; then `read(rank, slot, start, length)` takes another rank's, of those that
 // `wanted(rank)`.
 template <typename Write, typename Wanted, typename Read>
-Status Group::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
+Status HostGroup::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
   for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
     const std::size_t length = std::min(slot_bytes, bytes - start);
@@ -68,7 +43,7 @@ Status Group::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wa
   return Status::kDone;
 }
 
-Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) {
+Status HostGroup::all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) {
   begin(timeout_s);
   const auto* source = static_cast<const char*>(in);
   auto* rows = static_cast<char*>(out);
@@ -94,7 +69,7 @@ Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size
   return inputs.shared == 0 ? Status::kDone : close(call);
 }
 
-Status Group::gatherv(void* const* outs, const std::size_t* bytes, const void* in, double timeout_s) {
+Status HostGroup::gatherv(void* const* outs, const std::size_t* bytes, const void* in, int, double timeout_s) {
   begin(timeout_s);
   const std::size_t longest = *std::max_element(bytes, bytes + size_);
   const auto part = [&](int rank, std::size_t start, std::size_t length) {
@@ -112,7 +87,7 @@ Status Group::gatherv(void* const* outs, const std::size_t* bytes, const void* i
       });
 }
 
-Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
+Status HostGroup::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
   begin(timeout_s);
   auto* flat = static_cast<char*>(data);
   const std::uint64_t call = call_of(Kind::kBroadcast, bytes, Method::kBroadcast, 0, -1, src);
@@ -142,7 +117,7 @@ Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s
   return Status::kDone;
 }
 
-Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
+Status HostGroup::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
   begin(timeout_s);
   // A slot holds a piece of every rank's block, side by side.
   const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
@@ -167,8 +142,8 @@ Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, dou
   return Status::kDone;
 }
 
-Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
-                             double timeout_s, bool wide) {
+Status HostGroup::scatter_reduced(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
+                                  ReduceOp op, bool wide, double timeout_s) {
   begin(timeout_s);
   const std::size_t width = size_of(dtype), row = inner * width, stride = row * size_;
   const std::size_t bytes = outer * row;  // of a slice
@@ -206,8 +181,53 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
   return inputs.shared == 0 ? Status::kDone : close(call);
 }
 
-Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
+Status HostGroup::reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide,
                          double timeout_s) {
+  begin(timeout_s);
+  const std::size_t width = size_of(dtype), out_width = wide ? wide_size_of(dtype) : width, bytes = count * width;
+  const ReduceFunction reduce = reduce_function(dtype, op);
+  const PartFunction reduce_part = part_function(dtype, op);
+  const std::uint64_t digest = static_cast<std::uint64_t>(dtype) << 1 | static_cast<std::uint64_t>(wide);
+  const std::uint64_t call = call_of(Kind::kReduce, count, Method::kAllReduce, digest, static_cast<int>(op));
+  const std::size_t slot_bytes = slot_bytes_for(bytes);
+  const auto* source = static_cast<const char*>(in);
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    if (rank_ != 0) copy(place(rank_, slot), source + start, length);
+    const std::uint64_t tick = *slot.used = publish(call);
+    if (rank_ != 0) continue;
+    RETURN_IF_FAILED(wait_all(tick, call));
+    const void* sources[kMaxRanks];
+    for (int rank = 1; rank < size_; ++rank) sources[rank] = place(rank, slot);
+    sources[0] = source + start;
+    void* const to = static_cast<char*>(out) + start / width * out_width;
+    if (wide) {
+      reduce_part(to, sources, 0, size_, length / width, 0);
+    } else {
+      reduce(&to, 1, sources, size_, length / width);
+    }
+  }
+  return Status::kDone;
+}
+
+Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
+                                  std::uint64_t* out_bytes, double timeout_s) {
+  *out = nullptr;
+  RETURN_IF_FAILED(broadcast(&bytes, sizeof bytes, src, timeout_s));
+  *out_bytes = bytes;
+  if (rank_ == src) return bytes == 0 ? Status::kDone : broadcast(const_cast<void*>(in), bytes, src, timeout_s);
+  if (bytes > most_bytes || (*out = std::malloc(bytes == 0 ? 1 : bytes)) == nullptr) {
+    suspect_ = src;
+    misfit_ = {src, rank_, bytes, most_bytes};
+    return Status::kTooLarge;
+  }
+  return bytes == 0 ? Status::kDone : broadcast(*out, bytes, src, timeout_s);
+}
+
+Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
+                             double timeout_s) {
   begin(timeout_s);
   // All ranks must see what each sends to each other and expects from it, so that all find the same where these differ.
   // A rank whose blocks are all of one size tells it with its tick; others, whose size is the same, need not look

@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <new>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -47,41 +48,84 @@ Tables& tables() { return *current_tables().load(std::memory_order_relaxed); }
 
 }  // namespace
 
+namespace {
+
+void* private_memory(std::size_t bytes) {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
 Handle::Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s)
-    : memory_(memory),
-      bytes_(bytes),
-      rank_(rank),
-      size_(size),
+    : memory_(memory == nullptr ? private_memory(segment_bytes(size)) : memory),
+      bytes_(memory == nullptr ? segment_bytes(size) : bytes),
+      policy_(policy),
       timeout_s_(timeout_s),
-      liveness_(reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)),
-                reinterpret_cast<ReportedEnds*>(static_cast<char*>(memory) + ends_offset(size)), size, rank),
-      group_(memory, rank, size, liveness_, policy),
-      queues_(size),
-      tensor_queues_(size) {}
+      liveness_(reinterpret_cast<Member*>(static_cast<char*>(memory_) + members_offset(size)),
+                reinterpret_cast<ReportedEnds*>(static_cast<char*>(memory_) + ends_offset(size)), size, rank),
+      host_group_(memory_, rank, size, liveness_, policy),
+      group_(&host_group_),
+      meter_(std::make_unique<Meter>(size)),
+      queues_(size) {}
+
+void Handle::span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
+                  bool rounded) {
+  meter_ = std::make_unique<Meter>(static_cast<int>(host_of_rank.size()));
+  hosts_ = std::make_unique<HostsGroup>(host_group_, liveness_, rank, std::move(host_of_rank), std::move(connections),
+                                        meshed, rounded, policy_);
+  group_ = hosts_.get();
+}
+
+void Handle::listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks,
+                       std::vector<int> domain) {
+  std::vector<int> local = ranks;
+  if (hosts_ != nullptr) {
+    local.clear();
+    for (const int rank : hosts_->local_ranks()) local.push_back(ranks[static_cast<std::size_t>(rank)]);
+    hosts_->listen_to(source, std::move(ranks));  // first: who sees a domain's death knows whether it is the group's
+  }
+  liveness_.listen_to(source, std::move(local), std::move(domain));
+}
+
+Loss Handle::loss(int rank) const {
+  if (hosts_ == nullptr) return liveness_.loss(rank);
+  return hosts_->loss(rank);
+}
+
+bool Handle::has_left(int rank) const { return hosts_ == nullptr ? liveness_.has_left(rank) : hosts_->has_left(rank); }
 
 Handle::~Handle() {
   liveness_.stop_listening();  // the control plane's thread writes to this memory
+  if (hosts_ != nullptr) hosts_->stop_listening();
   munmap(memory_, bytes_);
 }
 
 void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset) {
-  for (int rank = 0; rank < size_; ++rank) {
+  for (int rank = 0; rank < host_group_.size(); ++rank) {
     windows_.push_back(std::make_unique<Windows>(first_pages[rank], bytes, std::min(bytes, kFirstWindowBytes)));
   }
-  group_.set_arenas(windows_);
-  arena_ = std::make_unique<Arena>(*windows_[rank_], descriptor, file_offset);
-  lender_ = std::make_unique<Lender>(*arena_, *windows_[rank_]);
+  host_group_.set_arenas(windows_);
+  arena_ = std::make_unique<Arena>(*windows_[host_group_.rank()], descriptor, file_offset);
+  lender_ = std::make_unique<Lender>(*arena_, *windows_[host_group_.rank()]);
 }
 
 void Handle::note(Status status, double elapsed_s) {
   {
     const std::lock_guard<std::mutex> lock(failure_mutex_);
-    failure_ = {status,         group_.suspect(), group_.reporter(), group_.expected(),
-                group_.found(), group_.misfit(),  elapsed_s};
+    failure_ = {status,          group_->suspect(), group_->reporter(), group_->expected(),
+                group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
     failed_ = true;
   }
-  // What another one found out is known already; the dead are seen by all.
-  if (failure_.reporter < 0 && status != Status::kPeerDied) liveness_.fail(static_cast<int>(status), failure_.suspect);
+  // What another rank of this host found out is known already; the dead are seen by all.
+  const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
+  if (!is_known && status != Status::kPeerDied) {
+    const bool has_calls = status == Status::kMismatch && failure_.misfit.from < 0;
+    liveness_.fail(static_cast<int>(status), failure_.suspect, has_calls ? failure_.expected.told : Told{},
+                   has_calls ? failure_.found.told : Told{});
+  }
+  group_->give_up(status);
   if (arena_ != nullptr) arena_->retire();
 }
 
@@ -92,6 +136,11 @@ void Handle::doom() {
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   failure_.status = Status::kPeerDied;
   failure_.suspect = kOutside;
+  if (hosts_ != nullptr) {
+    hosts_->blame_dead();
+    failure_.suspect = hosts_->suspect();
+    hosts_->give_up(Status::kPeerDied);
+  }
   if (arena_ != nullptr) arena_->retire();
 }
 

@@ -17,11 +17,14 @@
 #include <vector>
 
 #include "arena.h"
-#include "group.h"
+#include "host_group.h"
+#include "hosts_group.h"
 #include "loans.h"
 #include "open_queue.h"
 
 namespace parallel_state {
+
+class Transfers;
 
 // What went wrong first: the group is of no use from then on, and each later call fails with this at once.
 struct Failure {
@@ -32,6 +35,7 @@ struct Failure {
   Shown found;
   Misfit misfit;
   double elapsed_s = 0;
+  std::string text;  // see Group::text
 };
 
 // Operations that the registered ops count by themselves.
@@ -72,8 +76,10 @@ struct Meter {
   struct Row {
     std::atomic<std::uint64_t> calls{0}, took_ns{0}, waited_ns{0};
   };
+  explicit Meter(int size) : last(static_cast<std::size_t>(size)) {}
+
   Row rows[kMethods];
-  std::atomic<std::uint64_t> last[kMaxRanks] = {};
+  std::vector<std::atomic<std::uint64_t>> last;
 
   void note(const Group& group, std::int64_t took_ns);
 };
@@ -90,7 +96,7 @@ class Handle {
   // Of the memory that a handle works in.
   static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
-  // Takes over `memory`, a mapping of `bytes`.
+  // Takes over `memory`, a mapping of `bytes`; null for memory of its own, for a rank that is alone on its host.
   Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
   ~Handle();
   Handle(const Handle&) = delete;
@@ -117,13 +123,14 @@ class Handle {
     if (failed_) return failure_.status;
     const double started_s = coarse_now_s();
     const bool measured = calls_are_measured();
-    group_.measure(measured);
+    group_->measure(measured);
     const std::int64_t started_ns = measured ? now_ns() : 0;
     in_call_ = true;
-    const Status status = call(group_, timeout_s_.load(std::memory_order_relaxed));
+    const Status status = call(*group_, timeout_s_.load(std::memory_order_relaxed));
     in_call_ = false;
-    if (measured) meter_.note(group_, now_ns() - started_ns);
-    if (status != Status::kDone) note(status, coarse_now_s() - started_s);
+    if (measured) meter_->note(*group_, now_ns() - started_ns);
+    // An unsupported call has done nothing: another way may carry it.
+    if (status != Status::kDone && status != Status::kUnsupported) note(status, coarse_now_s() - started_s);
     return status;
   }
 
@@ -146,26 +153,46 @@ class Handle {
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
   Lender* lender() const { return lender_.get(); }  // of tensors in this rank's arena
 
-  GroupLiveness& liveness() { return liveness_; }
+  GroupLiveness& liveness() { return liveness_; }  // of the ranks of this host
 
-  Queues& queues() { return queues_; }                // of messages
-  Queues& tensor_queues() { return tensor_queues_; }  // of plain tensors, each to one rank
+  // From now on the group spans several hosts: this one's ranks are those of the handle so far, in their order. See
+  // HostsGroup. Once, before the handle is used.
+  void span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
+            bool rounded);
+  HostsGroup* hosts() const { return hosts_.get(); }  // null on one host
+
+  // Ranks below are those of the whole group. See GroupLiveness.
+  void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
+  Loss loss(int rank) const;
+  bool has_left(int rank) const;
+
+  Queues& queues() { return queues_; }  // of messages
+
+  // Sends and receives of plain tensors; null where there are none. They keep the handle, and not the other way round.
+  std::shared_ptr<Transfers> transfers() {
+    const std::lock_guard<std::mutex> lock(transfers_mutex_);
+    return transfers_.lock();
+  }
+  void set_transfers(const std::shared_ptr<Transfers>& transfers) {
+    const std::lock_guard<std::mutex> lock(transfers_mutex_);
+    transfers_ = transfers;
+  }
 
   // Of the calls that begin from now on; where callers take turns.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
 
-  const Meter& meter() const { return meter_; }
+  const Meter& meter() const { return *meter_; }
 
   // See Group; before the handle is used.
-  void be_part() { group_.be_part(); }
-  void set_areas(int ranks, std::int64_t from_bytes) { group_.set_areas(ranks, from_bytes); }
-  std::uint64_t crossed_bytes() const { return group_.crossed_bytes(); }  // between calls
+  void be_part() { host_group_.be_part(); }
+  void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
+  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // between calls
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
+  int rank() const { return group_->rank(); }
+  int size() const { return group_->size(); }
 
  private:
-  static std::size_t members_offset(int size) { return (Group::segment_bytes(size) + 63) / 64 * 64; }
+  static std::size_t members_offset(int size) { return (HostGroup::segment_bytes(size) + 63) / 64 * 64; }
   static std::size_t ends_offset(int size) { return members_offset(size) + size * sizeof(Member); }
   struct Leave {
     Handle& handle;
@@ -181,18 +208,21 @@ class Handle {
   bool failed_ = false;
   void* memory_;
   std::size_t bytes_;
-  int rank_;
-  int size_;
+  WaitPolicy policy_;
   std::atomic<double> timeout_s_;
   GroupLiveness liveness_;
-  Group group_;
-  Meter meter_;
+  HostGroup host_group_;
+  std::unique_ptr<HostsGroup> hosts_;
+  Group* group_;  // that which carries the calls
+  std::unique_ptr<Meter> meter_;
   std::mutex failure_mutex_;
   Failure failure_;
   std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Lender> lender_;
-  Queues queues_, tensor_queues_;
+  Queues queues_;
+  std::mutex transfers_mutex_;
+  std::weak_ptr<Transfers> transfers_;
 };
 
 // Numbers begin at 1 and are never used again.

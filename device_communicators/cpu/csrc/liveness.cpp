@@ -59,17 +59,21 @@ bool GroupLiveness::has_died(int rank) const {
 Loss GroupLiveness::loss(int awaited) const {
   const bool doomed = is_doomed();  // before the bits, which are set before it
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (has_died(awaited)) return {awaited, -1, 0};
+  if (has_died(awaited)) return Loss(awaited);
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != me_ && has_died(rank)) return {rank, -1, 0};
+    if (rank != me_ && has_died(rank)) return Loss(rank);
   }
-  if (doomed) return {kOutside, -1, 0};
+  if (doomed) return Loss(kOutside);
   for (int rank = 0; rank < size_; ++rank) {
     const std::uint32_t failed = members_[rank].failed.load(std::memory_order_acquire);
-    if (rank != me_ && failed != 0)
-      return {static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16)};
+    if (rank == me_ || failed == 0) continue;
+    const auto word = [&](int index) { return members_[rank].calls[index].load(std::memory_order_relaxed); };
+    Loss found(static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16));
+    found.expected = {word(0), word(1)};
+    found.found = {word(2), word(3)};
+    return found;
   }
-  return {has_left(awaited) ? awaited : -1, -1, 0};
+  return Loss(has_left(awaited) ? awaited : -1);
 }
 
 void GroupLiveness::leave() {
@@ -77,7 +81,11 @@ void GroupLiveness::leave() {
   members_[me_].has_left.store(1, std::memory_order_release);
 }
 
-void GroupLiveness::fail(int status, int suspect) {
+void GroupLiveness::fail(int status, int suspect, Told expected, Told found) {
+  int index = 0;
+  for (const std::uint64_t word : {expected.word, expected.shape, found.word, found.shape}) {
+    members_[me_].calls[index++].store(word, std::memory_order_relaxed);
+  }
   const auto told = static_cast<std::uint32_t>((status << 16) | (suspect + 1));
   members_[me_].failed.store(told, std::memory_order_release);
 }

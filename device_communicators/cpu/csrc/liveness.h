@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "call.h"
 #include "wait.h"
 
 namespace parallel_state {
@@ -26,6 +27,7 @@ class EndListeners;
 struct alignas(64) Member {
   std::atomic<std::uint32_t> has_left{0};  // on purpose
   std::atomic<std::uint32_t> failed{0};    // 0, or 1 + suspect, above it 8 bits of the status
+  std::atomic<std::uint64_t> calls[4];  // written before `failed`: words and shapes of two calls that differ, or zeros
 };
 
 // What the control plane reported, in shared memory; ranks are a bit each. Bits are only ever set, by any rank.
@@ -36,12 +38,15 @@ struct alignas(64) ReportedEnds {
 };
 
 // To blame for the end of a doomed group: a rank that isn't in it, known to the caller.
-constexpr int kOutside = 64;
+constexpr int kOutside = 1 << 15;
 
 struct Loss {
-  int rank = -1;      // who is to blame; -1: nobody is lost
-  int reporter = -1;  // who found out, where that was another rank
-  int status = 0;     // with which status it failed there
+  explicit Loss(int rank = -1, int reporter = -1, int status = 0) : rank(rank), reporter(reporter), status(status) {}
+
+  int rank;              // who is to blame; -1: nobody is lost
+  int reporter;          // who found out, where that was another rank
+  int status;            // with which status it failed there
+  Told expected, found;  // the two calls, if that was a mismatch and the reporter knows them
 };
 
 class Losses : public Liveness {
@@ -72,7 +77,7 @@ class GroupLiveness final : public Losses {
 
   // This rank tells the others that it goes, or that it gave up and why.
   void leave();
-  void fail(int status, int suspect);
+  void fail(int status, int suspect, Told expected = {}, Told found = {});
   bool has_left(int rank) const;
 
   // Fails all calls of this process in the group: from any thread, for good.

@@ -87,7 +87,12 @@ class InTurn {
   std::atomic<std::int64_t>* holder_ = nullptr;
 };
 
-// The open ends of a group's queues of one kind, by the rank on the other side.
+// Which ends are lost: as their group knows it, or, without one, by their processes alone.
+struct Watch {
+  std::shared_ptr<const Losses> losses;
+};
+
+// The open ends of a group's queues of messages, by the rank on the other side.
 class Queues {
  public:
   explicit Queues(int size) : writers_(size + 1), readers_(2 * size) {}

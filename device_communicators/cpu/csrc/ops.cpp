@@ -45,6 +45,10 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   }
 }
 
+// One each of a group's ranks; few groups have more.
+template <typename T>
+using Many = c10::SmallVector<T, kMaxRanks>;
+
 // Results from this size on come from memory that all ranks map: what malloc gives back to the system between two calls
 // costs more in page faults than the collective itself.
 constexpr std::size_t kPooledBytes = 128 << 10;
@@ -55,7 +59,7 @@ Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 Tensor empty(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(served, sizes, dtype);
+  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(served.share(), sizes, dtype);
 }
 
 Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
@@ -141,13 +145,18 @@ std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multipl
 
 }  // namespace
 
-Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
+Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  Arena* const arena = served.handle().arena();
+  Arena* const arena = group == nullptr ? nullptr : group->arena();
   void* const block = arena == nullptr || bytes == 0 ? nullptr : arena->allocate(bytes);
   if (block == nullptr) return ordinary(sizes, dtype);
-  const auto release = [keep = served.share()](void* freed) { keep->arena()->release(freed); };
+  const auto release = [keep = group](void* freed) { keep->arena()->release(freed); };
   return at::for_blob(block, sizes).deleter(release).options(at::TensorOptions(dtype)).make_tensor();
+}
+
+Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
+  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(group, sizes, dtype);
 }
 
 Carried all_reduce(Served& served, const Tensor& x, string_view op, Tensor* out) {
@@ -217,8 +226,8 @@ Carried all_gatherv(Served& served, const Tensor& x, std::int64_t dim, c10::SymI
   for (const c10::SymInt& size : sizes) rows += size.expect_int();
   const Tensor gathered = empty(served, resized(in, 0, rows), x);
   auto* at = static_cast<char*>(gathered.mutable_data_ptr());
-  void* outs[kMaxRanks];
-  std::size_t bytes[kMaxRanks];
+  Many<void*> outs(sizes.size());
+  Many<std::size_t> bytes(sizes.size());
   for (std::size_t part = 0; part < sizes.size(); at += bytes[part++]) {
     outs[part] = at;
     bytes[part] = sizes[part].expect_int() * row_bytes;
@@ -228,7 +237,7 @@ Carried all_gatherv(Served& served, const Tensor& x, std::int64_t dim, c10::SymI
   shape.erase(shape.begin() + dim);
   const Told told = tell_sized(Method::kAllGatherv, x, shape, sizes, -1, dim);
   const Carried carried = carry(served, Counted::kAllGatherv, x, told, [&](Group& self, double timeout_s) {
-    return self.gatherv(outs, bytes, in.const_data_ptr(), timeout_s);
+    return self.gatherv(outs.data(), bytes.data(), in.const_data_ptr(), -1, timeout_s);
   });
   if (carried != Carried::kYes) return carried;
   if (bytes[rank] != 0) std::memcpy(outs[rank], in.const_data_ptr(), bytes[rank]);
@@ -262,22 +271,23 @@ Carried reduce_scatterv(Served& served, const Tensor& x, std::int64_t dim, c10::
   const std::size_t row_bytes = in.nbytes() / in.size(0);
   const std::int64_t mine = sizes[served.handle().rank()].expect_int();
   const Tensor slices = empty(served, resized(in, 0, mine * static_cast<std::int64_t>(size)), x);
-  std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
-  const void* sources[kMaxRanks];
+  Many<std::size_t> out_bytes(size), in_bytes(size);
+  Many<const void*> sources(size);
   for (std::size_t rank = 0; rank < size; ++rank) {
     out_bytes[rank] = mine * row_bytes;
     in_bytes[rank] = sizes[rank].expect_int() * row_bytes;
     sources[rank] = static_cast<const char*>(slices.const_data_ptr()) + rank * out_bytes[rank];
   }
-  if (std::accumulate(in_bytes, in_bytes + size, std::size_t{0}) != in.nbytes()) return Carried::kNo;
+  if (std::accumulate(in_bytes.begin(), in_bytes.end(), std::size_t{0}) != in.nbytes()) return Carried::kNo;
   const Tensor reduced = empty(served, resized(in, 0, mine), x);
   const Told told = tell_sized(Method::kReduceScatterv, x, x.sizes(), sizes, how.told, dim);
   const Carried carried = carry(served, Counted::kReduceScatterv, x, told, [&](Group& self, double timeout_s) {
-    return self.all_to_all(slices.mutable_data_ptr(), in.const_data_ptr(), out_bytes, in_bytes, timeout_s);
+    return self.all_to_all(slices.mutable_data_ptr(), in.const_data_ptr(), out_bytes.data(), in_bytes.data(),
+                           timeout_s);
   });
   if (carried != Carried::kYes) return carried;
   void* const to = reduced.mutable_data_ptr();
-  reduce_function(how.dtype, how.op)(&to, 1, sources, static_cast<int>(size), reduced.numel());
+  reduce_function(how.dtype, how.op)(&to, 1, sources.data(), static_cast<int>(size), reduced.numel());
   *out = with_rows(reduced, dim);
   return carried;
 }
@@ -290,7 +300,7 @@ Carried all_to_all(Served& served, const Tensor& x, Splits output_splits, Splits
   if (x.dim() == 0 || output_splits.has_value() != input_splits.has_value()) return Carried::kNo;
   if (!fit(output_splits) || !fit(input_splits)) return Carried::kNo;
   const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
-  std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
+  Many<std::size_t> out_bytes(size), in_bytes(size);
   std::int64_t rows = 0, rows_in = 0;
   const std::int64_t equal = x.size(0) / static_cast<std::int64_t>(size);
   for (std::size_t rank = 0; rank < size; ++rank) {
@@ -308,7 +318,7 @@ Carried all_to_all(Served& served, const Tensor& x, Splits output_splits, Splits
   const Tensor in = apart(x, *out);
   const Told told = as_called(told_of(Method::kAllToAll, x.sizes().slice(1), number_of(x.scalar_type())));
   return carry(served, Counted::kAllToAll, x, told, [&](Group& self, double timeout_s) {
-    return self.all_to_all(out->mutable_data_ptr(), in.const_data_ptr(), out_bytes, in_bytes, timeout_s);
+    return self.all_to_all(out->mutable_data_ptr(), in.const_data_ptr(), out_bytes.data(), in_bytes.data(), timeout_s);
   });
 }
 
@@ -321,15 +331,15 @@ Carried gather(Served& served, const Tensor& x, std::int64_t dim, std::int64_t d
   else sizes.insert(sizes.begin(), size);
   Tensor blocks;
   if (rank == dst) blocks = empty(served, sizes, x);
-  void* outs[kMaxRanks] = {};
-  std::size_t bytes[kMaxRanks];
+  Many<void*> outs(size, nullptr);
+  Many<std::size_t> bytes(size);
   for (int part = 0; part < size; ++part) {
     bytes[part] = in->nbytes();
     if (rank == dst) outs[part] = static_cast<char*>(blocks.mutable_data_ptr()) + part * in->nbytes();
   }
   const Told told = tell(Method::kGather, x, -1, dim, dst);
   const Carried carried = carry(served, Counted::kGather, x, told, [&](Group& self, double timeout_s) {
-    return self.gatherv(outs, bytes, in->const_data_ptr(), timeout_s);
+    return self.gatherv(outs.data(), bytes.data(), in->const_data_ptr(), static_cast<int>(dst), timeout_s);
   });
   if (carried != Carried::kYes || rank != dst) return carried;
   std::memcpy(outs[rank], in->const_data_ptr(), bytes[rank]);

@@ -34,10 +34,10 @@ void RingEnd::leave() {
 
 // Who ended first: an end may have left because another rank died.
 Loss RingEnd::loss(int index) const {
-  if (leaving_.load(std::memory_order_relaxed)) return {ranks_[index], -1, 0};
+  if (leaving_.load(std::memory_order_relaxed)) return Loss(ranks_[index]);
   const Loss found = losses_.loss(ranks_[index]);
   const bool there = (ends_->left.load(std::memory_order_acquire) >> index & 1) == 0;
-  return found.rank >= 0 || found.reporter >= 0 || there ? found : Loss{ranks_[index], -1, 0};
+  return found.rank >= 0 || found.reporter >= 0 || there ? found : Loss(ranks_[index]);
 }
 
 QueueStatus RingEnd::await(int index, std::uint64_t target) {

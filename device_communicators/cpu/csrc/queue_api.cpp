@@ -41,6 +41,7 @@ using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
 using parallel_state::WaitPolicy;
+using parallel_state::Watch;
 using parallel_state::control::ProcessWatch;
 
 // Ends of a queue that are no ranks of a world, as those of vLLM's queues: only this process watches them.
@@ -55,9 +56,9 @@ class ProcessLiveness final : public Losses {
   }
 
   Loss loss(int awaited) const override {
-    if (has_ended(processes_[awaited])) return {awaited, -1, 0};
+    if (has_ended(processes_[awaited])) return Loss(awaited);
     for (std::size_t end = 0; end < processes_.size(); ++end) {
-      if (has_ended(processes_[end])) return {static_cast<int>(end), -1, 0};
+      if (has_ended(processes_[end])) return Loss(static_cast<int>(end));
     }
     return {};
   }
@@ -84,16 +85,6 @@ class ProcessLiveness final : public Losses {
   std::vector<Process> processes_;
 };
 
-// Which ends are lost: as their group knows it, or, without one, by their processes alone.
-struct Watch {
-  std::shared_ptr<Handle> group;
-  std::unique_ptr<ProcessLiveness> processes;
-  const Losses& losses() const {
-    if (group != nullptr) return group->liveness();
-    return *processes;
-  }
-};
-
 template <typename End>
 void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers, const int* ranks,
            int me, const void* liveness, std::int64_t spin_ns, int yields, QueueReport* report) {
@@ -101,7 +92,7 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
   policy.spin_ns = spin_ns;
   policy.yields = yields;
   const auto made = std::make_shared<OpenEnd<End>>(control, data, RingShape{chunk_bytes, chunks, readers}, ranks, me,
-                                                   static_cast<const Watch*>(liveness)->losses(), policy, report);
+                                                   *static_cast<const Watch*>(liveness)->losses, policy, report);
   made->spin_ns = spin_ns;
   made->itself = made;
   return made.get();
@@ -134,20 +125,8 @@ int told(OpenEnd<End>* opened, QueueStatus status) {
   return static_cast<int>(status);
 }
 
-constexpr int kLeftToPython = 6;  // beside the statuses of queue.h
-
 // Who comes past Python is in a writer, or looks at a reader, for no longer than a copy takes.
 constexpr double kSoonS = 1e9;
-
-// Writes the message of these pieces if all of it has room; else nothing.
-int post(OpenWriter* opened, const std::vector<Piece>& pieces, int heads, std::uint64_t fingerprint) {
-  const InTurn<QueueWriter> turn{*opened, kSoonS};
-  if (!opened->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) {
-    return static_cast<int>(QueueStatus::kTimedOut);
-  }
-  opened->end.write(fingerprint);
-  return static_cast<int>(QueueStatus::kDone);
-}
 
 }  // namespace
 
@@ -157,13 +136,15 @@ extern "C" {
 std::size_t ps_queue_control_bytes(int readers) { return RingShape{64, 1, readers}.control_bytes(); }
 
 void* ps_liveness_new(const std::int64_t* pids, int count) {
-  return new (std::nothrow) Watch{nullptr, std::make_unique<ProcessLiveness>(pids, count)};
+  return new (std::nothrow) Watch{std::make_shared<const ProcessLiveness>(pids, count)};
 }
 
 // Keeps the group's memory for as long as it lives. Null where there is no such group.
 void* ps_liveness_of(std::uint64_t group) {
   std::shared_ptr<Handle> handle = parallel_state::find(group);
-  return handle == nullptr ? nullptr : new (std::nothrow) Watch{std::move(handle), nullptr};
+  if (handle == nullptr) return nullptr;
+  const Losses* const losses = &handle->liveness();
+  return new (std::nothrow) Watch{std::shared_ptr<const Losses>(std::move(handle), losses)};
 }
 
 void ps_liveness_delete(void* liveness) { delete static_cast<Watch*>(liveness); }
@@ -189,22 +170,18 @@ int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
 // Lets calls that come past Python find the end of a group's queue: to `dst`, -1 for all others. What they wait for has
-// this timeout; `broadcasts` is the number of messages to all so far. Plain tensors, which are never lent, have queues
-// of their own.
-void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, int of_tensors, double timeout_s,
-                           std::uint64_t* broadcasts) {
+// this timeout; `broadcasts` is the number of messages to all so far.
+void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
-    if (of_tensors != 0) return handle.tensor_queues().add(dst, open->itself);
     open->end.set_lender(handle.lender());
     handle.queues().add(dst, open->itself);
   });
 }
-void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, int of_tensors, double timeout_s,
+void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, double timeout_s,
                            std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenReader*>(reader);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
-    if (of_tensors != 0) return handle.tensor_queues().add(src, false, open->itself);
     open->end.set_lender(handle.arena_of(src));
     handle.queues().add(src, of_all != 0, open->itself);
   });
@@ -215,10 +192,6 @@ void ps_queue_reserve(QueueReport* report, int calls) {
   // Release: who reads the last to be taken back sees all that was received until then.
   report->reserved.fetch_add(calls, std::memory_order_release);
 }
-
-// The numbers on which sender and receiver of a plain tensor must agree, by its dtype; 0: left to Python. Once, before
-// any end is served.
-void ps_set_tensor_forms(const std::uint64_t* forms, int count) { parallel_state::set_tensor_forms(forms, count); }
 
 // The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
 // Without a timeout: what fits, and 1 where it isn't all.
@@ -237,45 +210,10 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
   return status;
 }
 
-// Packs an object, see pack.h, and writes its message if all of it has room. The caller holds the GIL.
-// 6: the object is left to Python. 1: nothing was written; the packed bytes lie where `ps_packed` tells, which is to be
-// called then.
-int ps_queue_post(void* writer, void* object, const void* python, int depth, std::uint64_t limit,
-                  std::uint64_t fingerprint) {
-  auto* opened = static_cast<OpenWriter*>(writer);
-  Packer& made = packer();
-  if (!made.pack(*static_cast<const Python*>(python), object, depth, limit)) return kLeftToPython;
-  opened->report->head_bytes = static_cast<std::int64_t>(made.head_bytes());
-  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
-  const int status = post(opened, made.pieces(), made.heads(), fingerprint);
-  if (status == static_cast<int>(QueueStatus::kTimedOut)) made.hold();
-  return status;
-}
-
-// Writes the message of a known head and of a list's tensors as `ps_queue_post` does.
-int ps_queue_post_list(void* writer, void* list, const void* python, const char* head, std::uint64_t head_bytes,
-                       std::uint64_t fingerprint) {
-  auto* opened = static_cast<OpenWriter*>(writer);
-  Packer& made = packer();
-  if (!made.gather(*static_cast<const Python*>(python), list, {const_cast<char*>(head), head_bytes})) {
-    return kLeftToPython;
-  }
-  opened->report->head_bytes = static_cast<std::int64_t>(head_bytes);
-  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
-  return post(opened, made.pieces(), 1, fingerprint);
-}
-
-// `ps_queue_post` as calling.h has it; `self` is the address of what is told of Python.
-void* ps_posting(void* self, void* const* given, std::ptrdiff_t count) {  // writer, object, limit, fingerprint
-  if (count != 4) return nullptr;
-  const auto& python = *static_cast<const Python*>(pointer_of(self));
-  return calling.make_integer(
-      ps_queue_post(pointer_of(given[0]), given[1], &python, python.depth, number_of(given[2]), number_of(given[3])));
-}
-
-// Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python; else call `ps_packed`.
-int ps_pack(void* object, const void* python, int depth, std::uint64_t limit) {
-  if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit)) return 0;
+// Packs an object, see pack.h; the caller holds the GIL. 0 where it is left to Python; else call `ps_packed`.
+int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, std::uint64_t slices, std::uint64_t mine,
+            void* whole) {
+  if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit, {slices, mine, whole})) return 0;
   packer().hold();
   return 1;
 }
@@ -305,14 +243,11 @@ int ps_queue_resume(void* writer, double timeout_s) {
   return told(opened, opened->end.resume(timeout_s));
 }
 
-// Waits for the next message. One with the head and as many bytes after it as expected is read into `pieces`, in this
-// call. Of any other the form is reported, and a head of at most `capacity` bytes copied into `head`.
-int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* expected, std::uint64_t expected_bytes,
-                  const Piece* pieces, int count, double timeout_s) {
+// Waits for the next message. Its form is reported, and a head of at most `capacity` bytes copied into `head`.
+int ps_queue_take(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
   auto* opened = static_cast<OpenReader*>(reader);
   QueueReader& end = opened->end;
   QueueReport& report = *opened->report;
-  report.taken = 0;
   const InTurn<QueueReader> turn{*opened, timeout_s};
   if (!turn) {  // another thread waits for a message in it
     report.suspect = end.writer();
@@ -326,31 +261,12 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* 
   report.total_bytes = static_cast<std::int64_t>(end.header().total_bytes);
   report.head_bytes = static_cast<std::int64_t>(head_bytes);
   report.fingerprint = static_cast<std::int64_t>(end.header().fingerprint);
-  if (expected_bytes != 0 && end.is_next(expected, expected_bytes)) {
-    std::uint64_t body_bytes = 0;
-    for (int index = 0; index < count; ++index) body_bytes += pieces[index].bytes;
-    if (end.bytes_left() == expected_bytes + body_bytes) {
-      report.taken = 1;
-      const Piece passed{nullptr, expected_bytes};
-      status = end.read(&passed, 1, timeout_s);
-      if (status == QueueStatus::kDone) status = end.read(pieces, count, timeout_s);
-    }
-  }
-  report.lent = report.taken == 0 && end.is_lent() ? static_cast<std::int64_t>(end.header().lent) : 0;
-  if (report.taken == 0 && head_bytes <= capacity) {
+  if (head_bytes <= capacity) {
     const Piece piece{head, head_bytes};
     status = end.read(&piece, 1, timeout_s);
-    if (end.bytes_left() == 0 && parallel_state::is_plain_head(head, head_bytes)) report.taken = 2;
   }
   report.left_bytes = static_cast<std::int64_t>(end.bytes_left());
   return told(opened, status);
-}
-
-// Whether tensors of the messages that follow may be lent.
-void ps_queue_want_loans(void* reader, int wanted) {
-  auto* opened = static_cast<OpenReader*>(reader);
-  const InTurn<QueueReader> turn{*opened};
-  if (turn) opened->end.want_loans(wanted != 0);
 }
 
 int ps_queue_read(void* reader, const Piece* pieces, int count, double timeout_s) {

@@ -8,18 +8,18 @@
 #include <memory>
 
 #include "copy.h"
-#include "group.h"
+#include "host_group.h"
 #include "share.h"
 
 namespace parallel_state {
 
-void Group::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) {
+void HostGroup::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) {
   for (int rank = 0; rank < size_; ++rank) arenas_[rank] = arenas[rank].get();
   has_arenas_ = true;
 }
 
 // Before the first tick of a call: where this rank's tensors are. The flag for the notes of its ticks.
-std::uint64_t Group::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
+std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
   if (!has_arenas_ || in_bytes <= tuning_.symmetric_slots_bytes) return 0;
   const std::uint64_t in_at = arenas_[rank_]->offset_of(in, in_bytes);
   if (in_at == kPrivate) return 0;
@@ -29,7 +29,7 @@ std::uint64_t Group::offer(const void* in, std::size_t in_bytes, const void* out
 }
 
 // After all were seen at `tick`: whose inputs are shared. Every rank sees the same.
-Status Group::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes) {
+Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes) {
   inputs.shared = 0;
   inputs.is_shared = 0;
   if (!has_arenas_ || bytes <= tuning_.symmetric_slots_bytes) return Status::kDone;
@@ -45,7 +45,7 @@ Status Group::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, s
 
 // A rank's tensor in its arena, mapped when it is first met. Where it isn't there, the rank is to blame; where this
 // process has no addresses left for it, this one is, and the failure tells the others.
-Status Group::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found) {
+Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found) {
   const std::uint64_t offset = at.load(std::memory_order_relaxed);
   if (!arenas_[rank]->holds(offset, bytes)) {
     remember(rank, tick_);
@@ -57,11 +57,11 @@ Status Group::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_
   return Status::kUnmapped;
 }
 
-Status Group::close(std::uint64_t call) { return wait_all(publish(call), call); }
+Status HostGroup::close(std::uint64_t call) { return wait_all(publish(call), call); }
 
 // All inputs are shared. Each rank reduces its slice of them, and writes it to all outputs where these are shared too.
-Status Group::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
-                            std::uint64_t call) {
+Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
+                                std::uint64_t call) {
   const std::size_t width = size_of(dtype), bytes = count * width;
   const ReduceFunction reduce = reduce_function(dtype, op);
   const void* sources[kMaxRanks];

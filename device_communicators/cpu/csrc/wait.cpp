@@ -16,6 +16,7 @@ namespace parallel_state {
 namespace {
 
 constexpr std::int64_t kSliceNs = 20'000'000;       // a sleeper looks this often whether the other still lives
+constexpr std::int64_t kBusySliceNs = 1'000'000;    // and this often if it has work to go on with
 constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // and this often where a wake-up may be lost
 constexpr int kProbes = 8;         // at once: a rank that is about to publish does so within a hundred nanoseconds
 constexpr int kSpinsPerLook = 32;  // a look at the clock costs as much as a pause or two
@@ -60,11 +61,10 @@ std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() 
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
-constexpr std::int64_t kGentleSpinNs = 2'000;
 thread_local bool gentle = false;
 
 // Whether the counter reached its target within `count` yields.
-bool yield_until(const Counter& counter, std::uint64_t target, int count) {
+bool yield_until(const Counter& counter, std::uint64_t target, int count, SideWork* side_work) {
   if (count == 0 || gentle) return false;
   if (wary_waits > 0) {
     --wary_waits;
@@ -73,6 +73,7 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count) {
   const std::int64_t started = now_ns();
   for (int yield = 1; yield <= count; ++yield) {
     sched_yield();
+    if (side_work != nullptr) side_work->advance();
     if (counter.read() < target && yield < count) continue;
     const bool stranger = now_ns() - started > kStrangerNs * yield;
     wary_waits = stranger ? wary_next : 0;
@@ -83,7 +84,7 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count) {
 }
 
 WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadline_ns, const Liveness& liveness,
-                     int owner) {
+                     int owner, SideWork* side_work) {
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
   // The barrier runs on the owner's core too, between two of its instructions. If that is before it looks for sleepers,
   // it sees this one; if after, the value that it stored before it looked is seen below.
@@ -105,7 +106,9 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
       result = WaitResult::kInterrupted;
       break;
     }
-    signal = futex_wait(counter, seen, std::min(left_ns, sure ? kSliceNs : kUnsureSliceNs));
+    const bool is_busy = side_work != nullptr && side_work->advance();
+    const std::int64_t slice_ns = is_busy ? kBusySliceNs : sure ? kSliceNs : kUnsureSliceNs;
+    signal = futex_wait(counter, seen, std::min(left_ns, slice_ns));
   }
   counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
   return result;
@@ -114,6 +117,8 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
 }  // namespace
 
 void wait_gently(bool gently) { gentle = gently; }
+
+bool waits_gently() { return gentle; }
 
 std::int64_t now_ns() {
   timespec time{};
@@ -168,11 +173,12 @@ WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& po
         if (counter.read() >= target) return WaitResult::kReached;
         pause_cpu();
       }
+      if (policy.side_work != nullptr) policy.side_work->advance();
     } while (now_ns() < spin_until);
   }
   const int yields = neighbour ? std::max(policy.yields, kYieldsToNeighbour) : policy.yields;
-  if (yield_until(counter, target, yields)) return WaitResult::kReached;
-  return sleep_for(counter, target, deadline_ns, liveness, owner);
+  if (yield_until(counter, target, yields, policy.side_work)) return WaitResult::kReached;
+  return sleep_for(counter, target, deadline_ns, liveness, owner, policy.side_work);
 }
 
 }  // namespace parallel_state

@@ -9,12 +9,21 @@
 
 namespace parallel_state {
 
+// Work of the waiting thread that goes on while it waits: see connections.h.
+class SideWork {
+ public:
+  virtual ~SideWork() = default;
+  // Returns false if nothing is left to do.
+  virtual bool advance() = 0;
+};
+
 // How long a wait spins and yields before it sleeps. Measured (benchmarks/kernels.py): with a core for each
 // rank 100-200 us of spinning beat everything; with more ranks than cores a spinning rank holds the core that the rank
 // it waits for needs, so at most a few us, then some yields.
 struct WaitPolicy {
   std::int64_t spin_ns = 100'000;
   std::int32_t yields = 0;
+  SideWork* side_work = nullptr;
 };
 
 enum class WaitResult { kReached, kTimedOut, kPeerDied, kInterrupted };
@@ -87,6 +96,9 @@ WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& po
 
 // Whether waits of this thread sleep soon, whatever their policy says: for threads that work beside those that compute.
 void wait_gently(bool gently);
+bool waits_gently();
+
+constexpr std::int64_t kGentleSpinNs = 2'000;
 
 std::int64_t now_ns();
 

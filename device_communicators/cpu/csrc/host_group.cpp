@@ -1,69 +1,65 @@
-#include "group.h"
+#include "host_group.h"
 
 #include <algorithm>
 
 namespace parallel_state {
 
-Group::Group(void* segment, int rank, int size, const GroupLiveness& liveness, WaitPolicy policy)
-    : lines_(static_cast<Counter*>(segment)),
+HostGroup::HostGroup(void* segment, int rank, int size, const GroupLiveness& liveness, WaitPolicy policy)
+    : Group(rank, size),
+      lines_(static_cast<Counter*>(segment)),
       archives_(reinterpret_cast<Archive*>(static_cast<char*>(segment) + archive_offset(size))),
       data_(static_cast<char*>(segment) + data_offset(size)),
-      rank_(rank),
-      size_(size),
       tuning_(tuning_of(size)),
       policy_(policy),
       liveness_(liveness) {
   lines_[rank_].own();
 }
 
-void Group::begin(double timeout_s) {
+void HostGroup::begin(double timeout_s) {
   deadline_.set(timeout_s);
-  suspect_ = reporter_ = -1;
+  forget_failure();
   parts_ = 0;
-  misfit_ = {};
 }
 
-std::uint64_t Group::call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest, int reduction,
-                             int root) {
+std::uint64_t HostGroup::call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest, int reduction,
+                                 int root) {
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
-  const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
-                              static_cast<std::uint64_t>(root + 1) << 16;
-  const std::uint64_t told = mixed(facts * 0x9e3779b97f4a7c15ULL + (told_.word & ~kVariants) + digest);
+  const std::uint64_t told = note_of_call(kind, told_, digest, reduction, root);
   // With those before it: a rank that only gave, and didn't see that the others were in another call, differs from then
   // on.
   history_ = mixed(told + size + history_);
   return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
 }
 
-void Group::tell_parts(const std::size_t* bytes) {
+void HostGroup::tell_parts(const std::size_t* bytes) {
   parts_ = size_;
   for (int rank = 0; rank < size_; ++rank) {
     archives_[rank_].part_bytes[rank].store(bytes[rank], std::memory_order_relaxed);
   }
 }
 
-Group::Slot Group::large_slot(std::uint64_t count) {
+HostGroup::Slot HostGroup::large_slot(std::uint64_t count) {
   const std::size_t slot = count % kLargeSlots;
   return {kSmallSlots * tuning_.small_slot_bytes + slot * tuning_.large_slot_bytes, &large_used_[slot]};
 }
 
 // The next slot of a size for `bytes`, which must fit a large one.
-Group::Slot Group::next_slot(std::size_t bytes) {
+HostGroup::Slot HostGroup::next_slot(std::size_t bytes) {
   if (bytes > tuning_.small_slot_bytes) return large_slot(large_count_++);
   const std::size_t slot = small_count_++ % kSmallSlots;
   return {slot * tuning_.small_slot_bytes, &small_used_[slot]};
 }
 
-void Group::tell_even_parts(std::size_t bytes) { parts_ = size_ | (bytes + 1) << kEvenShift; }
+void HostGroup::tell_even_parts(std::size_t bytes) { parts_ = size_ | (bytes + 1) << kEvenShift; }
 
-bool Group::find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const {
+bool HostGroup::find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const {
   const std::uint64_t even = archives_[rank].entries[tick % kKept].parts.load(std::memory_order_relaxed) >> kEvenShift;
   if (even != 0) std::fill_n(bytes, count, even - 1);
   return even != 0;
 }
 
 // The note beside the tick may be another than that of the call, for ranks that know why: see all_to_all.
-std::uint64_t Group::publish(std::uint64_t call, std::uint64_t note) {
+std::uint64_t HostGroup::publish(std::uint64_t call, std::uint64_t note) {
   constexpr auto relaxed = std::memory_order_relaxed;  // who reads it has seen the tick
   Archive::Entry& entry = archives_[rank_].entries[(tick_ + 1) % kKept];
   entry.note.store(call & ~Counter::kFlag, relaxed);
@@ -74,7 +70,7 @@ std::uint64_t Group::publish(std::uint64_t call, std::uint64_t note) {
   return tick_;
 }
 
-Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
   const WaitResult result =
       measures_ ? measured_wait(rank, tick) : wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
   if (result != WaitResult::kReached) {
@@ -86,14 +82,16 @@ Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     if (loss.reporter >= 0 && loss.status == static_cast<int>(Status::kMismatch) && in_another_call()) {
       return Status::kMismatch;
     }
-    if (loss.rank >= 0) suspect_ = loss.rank;
+    if (loss.rank >= 0 || loss.reporter >= 0) suspect_ = loss.rank;
     reporter_ = loss.reporter;
+    expected_ = {loss.expected};
+    found_ = {loss.found};
     return loss.reporter < 0 ? Status::kPeerDied : static_cast<Status>(loss.status);
   }
   return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
 }
 
-WaitResult Group::measured_wait(int rank, std::uint64_t tick) {
+WaitResult HostGroup::measured_wait(int rank, std::uint64_t tick) {
   if (lines_[rank].read() >= tick) return WaitResult::kReached;
   const std::int64_t started = now_ns();
   const WaitResult result = wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
@@ -104,7 +102,7 @@ WaitResult Group::measured_wait(int rank, std::uint64_t tick) {
 
 // Whether `rank`, which has published `tick`, did so in another call. Its note is on the line that was waited for,
 // unless it has gone on since: a rank that only gives, as the source of broadcasts does, may be far ahead.
-bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
+bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (call == kNoCall) return false;
   std::uint64_t note;
   if (lines_[rank].note_of(tick, &note) && note == (call & ~Counter::kFlag)) return false;
@@ -114,7 +112,7 @@ bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
 
 // Looks for a rank that has published `tick` in another call, for one that waits for nobody: of two that do, the later
 // sees the earlier, as both publish first and look then.
-Status Group::look(std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   if (is_part_) return Status::kDone;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int step = 1; step < size_; ++step) {
@@ -126,7 +124,7 @@ Status Group::look(std::uint64_t tick, std::uint64_t call) {
 
 // Whether any rank was in another call than this one at a tick that both have published; the first such tick that is
 // kept.
-bool Group::in_another_call() {
+bool HostGroup::in_another_call() {
   const auto note = [&](int of, std::uint64_t tick) {
     return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);
   };
@@ -144,13 +142,13 @@ bool Group::in_another_call() {
   return other >= 0 && remember(other, first);
 }
 
-Status Group::compare(double timeout_s) {
+Status HostGroup::compare(double timeout_s) {
   begin(timeout_s);
   return in_another_call() ? Status::kMismatch : Status::kDone;
 }
 
 // Keeps both calls at `tick`, this rank's and that of `rank`, for the error.
-bool Group::remember(int rank, std::uint64_t tick) {
+bool HostGroup::remember(int rank, std::uint64_t tick) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const auto show = [&](int of, Shown& shown) {
     const Archive::Entry& entry = archives_[of].entries[tick % kKept];
@@ -165,14 +163,14 @@ bool Group::remember(int rank, std::uint64_t tick) {
   return true;
 }
 
-Status Group::wait_all(std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::wait_all(std::uint64_t tick, std::uint64_t call) {
   RETURN_IF_FAILED(wait_ranks(0, size_, tick, call));
   all_reached_ = std::max(all_reached_, tick);
   return Status::kDone;
 }
 
 // Waits for the ranks from `begin` to `end`, of which this is one.
-Status Group::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call) {
   if (policy_.yields != 0) {
     // Who needs this core comes first: to spin for another meanwhile would keep it from publishing.
     for (int rank = begin; rank < end; ++rank) {
@@ -189,18 +187,18 @@ Status Group::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t c
 }
 
 // Waits until nobody reads any more what was published with `tick`, nor what the next ticks take away in the archive.
-Status Group::reuse(std::uint64_t tick) {
+Status HostGroup::reuse(std::uint64_t tick) {
   if (tick_ + 4 > kKept) tick = std::max(tick, tick_ + 4 - kKept);
   return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, 0);
 }
 
-Status Group::barrier(double timeout_s) {
+Status HostGroup::barrier(double timeout_s) {
   begin(timeout_s);
   const std::uint64_t call = call_of(Kind::kBarrier, 0, Method::kBarrier);
   return wait_all(publish(call), call);
 }
 
-Status Group::announce(int src, double timeout_s, std::int64_t spin_ns) {
+Status HostGroup::announce(int src, double timeout_s, std::int64_t spin_ns) {
   begin(timeout_s);
   const std::uint64_t call = call_of(Kind::kMessage, 0, Method::kNone, 0, -1, src);
   RETURN_IF_FAILED(reuse(0));

@@ -1,0 +1,52 @@
+"""The control plane's store for torch's C++ threads: they call it without the interpreter lock.
+
+torch asks a store from threads of its own: NCCL's monitor and heartbeat, gloo's lazily connected pairs. A store in
+Python makes each of them wait for a thread that holds the interpreter lock, and is not safe at exit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import cache
+from typing import Any
+
+from device_communicators.c10d import extension
+from device_communicators.control.store import ControlStore
+from device_communicators.cpu import native_build
+
+logger = logging.getLogger("parallel_state")
+
+_FOLDER = extension.SOURCES / "store"
+_ENCODING = tuple(native_build.CONTROL / f"{unit}.cpp" for unit in ("store", "frame", "hmac"))
+
+
+@cache
+def try_load() -> Any:
+    """Returns the compiled module, or None. Compiles it if needed."""
+    sources = (*sorted(_FOLDER.glob("*.cpp")), *_ENCODING)
+    folders = (native_build.CONTROL, _FOLDER)
+    module, problem = extension.try_load("the control plane's store", "parallel_state_store", sources, folders)
+    if module is None:
+        logger.info("torch's threads need the interpreter lock for the control plane's store, which %s", problem)
+    return module
+
+
+def for_torch(store: Any) -> Any:
+    """Returns the store to give to torch: in C++ if `store` is a ControlStore and the module can be compiled.
+
+    The caller keeps a ControlStore alive as long as torch uses it: without the module it is returned itself.
+    """
+    module = try_load() if isinstance(store, ControlStore) else None
+    if module is None:
+        return store
+    return module.Store(
+        library=str(store.library.path),
+        client=store.client(),
+        name=str(store),
+        address=store.address,
+        served_by=store.served_by,
+        access=store.access,
+        main_thread=threading.main_thread().ident,
+        timeout=store.timeout,
+    )

@@ -1,0 +1,452 @@
+#include "hosts_group.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "copy.h"
+#include "interrupt.h"
+
+namespace parallel_state {
+namespace {
+
+constexpr std::int64_t kSliceNs = 20'000'000;
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
+constexpr std::uint64_t kDirectBytes = 64 << 10;  // of a broadcast, what goes from the source to all other hosts itself
+constexpr std::size_t kCopiedBytes = 1 << 20;
+constexpr std::uint64_t kPieceBytes = 4 << 20;  // is passed on while the next one is on its way
+
+inline void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+// Ends of ranks on other hosts; those of this one are the local group's.
+class HostsGroup::Listener final : private control::EndListener {
+ public:
+  Listener(HostsGroup* group, std::shared_ptr<control::EndListeners> source, std::vector<int> ranks)
+      : group_(*group), source_(std::move(source)), ranks_(std::move(ranks)) {
+    source_->add(this);
+  }
+  ~Listener() { source_->remove(this); }
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+ private:
+  void on_end(int global_rank, bool died) noexcept override {
+    const auto rank = static_cast<std::size_t>(std::find(ranks_.begin(), ranks_.end(), global_rank) - ranks_.begin());
+    if (rank >= ranks_.size()) return;
+    // Release: a wait that reads a death in any_died_ also reads whose it is.
+    (*group_.ended_)[rank].store(died ? kDied : kLeft, std::memory_order_release);
+    if (died) group_.any_died_.store(true, std::memory_order_release);
+  }
+
+  HostsGroup& group_;
+  const std::shared_ptr<control::EndListeners> source_;
+  const std::vector<int> ranks_;
+};
+
+char* HostsGroup::Scratch::take(std::size_t bytes) {
+  if (bytes > bytes_) {
+    memory_.reset();
+    memory_.reset(new char[bytes]);
+    bytes_ = bytes;
+  }
+  return memory_.get();
+}
+
+HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std::vector<int> host_of_rank,
+                       std::unique_ptr<Connections> connections, bool meshed, bool rounded, WaitPolicy policy)
+    : Group(rank, static_cast<int>(host_of_rank.size())),
+      local_(local),
+      liveness_(liveness),
+      host_of_rank_([&] {
+        std::vector<int> numbers, of_rank;  // hosts are numbered by their first ranks
+        for (const int host : host_of_rank) {
+          const auto found = std::find(numbers.begin(), numbers.end(), host);
+          of_rank.push_back(static_cast<int>(found - numbers.begin()));
+          if (found == numbers.end()) numbers.push_back(host);
+        }
+        return of_rank;
+      }()),
+      connections_(std::move(connections)),
+      meshed_(meshed),
+      rounded_(rounded),
+      policy_(policy),
+      ended_(new std::vector<std::atomic<std::uint8_t>>(host_of_rank.size())) {
+  hosts_ = 1 + *std::max_element(host_of_rank_.begin(), host_of_rank_.end());
+  ranks_.resize(static_cast<std::size_t>(hosts_));
+  for (int each = 0; each < size_; ++each) {
+    ranks_[static_cast<std::size_t>(host_of_rank_[static_cast<std::size_t>(each)])].push_back(each);
+  }
+  for (const auto& ranks : ranks_) order_.insert(order_.end(), ranks.begin(), ranks.end());
+  is_in_order_ = std::is_sorted(order_.begin(), order_.end());
+  host_ = host_of_rank_[static_cast<std::size_t>(rank)];
+  const auto& own = local_ranks();
+  place_ = static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
+  all_alone_ = hosts_ == size_;
+  has_lanes_ = meshed && !all_alone_ && std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& ranks) {
+                 return ranks.size() == ranks_[0].size();
+               });
+  for (auto* scratch : {&parts_, &rounded_parts_}) scratch->resize(kTurns);
+  padded_.resize(2 * kTurns);
+  received_.resize(static_cast<std::size_t>(kTurns * hosts_));
+  sources_.resize(static_cast<std::size_t>(hosts_));
+  wide_.resize(static_cast<std::size_t>(hosts_));
+  local_.be_part();
+  local_.set_side_work(connections_.get());
+}
+
+HostsGroup::~HostsGroup() {
+  stop_listening();
+  local_.set_side_work(nullptr);
+}
+
+void HostsGroup::listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks) {
+  listener_ = std::make_unique<Listener>(this, std::move(source), std::move(ranks));
+}
+
+void HostsGroup::stop_listening() { listener_.reset(); }
+
+int HostsGroup::place_of(int rank) const {
+  if (!is_here(rank)) return -1;
+  const auto& own = local_ranks();
+  return static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
+}
+
+bool HostsGroup::has_left(int rank) const {
+  return is_here(rank) ? liveness_.has_left(place_of(rank)) : end_of(rank) == kLeft;
+}
+
+Loss HostsGroup::loss(int rank) const {
+  if (is_here(rank)) {
+    Loss found = liveness_.loss(place_of(rank));
+    if (found.reporter >= 0) {  // whose suspect is a rank of the whole group
+      found.reporter = local_ranks()[static_cast<std::size_t>(found.reporter)];
+    } else if (found.rank >= 0 && found.rank != kOutside) {
+      found.rank = local_ranks()[static_cast<std::size_t>(found.rank)];
+    }
+    return found;
+  }
+  if (end_of(rank) != kAlive) return Loss(rank);
+  return liveness_.is_doomed() ? Loss(kOutside) : Loss();
+}
+
+// Calls.
+
+void HostsGroup::begin(Kind kind, std::uint64_t size, Method method, double timeout_s, std::uint64_t digest,
+                       int reduction, int root) {
+  forget_failure();
+  const double most_s = std::min(timeout_s, 1e9);
+  deadline_ns_ = now_ns() + static_cast<std::int64_t>(most_s * 1e9);
+  // A little before the ranks that wait for this one in memory, so that they learn why.
+  waits_until_ns_ = deadline_ns_ - static_cast<std::int64_t>(std::min(1.0, most_s / 10) * 1e9);
+  noticed_ns_ = 0;
+  if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
+  record_.history = mixed(note_of_call(kind, told_, digest, reduction, root) + size + record_.history);
+  ++record_.sequence;
+  record_.earlier = before_;
+  record_.word = before_ = told_.word;
+  record_.shape = told_.shape;
+  record_.sizes = 0;
+  connections_->begin(&record_);
+  local_.tell(told_);
+  local_.measure(measures_);
+}
+
+double HostsGroup::left_s() { return std::max(1e-3, static_cast<double>(deadline_ns_ - now_ns()) * 1e-9); }
+
+Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
+  if (is_done(what)) return Status::kDone;
+  const bool gentle = waits_gently();
+  const std::int64_t spin_ns = gentle ? kGentleSpinNs : policy_.spin_ns;
+  std::int64_t started = 0;
+  int yields = gentle ? 0 : policy_.yields, late = -1;
+  for (bool signal = false;;) {
+    const bool moved = connections_->move();
+    const std::int64_t now = started != 0 || measures_ ? now_ns() : 0;
+    if (is_done(what)) {
+      if (measures_ && started != 0) {
+        waited_ns_ += now - started;
+        if (late >= 0) last_ = late;
+      }
+      return Status::kDone;
+    }
+    if (Link* const link = connections_->trouble()) return blame(*link);
+    if (moved) continue;
+    if (started == 0) {
+      started = now_ns();
+      continue;
+    }
+    RETURN_IF_FAILED(ends(now));
+    if (now >= waits_until_ns_) {
+      suspect_ = connections_->late();
+      return Status::kTimedOut;
+    }
+    if (now - started < spin_ns) {
+      pause_cpu();
+      continue;
+    }
+    late = connections_->late();
+    if (yields > 0) {
+      --yields;
+      sched_yield();
+      continue;
+    }
+    if (interrupted(signal)) return Status::kInterrupted;
+    RETURN_IF_FAILED(at_home_ended());
+    signal = connections_->sleep(std::min(kSliceNs, waits_until_ns_ - now));
+  }
+}
+
+Status HostsGroup::wait_from(const std::vector<int>& ranks, std::uint32_t messages) {
+  return wait([&] {
+    return std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return link(rank).in.done() >= messages; });
+  });
+}
+
+Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messages) {
+  return wait(
+      [&] { return std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return link(rank).has_sent(messages); }); });
+}
+
+Status HostsGroup::finish() {
+  return wait([&] { return connections_->is_idle(); });
+}
+
+// Copies while others' bytes move: behind each piece.
+void HostsGroup::copy_meanwhile(void* out, const void* in, std::size_t bytes) {
+  for (std::size_t start = 0; start < bytes; start += kCopiedBytes) {
+    copy(static_cast<char*>(out) + start, static_cast<const char*>(in) + start, std::min(kCopiedBytes, bytes - start));
+    if (bytes > kCopiedBytes) connections_->move();
+  }
+}
+
+// A wait ends a moment after the death of any rank of the failure domain.
+Status HostsGroup::ends(std::int64_t now) {
+  if (!any_died_.load(std::memory_order_acquire) && !liveness_.is_doomed()) return Status::kDone;
+  if (noticed_ns_ == 0) noticed_ns_ = now;
+  return now - noticed_ns_ < kNoticeNs ? Status::kDone : blame_dead();
+}
+
+Status HostsGroup::blame_dead() {
+  suspect_ = kOutside;
+  for (int rank = size_ - 1; rank >= 0; --rank) {
+    if (has_died(rank)) suspect_ = rank;
+  }
+  return Status::kPeerDied;
+}
+
+// Whether a rank of this host has failed.
+Status HostsGroup::at_home_ended() {
+  const Loss loss = liveness_.loss(place_);
+  if (loss.reporter < 0) return Status::kDone;
+  reporter_ = local_ranks()[static_cast<std::size_t>(loss.reporter)];
+  suspect_ = loss.rank;
+  expected_ = {loss.expected};
+  found_ = {loss.found};
+  return static_cast<Status>(loss.status);
+}
+
+Status HostsGroup::blame(Link& link) {
+  suspect_ = link.rank;
+  switch (link.in.state()) {
+    case Inbox::State::kFailed: {
+      const FailureNote& why = link.in.failure();
+      suspect_ = static_cast<int>(why.suspect);
+      const auto status = static_cast<Status>(why.status);
+      // A death is seen by all; whoever tells it first.
+      if (status != Status::kPeerDied) reporter_ = why.reporter >= 0 ? static_cast<int>(why.reporter) : link.rank;
+      expected_ = why.expected;
+      found_ = why.found;
+      misfit_ = why.misfit;
+      return status;
+    }
+    case Inbox::State::kDiffers: show_difference(link.in.head()); return Status::kMismatch;
+    case Inbox::State::kForeign: text_ = "what came is no message of this version's"; return Status::kBroken;
+    default: break;
+  }
+  text_ = link.error();
+  return has_died(link.rank) || has_left(link.rank) ? Status::kPeerDied : Status::kBroken;
+}
+
+// This rank's call and another one's: of the first sequence number at which they are known to differ.
+void HostsGroup::show_difference(const CallRecord& other) {
+  const Told own{record_.word, record_.shape}, own_before{record_.earlier, 0};
+  const Told theirs{other.word, other.shape}, theirs_before{other.earlier, 0};
+  const bool ahead = other.sequence == record_.sequence + 1, behind = other.sequence + 1 == record_.sequence;
+  const bool before = other.sequence == record_.sequence && other.word == record_.word &&
+                      other.shape == record_.shape && other.earlier != record_.earlier;
+  expected_.told = before || behind ? own_before : own;
+  found_.told = before || ahead ? theirs_before : theirs;
+  expected_.count = found_.count = 0;
+}
+
+// What became of a step of this host's ranks.
+Status HostsGroup::at_home(Status status) {
+  if (measures_) {
+    waited_ns_ += local_.waited_ns();
+    last_ = local_ranks()[static_cast<std::size_t>(local_.last())];
+    local_.measure(true);
+  }
+  if (status == Status::kDone) return status;
+  const auto rank_at = [&](int place) {
+    return place >= 0 && place < local_size() ? local_ranks()[static_cast<std::size_t>(place)] : place;
+  };
+  expected_ = local_.expected();
+  found_ = local_.found();
+  misfit_ = local_.misfit();
+  misfit_.from = rank_at(misfit_.from);
+  misfit_.to = rank_at(misfit_.to);
+  if (local_.reporter() >= 0) {  // who told it as a rank of the whole group
+    reporter_ = rank_at(local_.reporter());
+    suspect_ = local_.suspect();
+    return status;
+  }
+  if (status == Status::kPeerDied && local_.suspect() == kOutside) return blame_dead();
+  suspect_ = rank_at(local_.suspect());
+  return status;
+}
+
+void HostsGroup::give_up(Status status) {
+  FailureNote why;
+  why.status = static_cast<std::int64_t>(status);
+  why.suspect = suspect_;
+  why.reporter = reporter_;
+  why.misfit = misfit_;
+  why.expected = expected_;
+  why.found = found_;
+  connections_->end(&why);
+}
+
+Status HostsGroup::barrier(double timeout_s) {
+  begin(Kind::kBarrier, 0, Method::kBarrier, timeout_s);
+  if (!is_alone()) RETURN_IF_FAILED(at_home(local_.barrier(left_s())));
+  if (is_lead()) {
+    for_other_hosts([&](int host) {
+      expect(at(host), nullptr, 0);
+      send(at(host), nullptr, 0);
+    });
+    RETURN_IF_FAILED(finish());
+  }
+  return is_alone() ? Status::kDone : at_home(local_.broadcast(nullptr, 0, 0, left_s()));
+}
+
+// The parent of this host in a binomial tree, -1 for the root, and its children.
+void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) const {
+  const int place = (host_ - root + hosts_) % hosts_;
+  int step = 1;
+  while (step < hosts_ && (place & step) == 0) step *= 2;
+  *parent = place == 0 ? -1 : (place - step + root) % hosts_;
+  children->clear();
+  while (step > 1) {
+    step /= 2;
+    if (place + step < hosts_) children->push_back((place + step + root) % hosts_);
+  }
+}
+
+Status HostsGroup::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
+  begin(Kind::kBroadcast, bytes, Method::kBroadcast, timeout_s, 0, -1, src);
+  return send_to_all(static_cast<char*>(data), bytes, src);
+}
+
+// The source is the root of a tree of hosts, or the lead of its host is if leads alone are connected. A host that got a
+// piece passes it on, and to its ranks.
+Status HostsGroup::send_to_all(char* data, std::uint64_t bytes, int src) {
+  const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
+  int parent = root_host;
+  children_.clear();
+  if (bytes > kDirectBytes) {
+    find_tree(root_host, &parent, &children_);
+  } else if (host_ == root_host) {
+    for_other_hosts([&](int host) { children_.push_back(host); });
+  }
+  const auto pieces = std::max<std::uint64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes);
+  const auto length = [&](std::uint64_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
+  const bool is_root = rank_ == root, receives = host_ != root_host && is_lead();
+  peers_ = {parent == root_host ? root : parent < 0 ? rank_ : at(parent)};
+  for (std::uint64_t piece = 0; piece < pieces && receives; ++piece) {
+    expect(peers_[0], data + piece * kPieceBytes, length(piece));
+  }
+  for (std::uint64_t piece = 0; piece < pieces; ++piece) {
+    char* const at_piece = data + piece * kPieceBytes;
+    const auto at_home_now = [&] {
+      if (is_alone()) return Status::kDone;
+      const int source = host_ == root_host ? place_of(src) : 0;
+      return at_home(local_.broadcast(at_piece, length(piece), source, left_s()));
+    };
+    const bool has_it = is_root && rank_ == src;
+    if (is_root && !has_it) RETURN_IF_FAILED(at_home_now());
+    if (receives) RETURN_IF_FAILED(wait_from(peers_, static_cast<std::uint32_t>(piece + 1)));
+    if (is_root || receives) {
+      for (const int child : children_) send(at(child), at_piece, length(piece));
+    }
+    if (!is_root || has_it) RETURN_IF_FAILED(at_home_now());
+  }
+  return finish();
+}
+
+Status HostsGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
+                                   std::uint64_t* out_bytes, double timeout_s) {
+  begin(Kind::kBroadcastSized, 0, Method::kNone, timeout_s, 0, -1, src);
+  const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
+  const auto at_home_now = [&](const void* data, int source) {
+    if (is_alone()) return Status::kDone;
+    return at_home(local_.broadcast_sized(data, bytes, source, most_bytes, out, out_bytes, left_s()));
+  };
+  *out = nullptr;
+  *out_bytes = bytes;
+  if (host_ == root_host) {
+    if (rank_ == src && rank_ == root) {
+      for_other_hosts([&](int host) { send(at(host), in, bytes); });
+    }
+    RETURN_IF_FAILED(at_home_now(in, place_of(src)));
+    if (rank_ != src && rank_ == root) {
+      for_other_hosts([&](int host) { send(at(host), *out, *out_bytes); });
+    }
+    return finish();
+  }
+  if (!is_lead()) return at_home_now(nullptr, 0);
+  Inbox& inbox = link(root).in;
+  inbox.expect_any();
+  RETURN_IF_FAILED(wait([&] { return inbox.state() == Inbox::State::kChosen; }));
+  *out_bytes = bytes = inbox.head().bytes;
+  if (bytes > most_bytes || (*out = std::malloc(std::max<std::uint64_t>(1, bytes))) == nullptr) {
+    suspect_ = src;
+    misfit_ = {src, rank_, bytes, most_bytes};
+    return Status::kTooLarge;
+  }
+  void* const made = *out;
+  inbox.take(static_cast<char*>(made));
+  RETURN_IF_FAILED(finish());
+  const Status status = at_home_now(made, 0);
+  *out = made;
+  *out_bytes = bytes;
+  return status;
+}
+
+Status HostsGroup::announce(int src, double timeout_s, std::int64_t spin_ns) {
+  begin(Kind::kMessage, 0, Method::kNone, timeout_s, 0, -1, src);
+  const std::int64_t usual_ns = std::exchange(policy_.spin_ns, spin_ns);
+  const Status status = send_to_all(nullptr, 0, src);
+  policy_.spin_ns = usual_ns;
+  return status;
+}
+
+Status HostsGroup::compare(double timeout_s) {
+  forget_failure();
+  local_.tell(told_);
+  return is_alone() ? Status::kDone : at_home(local_.compare(timeout_s));
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,194 @@
+// The collectives of a group over several hosts: shared memory within a host, connections between ranks of two hosts.
+//
+// The lowest rank of each host is its lead. What is small goes from host to host by the leads: the ranks of a host
+// bring together what they have, the leads exchange it, each gives its host the result. What is large goes by *lanes*
+// where all hosts have the same number of ranks: rank i of each host exchanges its share with rank i of the others.
+// Blocks from one rank to another, as in all_to_all, go there directly. Each is one message, from the rank that has it
+// to the one that needs it; a large broadcast goes along a tree of hosts.
+//
+// A reduction goes over the ranks of a host in order, then over the hosts in order, so all ranks have the same bits.
+// Sums and products of 16-bit floats stay float32 between hosts, too, and are rounded once; if the group is `rounded`,
+// those of bfloat16 travel rounded. What a rank has that is alone on its host travels as it is.
+//
+// Calls are compared with each message: see CallRecord. The root of a broadcast or scatter, and ranks that only give to
+// a gather, wait for nobody: a difference from their call is found with the next message.
+//
+// Nobody waits in a ring: whatever a rank waits for, in memory or at a connection, all that its call has to send and to
+// receive moves on.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../../control/csrc/end_listeners.h"
+#include "connections.h"
+#include "host_group.h"
+
+namespace parallel_state {
+
+class HostsGroup final : public Group {
+ public:
+  // `local` is the group of this host's ranks; it and `liveness`, which is of those, outlive this. `host_of_rank` has a
+  // number for each rank's host. If `meshed`, this rank is connected to all ranks of other hosts, else leads are to
+  // leads and the calls that need more return kUnsupported.
+  HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std::vector<int> host_of_rank,
+             std::unique_ptr<Connections> connections, bool meshed, bool rounded, WaitPolicy policy);
+  ~HostsGroup() override;
+
+  // As GroupLiveness::listen_to, of ranks of other hosts.
+  void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks);
+  void stop_listening();
+  bool has_left(int rank) const;
+  bool has_died(int rank) const { return end_of(rank) == kDied; }
+  Loss loss(int rank) const;  // as GroupLiveness has it, of ranks of the whole group
+
+  int local_size() const { return static_cast<int>(ranks_[static_cast<std::size_t>(host_)].size()); }
+  const std::vector<int>& local_ranks() const { return ranks_[static_cast<std::size_t>(host_)]; }
+  bool is_here(int rank) const { return host_of_rank_[static_cast<std::size_t>(rank)] == host_; }
+  Connections& connections() { return *connections_; }
+
+  Status barrier(double timeout_s) override;
+  Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s) override;
+  Status reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
+                        double timeout_s) override;
+  Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) override;
+  Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) override;
+  Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) override;
+  Status broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
+                         std::uint64_t* out_bytes, double timeout_s) override;
+  Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) override;
+  Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
+                    double timeout_s) override;
+  Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) override;
+  Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
+  Status compare(double timeout_s) override;
+  void give_up(Status status) override;
+  // Sets `suspect()` to a rank of the group that died, or kOutside. Returns kPeerDied.
+  Status blame_dead();
+
+ private:
+  class Listener;
+  static constexpr int kTurns = 4;                   // chunks of a reduction that have memory of their own
+  enum End : std::uint8_t { kAlive, kLeft, kDied };  // of a rank
+
+  // A reduction: what a host's part of it is, and how it travels.
+  struct Reduction {
+    Dtype dtype;
+    ReduceOp op, part_op;
+    bool widens;      // a host of several ranks has its part in the type of sums
+    bool is_rounded;  // unless each host sends all of it to all others
+    std::size_t width, wide_width;
+  };
+
+  // Memory that calls use again: fresh pages cost more than what is done with them.
+  class Scratch {
+   public:
+    char* take(std::size_t bytes);
+
+   private:
+    std::unique_ptr<char[]> memory_;
+    std::size_t bytes_ = 0;
+  };
+
+  std::uint8_t end_of(int rank) const {
+    return (*ended_)[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
+  }
+  int place_of(int rank) const;  // on this host; -1 for a rank of another one
+  int at(int host) const { return ranks_[static_cast<std::size_t>(host)][0]; }  // its lead
+  const std::vector<int>& ranks_of(int host) const { return ranks_[static_cast<std::size_t>(host)]; }
+  bool is_lead() const { return place_ == 0; }
+  bool is_alone() const { return local_size() == 1; }
+  Link& link(int rank) { return (*connections_)[rank]; }
+  template <typename Function>
+  void for_other_hosts(Function function) const {
+    for (int host = 0; host < hosts_; ++host) {
+      if (host != host_) function(host);
+    }
+  }
+  template <typename Function>
+  void for_remote_ranks(Function function) const {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (!is_here(rank)) function(rank);
+    }
+  }
+
+  void begin(Kind kind, std::uint64_t size, Method method, double timeout_s, std::uint64_t digest = 0,
+             int reduction = -1, int root = -1);
+  double left_s();
+  void send(int rank, const void* body, std::uint64_t bytes) { link(rank).send(record_, body, bytes); }
+  void expect(int rank, void* at, std::uint64_t bytes) { link(rank).in.expect(static_cast<char*>(at), bytes); }
+  template <typename Done>
+  Status wait(const Done& done) {
+    return wait_until([](const void* is_done) { return (*static_cast<const Done*>(is_done))(); }, &done);
+  }
+  // Moves what the call has to send and to receive until `is_done(what)`.
+  Status wait_until(bool (*is_done)(const void*), const void* what);
+  Status wait_from(const std::vector<int>& ranks, std::uint32_t messages);
+  Status wait_sent(const std::vector<int>& ranks, std::uint32_t messages);
+  Status finish();
+  void copy_meanwhile(void* out, const void* in, std::size_t bytes);
+  Status ends(std::int64_t now);
+  Status blame(Link& link);
+  Status at_home_ended();
+  void show_difference(const CallRecord& other);
+  Status at_home(Status status);
+
+  Reduction reduction_of(Dtype dtype, ReduceOp op) const;
+  bool in_one_round(const Reduction& how, std::size_t count) const;
+  bool is_wide(const Reduction& how, int host, bool one_round) const;
+  std::size_t travelling_width(const Reduction& how, int host, bool one_round) const {
+    return is_wide(how, host, one_round) ? how.wide_width : how.width;
+  }
+  const void* as_it_travels(const Reduction& how, const char* part, std::size_t start, std::size_t count,
+                            bool one_round, char* rounded);
+  void combine(const Reduction& how, void* out, std::size_t count);
+  Status reduce_all(char* out, const char* in, std::size_t count, const Reduction& how);
+  Status gather_by_lanes(char* blocks, const char* in, std::size_t bytes);
+  Status gather_by_leads(char* blocks, const char* in, std::size_t bytes, bool by_rank);
+  Status gather_all(void* const* outs, const std::size_t* bytes, const void* in);
+  Status share_at_home(const std::vector<int>& ranks, void* const* outs, const std::size_t* bytes, const void* in);
+  Status exchange_at_home(char* out, const char* in, const std::size_t* out_bytes, const std::size_t* in_bytes);
+  void put_in_place(char* out, const char* blocks, std::size_t outer, std::size_t inner_bytes) const;
+  Status send_to_all(char* data, std::uint64_t bytes, int src);
+  void find_tree(int root, int* parent, std::vector<int>* children) const;
+
+  HostGroup& local_;
+  GroupLiveness& liveness_;
+  const std::vector<int> host_of_rank_;
+  std::vector<std::vector<int>> ranks_;  // of each host, in the order of the hosts' leads
+  std::vector<int> order_;               // all ranks, by host
+  int hosts_ = 0, host_ = 0, place_ = 0;
+  bool is_in_order_ = false;  // `order_` counts up
+  bool has_lanes_ = false;
+  bool all_alone_ = false;
+  const std::unique_ptr<Connections> connections_;
+  const bool meshed_, rounded_;
+  WaitPolicy policy_;
+  std::vector<int> peers_;     // on other hosts: of the exchange that is under way
+  std::vector<int> children_;  // hosts
+
+  std::unique_ptr<std::vector<std::atomic<std::uint8_t>>> ended_;  // by rank
+  std::atomic<bool> any_died_{false};
+  std::unique_ptr<Listener> listener_;
+
+  CallRecord record_;
+  std::uint64_t before_ = 0;  // the word of this rank's call before
+  std::int64_t deadline_ns_ = 0, waits_until_ns_ = 0;
+  std::int64_t noticed_ns_ = 0;
+
+  std::vector<Scratch> parts_, received_, rounded_parts_, padded_;
+  Scratch blocks_, totals_;
+  std::vector<const void*> sources_;
+  std::vector<bool> wide_;
+  // Of all_to_all:
+  std::vector<std::uint64_t> rows_;  // what each rank gives to each, and expects from each
+  std::vector<std::size_t> starts_;  // of the blocks in `out`, then in `in`
+  std::vector<int> pending_;         // ranks whose heads aren't there
+  std::vector<bool> is_table_;       // whether a rank sends such sizes
+  bool is_strange_ = false;
+  std::vector<std::uint32_t> part_numbers_, result_numbers_, sent_numbers_;
+};
+
+}  // namespace parallel_state

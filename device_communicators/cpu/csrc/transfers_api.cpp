@@ -1,0 +1,148 @@
+// The C interface of transfers.h: for the torch backend, and for Python, part of it as calling.h has it.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "calling.h"
+#include "handle.h"
+#include "transfers.h"
+
+namespace {
+
+using namespace parallel_state;
+
+Transfers& transfers_of(void* opened) { return **static_cast<std::shared_ptr<Transfers>*>(opened); }
+
+// Python objects whose memory no transfer uses any more. A thread without the interpreter lock can't let go of them:
+// the next call that has it does.
+class Released {
+ public:
+  void add(void* object) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    objects_.push_back(object);
+  }
+  void let_go() {
+    std::vector<void*> objects;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      objects.swap(objects_);
+    }
+    for (void* const object : objects) calling.let_go(object);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<void*> objects_;
+};
+
+Released& released() {
+  static auto* const all = new Released;  // never deleted: the progress thread may outlive static objects
+  return *all;
+}
+
+constexpr TransferUser kPython{nullptr, nullptr, [](void* object) { released().add(object); }};
+
+template <typename Function>
+void* unlocked(Function function) {
+  std::int64_t outcome = 0;
+  bool has_memory = true;
+  void* const thread = calling.save_thread();
+  try {
+    outcome = function();
+  } catch (const std::bad_alloc&) {
+    has_memory = false;
+  }
+  calling.restore_thread(thread);
+  released().let_go();
+  return has_memory ? calling.make_integer(outcome) : calling.no_memory();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// `losses` is of ps_liveness_new or ps_liveness_of. Null without memory.
+void* ps_transfers_new(const void* losses, int rank, int size, const std::int64_t* places) {
+  static_assert(sizeof(TransferPlaces) == 9 * sizeof(std::int64_t));
+  TransferPlaces given;
+  std::memcpy(&given, places, sizeof given);
+  return new (std::nothrow) std::shared_ptr<Transfers>(
+      std::make_shared<Transfers>(static_cast<const Watch*>(losses)->losses, rank, size, given));
+}
+
+void ps_transfers_delete(void* transfers) { delete static_cast<std::shared_ptr<Transfers>*>(transfers); }
+
+// Lets calls that come past Python find a group's transfers; their receives have this timeout.
+void ps_transfers_serve(void* transfers, std::uint64_t group, double timeout_s) {
+  transfers_of(transfers).set_timeout(timeout_s);
+  if (const std::shared_ptr<Handle> handle = find(group)) {
+    handle->set_transfers(*static_cast<std::shared_ptr<Transfers>*>(transfers));
+  }
+}
+
+std::int64_t ps_transfers_start(void* transfers, const TransferCall* call) {
+  return transfers_of(transfers).start(*call, false);
+}
+
+int ps_transfers_wait(void* transfers, std::uint64_t number, double timeout_s) {
+  return transfers_of(transfers).wait(number, timeout_s, false);
+}
+
+void ps_transfers_interrupt(void* transfers, std::uint64_t number, int ends_all) {
+  transfers_of(transfers).interrupt(number, ends_all != 0);
+}
+
+// Fills in the words of TransferFailure; 0 while nothing has failed.
+int ps_transfers_failure(void* transfers, std::int64_t* words) {
+  TransferFailure failure;
+  const bool has_failed = transfers_of(transfers).failure(&failure);
+  std::memcpy(words, &failure, sizeof failure);
+  return has_failed ? 1 : 0;
+}
+
+int ps_transfers_is_inside(void* transfers, int peer, int sends) {
+  return transfers_of(transfers).is_inside(peer, sends != 0) ? 1 : 0;
+}
+
+int ps_transfers_waiting_sends(void* transfers, int dst) { return transfers_of(transfers).waiting_sends(dst); }
+
+int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(transfers).drain(timeout_s) ? 1 : 0; }
+
+// 0 where a thread is in a queue still: then its memory must stay.
+int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
+
+// transfers, sends, peer, tag, dtype, address, bytes, whether the caller waits at once, owner of the memory.
+void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 9) return nullptr;
+  const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
+  calling.hold(given[8]);
+  const TransferCall call{integer(2),          integer(1), integer(3), integer(4), pointer_of(given[5]),
+                          number_of(given[6]), 0,          &kPython,   given[8]};
+  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const bool waits = integer(7) != 0;
+  return unlocked([&] { return transfers->start(call, waits); });
+}
+
+void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number, timeout in us
+  if (count != 3) return nullptr;
+  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const std::uint64_t number = number_of(given[1]);
+  const double timeout_s = static_cast<double>(number_of(given[2])) / 1e6;
+  return unlocked([&] { return static_cast<std::int64_t>(transfers->wait(number, timeout_s, true)); });
+}
+
+void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number
+  if (count != 2) return nullptr;
+  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const std::uint64_t number = number_of(given[1]);
+  return unlocked([&]() -> std::int64_t { return transfers->is_done(number) ? 1 : 0; });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,602 @@
+// Ranks of several hosts on one machine, over the C++ of the CPU path: a segment a host, socket pairs between them.
+//
+//   hosts_ranks threads|processes SEED ROUNDS
+//
+// Every call with sizes, dtypes, roots and layouts of ranks on hosts drawn by SEED, against results that are computed
+// here; calls that differ, ranks that come late, fail or are gone. And the parser of what is received, for every way to
+// cut its bytes.
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "connections.h"
+#include "handle.h"
+
+using namespace parallel_state;
+
+namespace {
+
+bool as_threads = false;
+std::atomic<long> checks{0}, wrong{0};
+
+#define CHECK(condition)                                                                  \
+  do {                                                                                    \
+    ++checks;                                                                             \
+    if (!(condition)) {                                                                   \
+      ++wrong;                                                                            \
+      std::fprintf(stderr, "rank %d, line %d: %s\n", current_rank, __LINE__, #condition); \
+    }                                                                                     \
+  } while (false)
+
+thread_local int current_rank = -1;
+
+class Draw {
+ public:
+  explicit Draw(std::uint64_t seed) : state_(seed * 2 + 1) {}
+  std::uint64_t operator()(std::uint64_t count) {
+    state_ = state_ * 6364136223846793005ULL + 1442695040888963407ULL;
+    return mixed(state_) % count;
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+// The ranks of a group, which run a program: each in a process of its own, or in a thread.
+struct Team {
+  std::vector<int> host_of_rank;
+  int connections = 1;
+  bool meshed = true, rounded = false;
+  double timeout_s = 60;
+  int send_buffer = 0;
+
+  int size() const { return static_cast<int>(host_of_rank.size()); }
+
+  void run(const std::function<void(Handle&)>& program) const {
+    const int count = size();
+    std::vector<int> hosts = host_of_rank;
+    std::vector<std::vector<int>> ranks_of(count);
+    for (int rank = 0; rank < count; ++rank) ranks_of[hosts[rank]].push_back(rank);
+    std::vector<void*> segments(count, nullptr);
+    std::vector<int> files(count, -1);
+    for (int host = 0; host < count; ++host) {
+      if (ranks_of[host].size() < 2) continue;
+      const std::size_t bytes = Handle::segment_bytes(static_cast<int>(ranks_of[host].size()));
+      files[host] = memfd_create("host", 0);
+      if (ftruncate(files[host], static_cast<off_t>(bytes)) != 0) std::abort();
+      segments[host] = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, files[host], 0);
+    }
+    std::vector<std::vector<int>> peers(count), descriptors(count);
+    for (int a = 0; a < count; ++a) {
+      for (int b = a + 1; b < count; ++b) {
+        const bool leads = ranks_of[hosts[a]][0] == a && ranks_of[hosts[b]][0] == b;
+        if (hosts[a] == hosts[b] || !(meshed || leads)) continue;
+        for (int each = 0; each < connections; ++each) {
+          int pair[2];
+          if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
+          for (int end = 0; end < 2 && send_buffer != 0; ++end) {
+            setsockopt(pair[end], SOL_SOCKET, SO_SNDBUF, &send_buffer, sizeof send_buffer);
+          }
+          peers[a].push_back(b);
+          descriptors[a].push_back(pair[0]);
+          peers[b].push_back(a);
+          descriptors[b].push_back(pair[1]);
+        }
+      }
+    }
+    const auto body = [&](int rank) {
+      current_rank = rank;
+      const auto& own = ranks_of[hosts[rank]];
+      const auto local = static_cast<int>(own.size());
+      const auto place = static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
+      WaitPolicy policy;
+      policy.spin_ns = 3000;
+      policy.yields = 5;
+      void* memory = segments[hosts[rank]];
+      const std::size_t bytes = Handle::segment_bytes(local);
+      auto* const handle = new Handle(memory, bytes, place, local, policy, timeout_s);
+      handle->span(rank, hosts,
+                   std::make_unique<Connections>(count, peers[rank].data(), descriptors[rank].data(),
+                                                 static_cast<int>(peers[rank].size())),
+                   meshed, rounded);
+      program(*handle);
+      if (!as_threads || memory == nullptr) {
+        delete handle;
+      } else {
+        handle->hosts()->connections().close();  // the mapping is that of the other threads, too
+      }
+    };
+    if (as_threads) {
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < count; ++rank) threads.emplace_back(body, rank);
+      for (std::thread& thread : threads) thread.join();
+    } else {
+      std::vector<pid_t> children;
+      for (int rank = 0; rank < count; ++rank) {
+        const pid_t pid = fork();
+        if (pid == 0) {
+          for (int other = 0; other < count; ++other) {
+            for (const int descriptor : descriptors[other]) {
+              if (other != rank) close(descriptor);
+            }
+          }
+          checks = wrong = 0;
+          body(rank);
+          std::_Exit(wrong != 0);
+        }
+        children.push_back(pid);
+      }
+      for (int rank = 0; rank < count; ++rank) {
+        for (const int descriptor : descriptors[rank]) close(descriptor);
+      }
+      for (const pid_t pid : children) {
+        int status = 0;
+        waitpid(pid, &status, 0);
+        ++checks;
+        wrong += status != 0;
+      }
+    }
+    for (int host = 0; host < count; ++host) {
+      if (files[host] >= 0) close(files[host]);
+      if (!as_threads && segments[host] != nullptr) {
+        munmap(segments[host], Handle::segment_bytes(static_cast<int>(ranks_of[host].size())));
+      }
+    }
+  }
+};
+
+template <typename Call>
+Status run(Handle& handle, Told told, Call call) {
+  return handle.run([&](Group& group, double timeout_s) {
+    group.tell(told);
+    return call(group, timeout_s);
+  });
+}
+
+Told told(Method method, std::size_t count, int root = -1) {
+  return told_of(method, std::vector<std::size_t>{count}, 6, -1, -1, root);
+}
+
+float value(int rank, std::size_t at) { return static_cast<float>((at * 7 + static_cast<std::size_t>(rank) * 5) % 13); }
+
+char byte_of(int rank, std::size_t at) { return static_cast<char>(rank * 31 + static_cast<int>(at % 97)); }
+
+std::vector<char> bytes_of(int rank, std::size_t count) {
+  std::vector<char> made(count);
+  for (std::size_t at = 0; at < count; ++at) made[at] = byte_of(rank, at);
+  return made;
+}
+
+bool are_same(const void* found, const std::vector<char>& expected) {
+  return expected.empty() || std::memcmp(found, expected.data(), expected.size()) == 0;
+}
+
+// In order over the ranks of a host, then over the hosts; small numbers, so that every order gives this.
+void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_place) {
+  const int size = handle.size(), rank = handle.rank();
+  std::vector<float> in(count), out(count);
+  for (std::size_t at = 0; at < count; ++at) in[at] = value(rank, at);
+  float* const to = in_place ? in.data() : out.data();
+  const auto sum_at = [&](std::size_t at) {
+    float sum = 0;
+    for (int each = 0; each < size; ++each) sum += value(each, at);
+    return sum;
+  };
+  CHECK(run(handle, told(Method::kAllReduce, count), [&](Group& group, double limit) {
+          return group.all_reduce(to, in.data(), count, Dtype::kFloat32, ReduceOp::kSum, limit);
+        }) == Status::kDone);
+  bool right = true;
+  for (std::size_t at = 0; at < count; ++at) right = right && to[at] == sum_at(at);
+  CHECK(right);
+  std::vector<std::int64_t> whole_in(count), whole_out(count);
+  for (std::size_t at = 0; at < count; ++at)
+    whole_in[at] = static_cast<std::int64_t>((at + static_cast<std::size_t>(rank)) % 17);
+  CHECK(run(handle, told(Method::kAllReduce, count), [&](Group& group, double limit) {
+          return group.all_reduce(whole_out.data(), whole_in.data(), count, Dtype::kInt64, ReduceOp::kMax, limit);
+        }) == Status::kDone);
+  right = true;
+  for (std::size_t at = 0; at < count; ++at) {
+    std::int64_t most = 0;
+    for (int each = 0; each < size; ++each)
+      most = std::max<std::int64_t>(most, static_cast<std::int64_t>((at + static_cast<std::size_t>(each)) % 17));
+    right = right && whole_out[at] == most;
+  }
+  CHECK(right);
+  // bfloat16: whole numbers up to 13 times the number of ranks are exact.
+  std::vector<std::uint16_t> half(count), half_out(count);
+  const auto rounded = [](float number) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &number, 4);
+    return static_cast<std::uint16_t>(bits >> 16);
+  };
+  for (std::size_t at = 0; at < count; ++at) half[at] = rounded(value(rank, at));
+  CHECK(run(handle, told(Method::kAllReduce, count), [&](Group& group, double limit) {
+          return group.all_reduce(half_out.data(), half.data(), count, Dtype::kBfloat16, ReduceOp::kSum, limit);
+        }) == Status::kDone);
+  right = true;
+  for (std::size_t at = 0; at < count; ++at) right = right && half_out[at] == rounded(sum_at(at));
+  CHECK(right);
+  // [outer, size, inner]
+  const std::size_t inner = count / outer, ranks = static_cast<std::size_t>(size);
+  std::vector<float> blocks(outer * ranks * inner), mine(outer * inner);
+  for (std::size_t at = 0; at < blocks.size(); ++at) blocks[at] = value(rank, at);
+  CHECK(run(handle, told(Method::kReduceScatter, inner), [&](Group& group, double limit) {
+          return group.reduce_scatter(mine.data(), blocks.data(), outer, inner, Dtype::kFloat32, ReduceOp::kSum, limit);
+        }) == Status::kDone);
+  right = true;
+  for (std::size_t row = 0; row < outer; ++row) {
+    for (std::size_t column = 0; column < inner; ++column) {
+      right = right &&
+              mine[row * inner + column] == sum_at((row * ranks + static_cast<std::size_t>(rank)) * inner + column);
+    }
+  }
+  CHECK(right);
+}
+
+void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed, Draw& draw) {
+  const int size = handle.size(), rank = handle.rank();
+  const auto ranks = static_cast<std::size_t>(size);
+  const std::size_t inner = bytes / outer;
+  bytes = inner * outer;
+  const std::vector<char> in = bytes_of(rank, bytes);
+  std::vector<char> out(bytes * ranks);
+  CHECK(run(handle, told(Method::kAllGather, bytes), [&](Group& group, double limit) {
+          return group.all_gather(out.data(), in.data(), outer, inner, limit);
+        }) == Status::kDone);
+  bool right = true;
+  for (std::size_t at = 0; at < out.size(); ++at) {
+    const std::size_t row = at / (inner * ranks), from = at / inner % ranks, column = at % inner;
+    right = right && out[at] == byte_of(static_cast<int>(from), row * inner + column);
+  }
+  CHECK(right);
+  const int root = static_cast<int>(draw(ranks));
+  std::vector<char> data = rank == root ? bytes_of(root, bytes) : std::vector<char>(bytes);
+  CHECK(run(handle, told(Method::kBroadcast, bytes, root), [&](Group& group, double limit) {
+          return group.broadcast(data.data(), bytes, root, limit);
+        }) == Status::kDone);
+  CHECK(data == bytes_of(root, bytes));
+  void* sized = nullptr;
+  std::uint64_t sized_bytes = 0;
+  CHECK(run(handle, told(Method::kBroadcast, 1, root), [&](Group& group, double limit) {
+          return group.broadcast_sized(rank == root ? in.data() : nullptr, rank == root ? bytes : 0, root, bytes,
+                                       &sized, &sized_bytes, limit);
+        }) == Status::kDone);
+  CHECK(sized_bytes == bytes && (rank == root || are_same(sized, bytes_of(root, bytes))));
+  if (rank != root) std::free(sized);
+  CHECK(run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); }) ==
+        Status::kDone);
+  CHECK(run(handle, told(Method::kBroadcast, 3, root),
+            [&](Group& group, double limit) { return group.announce(root, limit, 1000); }) == Status::kDone);
+  if (!meshed) {  // refused before anything is sent, and the group can be used further
+    const Status status = run(handle, told(Method::kScatter, bytes, root), [&](Group& group, double limit) {
+      return group.scatter(data.data(), nullptr, bytes, root, limit);
+    });
+    CHECK(status == Status::kUnsupported);
+    return;
+  }
+  // Ragged sizes, of which some are nothing.
+  std::vector<std::size_t> parts;
+  std::vector<std::vector<char>> found;
+  std::vector<void*> outs;
+  for (int each = 0; each < size; ++each) {
+    parts.push_back(each % 3 == 1 ? 0 : bytes / static_cast<std::size_t>(each + 1));
+    found.emplace_back(parts.back() + 1);
+    outs.push_back(found.back().data());
+  }
+  for (const int dst : {-1, root}) {
+    for (auto& each : found) std::fill(each.begin(), each.end(), 0);
+    const bool wants = dst < 0 || dst == rank;
+    std::vector<void*> given(ranks, nullptr);
+    CHECK(run(handle, told(dst < 0 ? Method::kAllGatherv : Method::kGather, 1, dst), [&](Group& group, double limit) {
+            return group.gatherv(wants ? outs.data() : given.data(), parts.data(), in.data(), dst, limit);
+          }) == Status::kDone);
+    right = true;
+    for (int each = 0; each < size && wants; ++each) {
+      if (each == rank) continue;
+      const std::vector<char> expected = bytes_of(each, parts[static_cast<std::size_t>(each)]);
+      right = right && are_same(found[static_cast<std::size_t>(each)].data(), expected);
+    }
+    CHECK(right);
+  }
+  std::vector<char> blocks;
+  for (int to = 0; to < size; ++to) {
+    const std::vector<char> block = bytes_of(root + 3 * to, bytes);
+    blocks.insert(blocks.end(), block.begin(), block.end());
+  }
+  std::fill(data.begin(), data.end(), 0);
+  CHECK(run(handle, told(Method::kScatter, bytes, root), [&](Group& group, double limit) {
+          return group.scatter(data.data(), rank == root ? blocks.data() : nullptr, bytes, root, limit);
+        }) == Status::kDone);
+  CHECK(data == bytes_of(root + 3 * rank, bytes));
+  for (int kind = 0; kind < 3; ++kind) {  // even, ragged, even on some ranks
+    const auto sent = [&](int from, int to) -> std::size_t {
+      if (kind == 0 || (kind == 2 && from % 2 == 0 && to % 2 == 0)) return bytes / ranks;
+      return kind == 2 ? bytes / ranks : bytes / (1 + static_cast<std::size_t>(from + 2 * to) % 4);
+    };
+    std::vector<std::size_t> gives, takes;
+    std::vector<char> rows, received;
+    for (int each = 0; each < size; ++each) {
+      gives.push_back(sent(rank, each));
+      takes.push_back(sent(each, rank));
+      const std::vector<char> block = bytes_of(rank * 7 + each, gives.back());
+      rows.insert(rows.end(), block.begin(), block.end());
+    }
+    received.resize(std::accumulate(takes.begin(), takes.end(), std::size_t{0}) + 1);
+    CHECK(run(handle, told(Method::kAllToAll, 1), [&](Group& group, double limit) {
+            return group.all_to_all(received.data(), rows.data(), takes.data(), gives.data(), limit);
+          }) == Status::kDone);
+    right = true;
+    const char* at = received.data();
+    for (int each = 0; each < size; ++each) {
+      const std::vector<char> expected = bytes_of(each * 7 + rank, takes[static_cast<std::size_t>(each)]);
+      right = right && are_same(at, expected);
+      at += expected.size();
+    }
+    CHECK(right);
+  }
+}
+
+std::vector<int> draw_hosts(Draw& draw, int most) {
+  const int size = 2 + static_cast<int>(draw(static_cast<std::uint64_t>(most - 1)));
+  const int hosts = 2 + static_cast<int>(draw(3));
+  std::vector<int> of_rank;
+  for (int rank = 0; rank < size; ++rank) {
+    of_rank.push_back(draw(2) == 0 ? rank * hosts / size
+                                   : static_cast<int>(draw(static_cast<std::uint64_t>(std::min(hosts, size)))));
+  }
+  if (std::all_of(of_rank.begin(), of_rank.end(), [&](int host) { return host == of_rank[0]; })) of_rank.back() ^= 1;
+  return of_rank;
+}
+
+void programs(std::uint64_t seed) {
+  Draw draw(seed);
+  Team team;
+  const std::vector<std::vector<int>> shapes = {{0, 1},    {0, 0, 1, 1}, {0, 1, 0, 1},
+                                                {0, 0, 1}, {0, 1, 2},    {1, 0, 0, 1, 2, 2}};
+  team.host_of_rank = draw(2) == 0 ? shapes[draw(shapes.size())] : draw_hosts(draw, 6);
+  team.connections = draw(3) == 0 ? 3 : 1;
+  team.rounded = draw(4) == 0;
+  team.meshed = draw(4) != 0;
+  team.send_buffer = draw(3) == 0 ? 4096 : 0;
+  const std::uint64_t inner_seed = draw(1 << 30);
+  team.run([&](Handle& handle) {
+    Draw same(inner_seed);  // all ranks draw alike
+    for (int round = 0; round < 3; ++round) {
+      static constexpr std::size_t kCounts[] = {0, 1, 5, 64, 1000, 2048, 20'000, 70'001, 300'000, 700'003};
+      const std::size_t most = as_threads ? 8 : 10;
+      const std::size_t outer = 1 + same(3), count = kCounts[same(most)] / outer * outer;
+      reductions(handle, count, outer, same(2) == 0);
+      movements(handle, kCounts[same(most)] * (same(3) == 0 ? 4 : 1), outer, team.meshed, same);
+    }
+  });
+}
+
+// All ways to cut two messages and a failure into three parts, and any message by single bytes.
+void parser() {
+  CallRecord own;
+  own.history = 77;
+  own.sequence = 5;
+  std::string stream;
+  const auto add = [&](CallRecord head, const std::string& body) {
+    head.bytes = body.size();
+    stream.append(reinterpret_cast<const char*>(&head), sizeof head).append(body);
+  };
+  add(own, "first");
+  add(own, "");
+  add(own, "any size");
+  FailureNote note;
+  note.status = 3;
+  note.suspect = 9;
+  CallRecord failure;
+  failure.kind = CallRecord::kFailure;
+  add(failure, std::string(reinterpret_cast<const char*>(&note), sizeof note));
+  const std::size_t tail = stream.size() - 200;
+  const auto feed = [&](const std::vector<std::size_t>& cuts, bool posts_late) {
+    auto inbox = std::make_unique<Inbox>();
+    char first[6] = {}, any[9] = {};
+    inbox->begin(&own);
+    const auto expect_rest = [&] {
+      inbox->expect(nullptr, 0);
+      inbox->expect_any();
+    };
+    inbox->expect(first, 5);
+    if (!posts_late) expect_rest();
+    bool is_late = posts_late;
+    std::size_t at = 0;
+    bool right = true;
+    for (const std::size_t end : cuts) {
+      while (at < end) {
+        iovec pieces[2];
+        const int count = inbox->room(pieces);
+        if (count == 0) {
+          if (is_late && inbox->done() == 1) {
+            is_late = false;
+            expect_rest();
+            continue;
+          }
+          if (inbox->state() == Inbox::State::kChosen) {
+            right = right && inbox->head().bytes == 8;
+            inbox->take(any);
+            inbox->listen();
+            continue;
+          }
+          right = false;
+          break;
+        }
+        std::size_t given = 0;
+        for (int piece = 0; piece < count; ++piece) {
+          const std::size_t size = std::min(pieces[piece].iov_len, end - at);
+          std::memcpy(pieces[piece].iov_base, stream.data() + at, size);
+          at += size;
+          given += size;
+        }
+        inbox->came(given);
+      }
+    }
+    if (is_late && inbox->done() == 1) expect_rest();
+    if (inbox->state() == Inbox::State::kChosen) {
+      inbox->take(any);
+      inbox->listen();
+      iovec pieces[2];
+      inbox->room(pieces);
+      inbox->came(0);
+    }
+    CHECK(right && inbox->done() == 3 && inbox->state() == Inbox::State::kFailed);
+    CHECK(std::string(first) == "first" && std::string(any) == "any size" && inbox->failure().suspect == 9);
+  };
+  for (std::size_t first = 0; first <= stream.size(); first += first < tail ? 1 : 7) {
+    for (std::size_t second = first; second <= stream.size(); second += second < tail / 2 ? 1 : 13) {
+      feed({first, second, stream.size()}, (first + second) % 2 == 0);
+    }
+  }
+  std::vector<std::size_t> single(stream.size());
+  std::iota(single.begin(), single.end(), 1);
+  feed(single, false);
+  feed(single, true);
+}
+
+// Calls that differ are found by all, with words of both.
+void mismatches() {
+  for (const auto& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 2}}) {
+    Team team;
+    team.host_of_rank = hosts;
+    team.run([&](Handle& handle) {
+      float one = 1;
+      const int odd = handle.size() - 1;
+      const std::size_t count = handle.rank() == odd ? 2 : 1;
+      float in[2] = {one, one}, out[2];
+      const Status status = run(handle, told(Method::kAllReduce, count), [&](Group& group, double limit) {
+        return group.all_reduce(out, in, count, Dtype::kFloat32, ReduceOp::kSum, limit);
+      });
+      CHECK(status == Status::kMismatch);
+      const Failure failure = handle.failure();
+      CHECK(failure.expected.told.word != 0 && failure.found.told.word != failure.expected.told.word);
+      CHECK(failure.elapsed_s < 5);
+    });
+  }
+  for (const auto& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}}) {  // splits that don't fit
+    Team team;
+    team.host_of_rank = hosts;
+    team.run([&](Handle& handle) {
+      const auto size = static_cast<std::size_t>(handle.size());
+      std::vector<std::size_t> gives(size, 4), takes(size, 4);
+      if (handle.rank() == 0) gives[size - 1] = 8;
+      std::vector<char> in(100), out(100);
+      const Status status = run(handle, told(Method::kAllToAll, 1), [&](Group& group, double limit) {
+        return group.all_to_all(out.data(), in.data(), takes.data(), gives.data(), limit);
+      });
+      CHECK(status == Status::kMismatch);
+      const Failure failure = handle.failure();
+      if (failure.reporter < 0) {
+        CHECK(failure.misfit.from == 0 && failure.misfit.to == handle.size() - 1 && failure.misfit.sent_bytes == 8);
+      }
+    });
+  }
+  // The root of a broadcast is wrong on one rank: found with the next call.
+  Team team;
+  team.host_of_rank = {0, 1};
+  team.run([&](Handle& handle) {
+    char data[8] = {};
+    const int root = handle.rank();
+    const Status first = run(handle, told(Method::kBroadcast, 8, root),
+                             [&](Group& group, double limit) { return group.broadcast(data, 8, root, limit); });
+    CHECK(first == Status::kDone);
+    const Status second =
+        run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); });
+    CHECK(second == Status::kMismatch);
+    const Failure failure = handle.failure();
+    CHECK((failure.expected.told.word & 255) == static_cast<std::uint64_t>(Method::kBroadcast) &&
+          failure.expected.told.word != failure.found.told.word);
+  });
+}
+
+// A rank that doesn't come, or has gone.
+void absences() {
+  for (const bool leaves : {false, true}) {
+    Team team;
+    team.host_of_rank = {0, 0, 1, 1};
+    team.timeout_s = 0.5;
+    team.run([&](Handle& handle) {
+      if (handle.rank() == 3) {
+        if (!leaves) usleep(1'500'000);
+        return;
+      }
+      float in = 1, out = 0;
+      const Status status = run(handle, told(Method::kAllReduce, 1), [&](Group& group, double limit) {
+        return group.all_reduce(&out, &in, 1, Dtype::kFloat32, ReduceOp::kSum, limit);
+      });
+      CHECK(status != Status::kDone && status != Status::kMismatch);
+      const Failure failure = handle.failure();
+      CHECK(failure.elapsed_s < 5);
+    });
+  }
+  // What a rank says when it fails comes to all of other hosts.
+  Team team;
+  team.host_of_rank = {0, 1};
+  team.run([&](Handle& handle) {
+    char data[64] = {};
+    void* made = nullptr;
+    std::uint64_t made_bytes = 0;
+    const Status status = run(handle, told(Method::kBroadcast, 1, 0), [&](Group& group, double limit) {
+      return group.broadcast_sized(data, handle.rank() == 0 ? 64 : 0, 0, 10, &made, &made_bytes, limit);
+    });
+    CHECK(status == (handle.rank() == 0 ? Status::kDone : Status::kTooLarge));
+    const Status next =
+        run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); });
+    CHECK(next == Status::kTooLarge);
+    const Failure failure = handle.failure();
+    CHECK(failure.misfit.from == 0 && failure.misfit.to == 1 && failure.misfit.sent_bytes == 64);
+    CHECK(failure.reporter == (handle.rank() == 0 ? 1 : -1));
+  });
+}
+
+// One rank a host, 8 KiB: a send and a receive for each other rank and call.
+void system_calls() {
+  Team team;
+  team.host_of_rank = {0, 1, 2};
+  team.run([&](Handle& handle) {
+    std::vector<float> data(2048, 1.0f);
+    constexpr std::uint64_t kCalls = 200;
+    for (std::uint64_t call = 0; call < kCalls; ++call) {
+      CHECK(run(handle, told(Method::kAllReduce, data.size()), [&](Group& group, double limit) {
+              return group.all_reduce(data.data(), data.data(), data.size(), Dtype::kFloat32, ReduceOp::kMax, limit);
+            }) == Status::kDone);
+    }
+    for (const auto& link : handle.hosts()->connections().links()) {
+      CHECK(link->sends == kCalls);
+      CHECK(link->receives <= 3 * kCalls);
+    }
+  });
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  as_threads = count > 1 && std::string(arguments[1]) == "threads";
+  const std::uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+  const std::uint64_t rounds = count > 3 ? std::strtoull(arguments[3], nullptr, 10) : 20;
+  parser();
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    const long before = wrong.load();
+    programs(seed + round);
+    if (wrong.load() != before) std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed + round));
+  }
+  mismatches();
+  absences();
+  system_calls();
+  std::printf("%ld checks, %ld wrong\n", checks.load(), wrong.load());
+  return wrong != 0;
+}
