@@ -110,7 +110,7 @@ format: $(STAMP)
 	@$(BIN)/clang-format -i $(CPP)
 
 stubs: $(STAMP)
-	$(BIN)/python -c "from parallel_state.functions import getters; getters.write_stub()"
+	$(BIN)/python -m tests.stubs
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -50,9 +50,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import parallel_state as ps
 from parallel_state import resolve_layout
-from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.ranks import Layout
+from parallel_state.layout.resolution import made_at_start
 from parallel_state.startup import stores as start_stores
 from parallel_state.tools.bench.report import circumstances
 
@@ -386,7 +386,7 @@ def _count_store_operations() -> list[CountingStore]:
     """From now on each connection that this process makes to a store is counted, in the list that is returned."""
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has its name
     stores: list[CountingStore] = []
-    for module, name in ((start_stores, "_tcp_store"), (of_torch, "_create_c10d_store")):
+    for module, name in ((start_stores, "tcp_store"), (of_torch, "_create_c10d_store")):
         setattr(module, name, _counting(getattr(module, name), stores))
     return stores
 

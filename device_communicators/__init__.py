@@ -3,17 +3,20 @@
 Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it and never the other way round.
 """
 
-from device_communicators.base.public_names import name_classes as _name_classes
-from device_communicators.calls.work import Work
-from device_communicators.catalog import CATALOG, Row, build_route
-from device_communicators.routing.communicator import REDUCE_OPS, Communicator, GroupContext, Request
-from device_communicators.routing.registry import find_route, register_route, unique_name, write_record
-from device_communicators.routing.route import Route, Traffic
-from device_communicators.routing.started import Handle
+from device_communicators.base.public_names import load_on_use
 
-__all__ = [
-    "CATALOG", "REDUCE_OPS", "Communicator", "GroupContext", "Handle", "Request", "Route", "Row", "Traffic", "Work",
-    "build_route", "find_route", "register_route", "unique_name", "write_record",
-]  # fmt: skip
+_NAMES = {
+    "device_communicators.calls.work": ["Work"],
+    "device_communicators.catalog": ["CATALOG", "Row", "build_route"],
+    "device_communicators.routing.communicator": ["REDUCE_OPS", "Communicator", "GroupContext", "Request"],
+    "device_communicators.routing.registry": ["find_route", "register_route", "unique_name", "write_record"],
+    "device_communicators.routing.route": ["Route", "Traffic"],
+    "device_communicators.routing.started": ["Handle"],
+}
+"""Public names by their modules, which are imported at a name's first use."""
 
-_name_classes(globals())
+__all__, __getattr__ = load_on_use(globals(), _NAMES)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

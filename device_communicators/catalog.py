@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
 
-from device_communicators.base import settings
+from device_communicators.base import logs, settings
 from device_communicators.routing.communicator import Communicator, GroupContext
 from device_communicators.routing.route import Route
 
@@ -252,7 +252,8 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
     # Other ranks' choices and troubles come with their rank.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
-    if problem is None or chosen or known or context.rank != 0 or problem in _WARNED or sys.platform != "linux":
+    is_told = chosen or known or problem in _WARNED or not logs.is_first_of_host()
+    if problem is None or is_told or sys.platform != "linux":
         return
     _WARNED.add(problem)
     instead = "gloo" if memory is not None and memory.problem else "connections"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import sys
@@ -19,7 +18,7 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 import generate  # noqa: E402
 
-import parallel_state  # noqa: E402
+import parallel_state.functions.getters  # noqa: E402
 
 project = "parallel_state"
 author = "the parallel_state authors"
@@ -49,9 +48,7 @@ class ApiNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         prefixes = self.arguments[0].split()
         lines: list[str] = []
-        root = ast.parse(inspect.getsource(parallel_state))
-        imports = [node for node in ast.walk(root) if isinstance(node, ast.ImportFrom)]
-        homes = {alias.name: node.module or "" for node in imports for alias in node.names}
+        homes = {name: module for module, names in parallel_state._NAMES.items() for name in names}
         for name in public_names():
             public = getattr(parallel_state, name)
             home = homes.get(name, "")  # `__module__` of a class is the root

@@ -1,11 +1,11 @@
-"""`python -m parallel_state <command>`: hands over to the command's module, and tells which there are.
+"""`python -m parallel_state <command>` or `parallel-state <command>`: runs a command's module, or lists the commands.
 
-A command is a row here and a module with `main(arguments) -> exit code`; its options and its work are that module's.
+A command is a row here and a module with `main(arguments) -> exit code`, which has the options and the work. Only the
+chosen module is imported: most commands work without torch, whose import takes seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import signal
@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-PROGRAM = "python -m parallel_state"
+from parallel_state import __version__
+from parallel_state.tools.arguments import PROGRAM, command_parser
 
 COMMANDS = {
     "check": (
@@ -34,13 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` (default: the process's) name, and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     width = max(map(len, COMMANDS))
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Who belongs to which group, and how a tensor gets from one rank to another.",
-        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
-        + f"\n\n`{PROGRAM} <command> --help` lists a command's options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    table = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
+    parser = command_parser(
+        "", "<command> [options]", "Who belongs to which group, and how a tensor gets from one rank to another.",
+        epilog=f"commands:\n{table}\n\n`{PROGRAM} <command> --help` lists a command's options.",
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"parallel-state {__version__}")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="one of those below")
     command = parser.parse_args(words[:1]).command
     if command is None:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Runs the command of this process; returns its exit code, which for a closed pipe is that of SIGPIPE."""
+    """Runs the command of this process; returns its exit code: 128 + signal for a closed pipe and for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")
@@ -72,6 +72,9 @@ def run() -> int:
             print(f"{PROGRAM}: the output can't be written: {error.strerror}", file=sys.stderr)
             return 1
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return exit_code
 
 

@@ -2,13 +2,14 @@
 
     parallel_state.metrics.enable()             # or PARALLEL_STATE_METRICS=on
     parallel_state.metrics.snapshot()           # {"rank": 0, "groups": [{"group": "tp:0", …}]}
-    parallel_state.metrics.serve(9400)          # http://127.0.0.1:9400/metrics, where a port is asked for
+    print(parallel_state.metrics.serve(9400))   # http://127.0.0.1:9400/metrics
 
 Off by default, and then nothing is measured; calls and bytes are counted in any case. All is of this rank alone.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -109,9 +110,9 @@ def prometheus_text() -> str:
     lines: list[str] = []
 
     def add(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> None:
-        name = f"parallel_state_{name}"
-        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
-        for labels, value in samples:
+        name, found = f"parallel_state_{name}", list(samples)
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}") if found or kind == "counter" else ())
+        for labels, value in found:
             written = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
             lines.append(f"{name}{{{written}}} {float(value)!r}")
 
@@ -127,6 +128,10 @@ def prometheus_text() -> str:
         for labels, group in groups for rank, count in group["came_last"].items()
     ))  # fmt: skip
     add("failures_total", "counter", "Failures of a group.", ((labels, group["failures"]) for labels, group in groups))
+    add("operation_under_way_seconds", "gauge", "Seconds since the call that this rank is in began; none outside.", (
+        ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
+        for labels, group in groups if group["last"] is not None and group["last"]["is_under_way"]
+    ))  # fmt: skip
     add("last_operation_age_seconds", "gauge", "Seconds since the last operation began.", (
         ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
         for labels, group in groups if group["last"] is not None
@@ -181,8 +186,13 @@ class Endpoint:
 
         self._server = Server((address, port), Handler)
         self.port = int(self._server.server_address[1])
+        host = socket.gethostname() if address in ("", "0.0.0.0", "::") else address
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         self._thread = HelperThread("metrics", self._server.serve_forever)
         self._thread.start()
+
+    def __str__(self) -> str:
+        return self.url
 
     def close(self) -> None:
         self._server.shutdown()
@@ -193,6 +203,7 @@ class Endpoint:
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
     """Serves `/metrics` of this rank at a port, 0 for a free one, and enables the metrics; `close()` ends it.
 
+    Returns the server, whose `url` is what Prometheus scrapes, and what `print` shows.
     Whoever reaches the address reads them. Raises OSError where the port is taken: each rank of a host needs its own.
     """
     endpoint = Endpoint(address, port)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import c10d
-from device_communicators.base import cores, forks, limits, settings
+from device_communicators.base import cores, forks, limits, logs, settings
 from device_communicators.base.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -53,7 +53,9 @@ from parallel_state.startup.interfaces import Address
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
+    from parallel_state.keywords import Sizes
     from parallel_state.startup.rendezvous import Start
 
 logger = logging.getLogger("parallel_state")
@@ -121,6 +123,7 @@ def init_distributed_environment(
             f"the distributed environment is initialised already ({_WORLD.context}); "
             "call destroy_distributed_environment() first"
         )
+    logs.configure(rank if rank >= 0 else None)
     settings.warn_about_unknown_names()
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
@@ -135,6 +138,7 @@ def init_distributed_environment(
             joined = startup.join_default_group(world_size, rank, local_rank, backend)
         else:
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
+            logs.configure(place.rank)
             joined = startup.join_world(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
@@ -198,7 +202,8 @@ def init_distributed_environment(
         if named is not error:
             raise named from error
         raise
-    logger.info("%s is ready on %s over %s", world.context, world.device, world.backend)
+    ways = ", then ".join(each.name for each in world.route.communicators) or "one rank"
+    logger.info("%s is ready on %s: %s", world.context, world.device, ways)
 
 
 @host_call(OUTSIDE)
@@ -285,7 +290,7 @@ def initialize_model_parallel(
     get_position_embedding_ranks: RankPicker | None = None,
     device_mesh: DeviceMesh | None = None,
     failure_domain: str = "root",
-    **sizes: int | None,
+    **sizes: Unpack[Sizes],
 ) -> None:
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups; every rank calls it alike.
 
@@ -382,7 +387,7 @@ def ensure_model_parallel_initialized(
     order: str | None = None,
     backend: str | None = None,
     virtual_pipeline_model_parallel_size: int | None = None,
-    **sizes: int | None,
+    **sizes: Unpack[Sizes],
 ) -> None:
     """Initialises the groups, or checks that those that exist have these sizes and, if one is given, this order.
 

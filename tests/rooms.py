@@ -46,7 +46,7 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
 }
 """Rooms of `parallel_state` may import whatever of `device_communicators` they need.
 
-Its root imports all but tools and compat.
+Its root loads all but tools and compat; `__main__` imports tools.
 """
 
 

@@ -19,16 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators.base.helper_threads import Call
-from device_communicators.base.host import connect_to
 
 OPERATION_S = 5.0
 """An operation without a deadline of its caller's fails after this time."""
 LAST_WORD_S = 0.5
 """Publishing a verdict after a deadline takes at most this long in total, so that an error comes within T + 1 s."""
-LAST_LOOK_S = 0.2
-"""A wait's last look at its keys may end this long after the deadline of the wait."""
-_REACH_S = 5.0
-_TRY_S = 0.5
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
 
@@ -106,34 +101,6 @@ class BoundedStore:
             ended=self._ended,
             line=self._line,
         )
-
-    def connect_anew(self) -> BoundedStore | None:
-        """Returns a new connection to the same server; None if the store gives none, or its server doesn't answer.
-
-        Takes at most 5 s. It probes the port first: torch retries for many seconds if the server has exited.
-        """
-        server, deadline = _server_of(self.raw), time.monotonic() + _REACH_S
-        made: Call | None = None
-        while time.monotonic() < deadline:
-            try:
-                if getattr(server, "host", "") and getattr(server, "port", 0):
-                    left_s = max(0.01, deadline - time.monotonic())
-                    connect_to((server.host, server.port), left_s).close()
-            except OSError:
-                return None
-            made = made or Call(self.raw.clone)
-            if made.wait(min(deadline, time.monotonic() + _TRY_S), _never):
-                try:
-                    return BoundedStore(made.result())
-                except (AttributeError, RuntimeError):
-                    return None
-        return None
-
-    @property
-    def silent_s(self) -> float:
-        """Returns the age in seconds of the oldest unanswered operation that its caller abandoned; 0.0 if none."""
-        pending = self._line.left_behind()
-        return 0.0 if pending is None else time.monotonic() - pending.started_s
 
     @property
     def served_by(self) -> int | None:

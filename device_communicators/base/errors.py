@@ -7,7 +7,7 @@ What does not belong here: anything that decides *when* to raise.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class ParallelStateError(Exception):
@@ -207,6 +207,14 @@ def int_advice(value: object) -> str:
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return ""
     return f"; pass {number}, a Python int, as int(…) returns it"
+
+
+def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
+    """Returns the text about a name that doesn't exist, with the known name that is most like it."""
+    from difflib import get_close_matches
+
+    like = get_close_matches(name, known, 1)
+    return f"{problem} {name!r}" + (f"; did you mean {like[0]!r}?" if like else "")
 
 
 def plain(error: BaseException) -> str:

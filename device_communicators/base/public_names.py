@@ -1,25 +1,49 @@
-"""The module that public classes name as theirs: the root that users import them from.
+"""Public names of the two packages' roots: loaded at their first use, and named after the root.
 
-Tracebacks, `repr` and pickle show that name. Called at the end of a root's `__init__`; the errors are
-`device_communicators.base.errors.X` until `parallel_state`, which exports them, is imported.
+A command that needs no torch starts without it: torch's import takes seconds.
+Tracebacks, `repr` and pickle show public classes under the root that users import them from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, get_type_hints
 
+Names = Mapping[str, Sequence[str]]
+"""Public names by the module that defines them. A module of the root's may be public itself, by its own name."""
 
-def name_classes(root: Mapping[str, Any]) -> None:
-    """Sets `__module__` of the classes in `__all__` of a root, whose globals are `root`.
 
-    Annotations are evaluated before: `typing.get_type_hints` looks their names up in the class's module.
+def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
+    """Returns the sorted names and a function that loads one, for a root's `__getattr__` (PEP 562).
+
+    `root`: the globals of the root, which keep each loaded name. Raises AttributeError for other names.
     """
-    for public in (root[name] for name in root["__all__"]):
-        if isinstance(public, type):
-            with contextlib.suppress(NameError):  # a type that only type checkers import: it stays a string
-                hints = get_type_hints(public, include_extras=True)
-                public.__annotations__ = {own: hints[own] for own in inspect.get_annotations(public)}
-            public.__module__ = root["__name__"]
+    module_of = {name: module for module, defined in names.items() for name in defined}
+
+    def load(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {root['__name__']!r} has no attribute {name!r}", name=name)
+        module = import_module(module_of[name])
+        root[name] = module if module.__name__ == f"{root['__name__']}.{name}" else getattr(module, name)
+        name_classes(root["__name__"], names)
+        return root[name]
+
+    return sorted(module_of), load
+
+
+def name_classes(root: str, names: Names) -> None:
+    """Sets `__module__` of the public classes of the loaded modules to `root`.
+
+    Evaluates their annotations first: `typing.get_type_hints` looks their names up in the class's module.
+    """
+    for module, defined in names.items():
+        for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
+            if isinstance(public, type) and public.__module__ != root:
+                with contextlib.suppress(NameError):  # a type that only type checkers import: it stays a string
+                    hints = get_type_hints(public, include_extras=True)
+                    public.__annotations__ = {own: hints[own] for own in inspect.get_annotations(public)}
+                public.__module__ = root

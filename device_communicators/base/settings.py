@@ -264,7 +264,7 @@ PLUGIN: Setting[str | None] = Setting(
 LOG_LEVEL: Setting[str] = Setting(
     "PARALLEL_STATE_LOG_LEVEL", "WARNING", _one_of("DEBUG", "INFO", "WARNING", "ERROR"),
     "DEBUG, INFO, WARNING or ERROR",
-    "Level of the log of processes that `launch` started.",
+    "Level of the log: of processes that `launch` started, and of programs that have configured no logging.",
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = tuple(each for each in globals().values() if isinstance(each, Setting))

@@ -12,7 +12,6 @@ the first one.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -216,11 +215,6 @@ def new_group_of_members(
         )
     c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
     return group
-
-
-def gloo_connects_lazily() -> bool:
-    """Returns True if a new gloo group connects two ranks at their first message, as torch's variable asks for."""
-    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "y", "yes", "t", "true")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.base import settings
+from device_communicators.base import logs, settings
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
     UnsupportedError,
@@ -112,8 +112,8 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
     """Returns a gloo backend in place of ours. gloo detects deaths only by broken connections and at deadlines."""
-    world.watcher.close()
-    if not world.has_warned:
+    world.end_watch()
+    if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True
         logger.warning(
             'the backend "parallel_state" of torch.distributed goes over gloo, without shared memory and without the '

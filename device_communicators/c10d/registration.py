@@ -7,10 +7,12 @@ of the backend does that; an import leaves torch as it is, except for the regist
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from datetime import timedelta
 from typing import Any
 
+from device_communicators.base import logs
 from device_communicators.base.settings import SHOWN_BACKEND
 from device_communicators.base.torch_internals import (
     backend_of,
@@ -135,6 +137,7 @@ def _show_as_gloo() -> None:
 def _create(options: Any, backend_options: Any) -> Any:
     from device_communicators.c10d.creation import create
 
+    logs.configure(int(rank) if (rank := os.environ.get("RANK", "")).isdecimal() else None)
     _open_torch()
     if SHOWN_BACKEND.get() != NAME:
         _show_as_gloo()

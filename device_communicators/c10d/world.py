@@ -30,7 +30,10 @@ class World:
 
     def __init__(self, store: BoundedStore, ranks: Sequence[int]) -> None:
         """`ranks`: global. `store`: that of the group with which it begins."""
-        self.watcher = Watcher()
+        shared = Watcher.shared_by(ranks)
+        self._is_borrowed = shared is not None
+        self.watcher = shared or Watcher()
+        """Borrowed from the `ParallelGroups` whose default group this world begins with, if any."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
         """The address at which other hosts reach this process, if known."""
@@ -54,13 +57,18 @@ class World:
             return made
 
     def meet(self, store: BoundedStore, members: Members, caller: str, problem: str) -> str:
-        """Starts to watch the ranks of the group with which it begins. Each of them calls it.
+        """Starts to watch the ranks of the group with which it begins, unless a watch is borrowed. Each rank calls it.
 
         Returns why all groups must go over gloo: the first `problem` of a rank, or that there is no control plane.
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
-        notes = meet(store, rank, ranks, self.watcher, self.address, caller, note=problem, limit_s=limit_s)
+        if self._is_borrowed:
+            purpose = f"c10d/{members.name}"
+            texts = self.watcher.gather(purpose, ranks, problem.encode(), limit_s, group=members, operation=caller)
+            notes = [text.decode() for text in texts]
+        else:
+            notes = meet(store, rank, ranks, self.watcher, self.address, caller, note=problem, limit_s=limit_s)
         found = next((f"global rank {rank} {note}" for rank, note in zip(ranks, notes, strict=True) if note), "")
         return found or self.watcher.explain(ranks)
 
@@ -68,14 +76,20 @@ class World:
         """Notes the cores and PIDs of this host's ranks. `memory`: of the group with which it begins."""
         self.begun = True
         self.neighbours = memory.cores
-        know_neighbours(memory, self.watcher)
+        if not self.watcher.pids:
+            know_neighbours(memory, self.watcher)
 
     def close(self) -> None:
-        """Ends the watch. Twice is fine."""
+        """Ends the world. Twice is fine."""
         with _LOCK:
             if World._current is self:
                 World._current = None
-        self.watcher.close()
+        self.end_watch()
+
+    def end_watch(self) -> None:
+        """Ends the watch, unless it is borrowed. Twice is fine."""
+        if not self._is_borrowed:
+            self.watcher.close()
 
 
 def address_of(store: Any) -> str:

@@ -279,8 +279,12 @@ class World:
             raise
         self.start_thread()  # last: a process without it can still report that it failed
 
-    def start_thread(self) -> None:
-        """Starts the thread that calls the callbacks and logs; `meet` does it. For a world that only serves a store."""
+    def start_thread(self, on_question: Callable[[int, bytes], Answer] | None = None) -> None:
+        """Starts the thread that calls the callbacks and logs; `meet` does it.
+
+        For a world that only serves a store, and for questions before the ranks meet.
+        """
+        self._on_question = on_question or self._on_question
         if self._thread is not None:
             return
         thread = HelperThread("control-news", self._listen)

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_int64
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,13 +33,11 @@ from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, ou
 from device_communicators.cpu.plain_tree import Pinned
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
-POSTED, LEFT_TO_PYTHON = _DONE, 6
-_READ, _PLAIN = 1, 2  # of what was taken
 # Of a `QueueReport`.
 (
-    _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN, _RESERVED, _FOUND, _BROKEN,
-    _ELAPSED_US, _HOLDER, _LENT,
-) = range(14)  # fmt: skip
+    _SUSPECT, _TOTAL_BYTES, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _RESERVED, _FOUND, _BROKEN,
+    _ELAPSED_US, _HOLDER,
+) = range(12)  # fmt: skip
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
@@ -282,18 +280,6 @@ class Sender(_End):
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
-    def post(self, write: Callable[[int], int]) -> int:
-        """Writes a whole message by one call of the library, which gets this end, or nothing; returns its status.
-
-        See ps_queue_post: 0 where it is written, and else nothing was.
-        """
-        with self.lock:
-            if self._failure is not None or self.closed:
-                self.check()
-            if self._writer or self.end is None:
-                return LEFT_TO_PYTHON
-            return write(self.end)
-
     def has_room(self) -> bool:
         """Returns True if a message that begins now finds a free chunk, without a wait for any reader."""
         readers = len(self._place.ranks) - 1
@@ -301,11 +287,6 @@ class Sender(_End):
             c_int64.from_address(self._place.control + LINE_BYTES * line).value for line in range(1, 2 + readers)
         )
         return all(written - each < self._place.shape.chunks for each in read)
-
-    @property
-    def posted_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of the head that was posted last, and of its tensors."""
-        return self._report[_HEAD_BYTES], self._report[_LEFT_BYTES]
 
     def isend(self, message: Message) -> Work:
         """Sends without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""
@@ -403,19 +384,6 @@ class Head(NamedTuple):
     fingerprint: int
 
 
-class Expected(NamedTuple):
-    """A message that a receiver expects: one that comes so is read at once, without a look at its head."""
-
-    head: bytes
-    """Its head, all of it."""
-    pieces: bytes | None
-    """The addresses and sizes of what follows: see `pieces_of`."""
-    piece_count: int
-
-
-_NOTHING = Expected(b"", None, 0)
-
-
 class Receiver(_End):
     """One of the reading ends. Take `lock` for the whole of a message."""
 
@@ -431,25 +399,21 @@ class Receiver(_End):
         self.take(operation)
         return self.head()
 
-    def take(self, operation: str = "recv", expected: Expected = _NOTHING) -> bool:
-        """Waits for the next message. Returns True for the expected one, which has been read; else see `head`."""
+    def take(self, operation: str = "recv") -> None:
+        """Waits for the next message: see `head`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
-        head, pieces, count = expected
-        status = self._take(
-            self.end, self._address, _HEAD_BUFFER_BYTES, head, len(head), pieces, count, self._timeout_s
-        )
+        status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, self._timeout_s)
         if status != _DONE:
             raise self.failed(status, operation, started)
-        return self._report[_TAKEN] == _READ
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
         """Waits as `take`, which has its group's deadline; False where no message has come, and nothing has changed."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
-        status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, b"", 0, None, 0, max(timeout_s, 1e-6))
+        status = self._take(self.end, self._address, _HEAD_BUFFER_BYTES, max(timeout_s, 1e-6))
         if status == _INTERRUPTED:  # before a message
             self._library.raise_interruption()
         if status not in (_DONE, _TIMED_OUT):
@@ -462,22 +426,6 @@ class Receiver(_End):
         data = self._view[:head_bytes] if head_bytes <= _HEAD_BUFFER_BYTES else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)
 
-    def plain_head(self) -> memoryview | None:
-        """Returns the head of the message that `take` has found if it is that of an object without tensors."""
-        return self._view[: self._report[_HEAD_BYTES]] if self._report[_TAKEN] == _PLAIN else None
-
-    def want_loans(self, wanted: bool) -> None:
-        """Tells the writer whether it may lend tensors, which `is_lent` tells of; they can be read as well.
-
-        One that is read ends that: another call receives, and copies.
-        """
-        self._library.ps_queue_want_loans(self.end, wanted)
-
-    @property
-    def is_lent(self) -> bool:
-        """Returns True where the tensors of the message that `take` has found are lent by its sender."""
-        return self._report[_LENT] != 0
-
     @property
     def has_found(self) -> bool:
         """Returns True where a call that came past Python has looked at the next message, and left it."""
@@ -485,8 +433,13 @@ class Receiver(_End):
 
     @property
     def fingerprint(self) -> int:
-        """Returns that of the message that `take` has found."""
+        """Returns that of the message that was found last."""
         return self._report[_FINGERPRINT]
+
+    @property
+    def found_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of its head, and of its tensors."""
+        return self._report[_HEAD_BYTES], self._report[_TOTAL_BYTES] - self._report[_HEAD_BYTES]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
         """Copies the message's next bytes to the addresses in `pieces` (see `pieces_of`)."""

@@ -18,7 +18,6 @@ import ctypes
 import functools
 import json
 import logging
-import os
 import shutil
 import sys
 import threading
@@ -40,7 +39,7 @@ from ctypes import (
 from pathlib import Path
 from typing import IO, Any
 
-from device_communicators.base import build_cache, settings, wakeup
+from device_communicators.base import build_cache, logs, settings, wakeup
 from device_communicators.base.build_cache import CacheError
 from device_communicators.base.errors import SettingError
 from device_communicators.calls.interruption import ON_FAILED_OP
@@ -154,8 +153,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
     "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
-    "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
-    "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
     "ps_set_calling": (None, (c_void_p,) * 11),
     "ps_streams_new": (c_void_p, (c_int64, c_uint64)),
     "ps_streams_add": (None, (c_void_p, c_int, c_int, c_uint64)),
@@ -165,14 +162,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_streams_close": (None, (c_void_p,)),
     "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
-    "ps_queue_take": (
-        c_int,
-        (c_void_p, c_void_p, c_uint64, c_char_p, c_uint64, c_char_p, c_int, c_double),
-    ),
-    "ps_queue_want_loans": (None, (c_void_p, c_int)),
+    "ps_queue_take": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
-    "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
-    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
+    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64, c_void_p)),
     "ps_packed": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
     "ps_control_open": (
@@ -208,6 +200,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }  # fmt: skip
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_describe_tensor": (c_int, (c_void_p, c_void_p)),
+    "ps_make_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "ps_view_tensor": (c_void_p, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ps_set_direct": (None, (c_void_p,)),
 }
 """In the full build only."""
@@ -233,7 +227,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 """Objects that functions refer to as long as the process lives."""
 
-QueueReport = c_int64 * 14
+QueueReport = c_int64 * 12
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
@@ -304,6 +298,18 @@ def load() -> NativeLibrary:
 
 
 @functools.cache
+def load_for_tools() -> NativeLibrary:
+    """Returns the plain build if it is compiled, else `load()`: torch, which only the full one needs, takes seconds."""
+    with contextlib.suppress(OSError, BuildError, CacheError):
+        path, _ = _find(native_build.plain_recipe())
+        if path is not None:
+            library = NativeLibrary(path, has_ops=False)
+            wakeup.begin()
+            return library
+    return load()
+
+
+@functools.cache
 def _load() -> NativeLibrary | str:
     if sys.platform != "linux":
         return f"the compiled library needs Linux, and this is {sys.platform}"
@@ -315,7 +321,7 @@ def _load() -> NativeLibrary | str:
         problem = full
     plain = _try(native_build.plain_recipe, has_ops=False, note=problem)
     # A choice of the user's is no news to him. Of a host's ranks the first tells, where the launcher numbers them.
-    chosen = settings.BUILD.get() != "auto" or os.environ.get("LOCAL_RANK", "0") != "0"
+    chosen = settings.BUILD.get() != "auto" or not logs.is_first_of_host()
     level = logging.INFO if chosen else logging.WARNING
     if isinstance(plain, NativeLibrary):
         logger.log(level, "the registered ops go through Python, which takes microseconds longer a call: %s", problem)
@@ -331,16 +337,23 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
+def _find(recipe: Recipe) -> tuple[Path | None, str]:
+    """Returns a recipe's library if it has been compiled, else why it can't be used."""
     packaged = _PACKAGED / recipe.packaged_name
     if packaged.exists() and native_build.is_current(packaged):
         return packaged, ""
     target = build_cache.cache_folder() / f"{recipe.digest()}.so"
     build_cache.check_owner(target.parent)
     flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
-    if flaw is None:
-        return target, ""
+    return (target, "") if flaw is None else (None, flaw)
+
+
+def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
+    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
+    found, flaw = _find(recipe)
+    if found is not None:
+        return found, ""
+    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
     if settings.BUILD.get() == "never":
         return None, f"{flaw}, and {settings.BUILD.name} is never"
     compiler = native_build.find_compiler()

@@ -1,16 +1,16 @@
-"""Looks at Python objects in C: are they lists and dicts of a few types and nothing else, and what is their message.
-
-See csrc/plain_tree.cpp and csrc/pack.h.
-"""
+"""Tells the library of Python and torch, by which it takes objects apart and makes them: csrc/pack.h and unpack.h."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from device_communicators.calls.user_call import DTYPE_NUMBERS
 from device_communicators.cpu.native import NativeLibrary
 
 _Type = ctypes.c_void_p
@@ -40,6 +40,11 @@ class _Python(ctypes.Structure):
         *((name, _Type) for name in ("tuple_item", "dict_item")),
         ("depth", ctypes.c_int),
         ("hold", _Type),
+        *((name, _Type) for name in ("make_text", "make_bytes", "make_integer", "make_unsigned", "make_number")),
+        *((name, _Type) for name in ("make_list", "set_item", "make_dict", "set_key", "call")),
+        *((name, _Type) for name in ("none_object", "false_object", "not_implemented")),
+        ("dtype_bytes", ctypes.POINTER(ctypes.c_int64)),
+        *((name, _Type) for name in ("make_tensor", "view_tensor", "wrap")),
     )
 
 
@@ -59,7 +64,19 @@ _FUNCTIONS = {
     "tuple_item": "PyTuple_GetItem",
     "dict_item": "PyDict_GetItem",
     "hold": "Py_IncRef",
+    "make_text": "PyUnicode_DecodeUTF8",
+    "make_bytes": "PyBytes_FromStringAndSize",
+    "make_integer": "PyLong_FromLongLong",
+    "make_unsigned": "PyLong_FromUnsignedLongLong",
+    "make_number": "PyFloat_FromDouble",
+    "make_list": "PyList_New",
+    "set_item": "PyList_SetItem",
+    "make_dict": "PyDict_New",
+    "set_key": "PyDict_SetItem",
+    "call": "PyObject_Vectorcall",
 }
+_WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
+"""Names of libtorch_python's function that makes a tensor's object, by torch's version: both are given an address."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -82,10 +99,19 @@ class Pinned(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The head of a message without tensors."""
+    """A message that was taken apart."""
 
     start: bytes
     more: Pinned
+    """The rest of its head."""
+    tensors: list[torch.Tensor]
+    is_cut: bytes
+    """For each tensor whether this rank's slice of it is sent."""
+
+
+_Cut = tuple[int, int, "dict[str, None] | None"]
+"""Of how many slices of each tensor, which is sent, and the keys of a dict's tensors that are sent whole."""
+_WHOLE: _Cut = (0, 0, None)
 
 
 class _FormWords(ctypes.Structure):
@@ -120,7 +146,7 @@ class PastPython:
     """Sends and receives messages of groups without Python in between: see csrc/messages.h.
 
     Each call begins with a group's key; then the other rank and the number of a method in TRANSFERS, or for messages to
-    all ranks their word, which has the source. It returns a number of `Outcome` there.
+    all ranks their word, which has the source. Those that send, or fill tensors, return a number of `Outcome` there.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -132,15 +158,18 @@ class PastPython:
         self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
         """Of a dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
-        self.send_object: Callable[[str, int, int, object, int], int] = method("ps_sending_object")
-        """Of an object, and how many bytes it may have. Where it has no room see `PlainObjects.packed`."""
+        self.send_object: Callable[..., int] = method("ps_sending_object")
+        """Of an object, how many bytes it may have, and the three of a `_Cut`. No room: see `PlainObjects.packed`."""
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
         """Of the expected head, and the tensors to be filled."""
         self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
-        self.receive_object: Callable[[str, int, int], bytes | int] = method("ps_receiving_object")
-        """Returns the message of an object without tensors, or a number."""
-        self.receive_broadcast_object: Callable[[str, int], bytes | int] = method("ps_receiving_broadcast_object")
+        self.receive_value: Callable[..., Any] = method("ps_receiving_value")
+        """Of what `Received` in csrc/messages_api.cpp is given. Returns the object, or the last argument if that was
+        called; NotImplemented where `receive_at` is to be asked."""
+        self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
+        self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
+        """As `receive_value`; of a reader's end, the message's number, the timeout and the number of the group."""
 
 
 class PlainObjects:
@@ -158,57 +187,36 @@ class PlainObjects:
         self._address = address = ctypes.addressof(self._python[0])
         size, whole = ctypes.c_uint64, ctypes.c_int
         self.past_python = PastPython(library, address)
-        self._look = _keeping_the_gil(library.ps_plain_tree, ctypes.py_object, _Type, whole)
-        self._pack = _keeping_the_gil(library.ps_pack, ctypes.py_object, _Type, whole, size)
+        self._pack = _keeping_the_gil(library.ps_pack, ctypes.py_object, _Type, whole, size, size, size, _Type)
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
-        post_list = _keeping_the_gil(
-            library.ps_queue_post_list, _Type, ctypes.py_object, _Type, ctypes.c_char_p, size, size
-        )
-        self.post: Callable[[int, object, int, int], int] = library.method("ps_posting", address)
-        """Writes the message of an object of at most `limit` bytes if all of it has room: see ps_queue_post.
 
-        Of a queue's writer, the object, the limit, and the message's fingerprint.
-        """
-        self.post_list: Callable[[int, list[Any], bytes, int], int] = lambda writer, tensors, head, fingerprint: (
-            post_list(writer, tensors, address, head, len(head), fingerprint)
-        )
-        """As `post`, the message of a head and of tensors."""
+    def pack(self, value: object, limit: int, cut: _Cut = _WHOLE) -> Packed | None:
+        """Returns the message of an object; None for what Python packs."""
+        return self.packed() if self.takes_apart(value, limit, cut) else None
 
-    def look(self, value: object) -> int:
-        """Tells whether a value is lists and dicts of None, bool, int, float, str and bytes, exactly: no subclass.
-
-        0: it isn't; 1: it is; 2: but for tensors.
-        """
-        return int(self._look(value, self._address, self._depth))
-
-    def pack(self, value: object, limit: int) -> tuple[bytes, bytes] | None:
-        """Returns the head of the message of an object without tensors, in two parts; None for what Python packs."""
-        if not self.takes_apart(value, limit):
-            return None
-        packed = self.packed()
-        return None if packed is None else (packed.start, b"".join(packed.more.views()))
-
-    def takes_apart(self, value: object, limit: int) -> bool:
+    def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
         """Packs an object, whose message `packed` then tells; False for what Python packs."""
-        return bool(self._pack(value, self._address, self._depth, limit))
+        slices, mine, whole = cut
+        kept = None if whole is None else id(whole)
+        return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
 
-    def packed(self) -> Packed | None:
-        """Returns the head of the message that this thread packed last; None if it has tensors, empty ones included."""
+    def packed(self) -> Packed:
+        """Returns the message that this thread packed last."""
         try:
             return self._copied(*self.pieces())
         finally:
             self.free()
 
-    def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed | None:
-        if len(pieces) > heads or any(isinstance(each, _TENSORS) for each in objects):  # empty ones have no piece
-            return None
-        start, *body = pieces
+    def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed:
+        start, *body = pieces[:heads]
         # Every second piece was written by the library, one behind the other, and is overwritten by the next message.
         (first, _), (last, last_bytes) = body[0], body[-1]
         written = ctypes.string_at(first, last + last_bytes - first)
         moved = (ctypes.cast(ctypes.c_char_p(written), _Type).value or 0) - first
         body[::2] = [(at + moved, size) for at, size in body[::2]]
-        return Packed(ctypes.string_at(*start), Pinned(tuple(body), (written, objects)))
+        tensors = [each for each in objects if isinstance(each, _TENSORS)]
+        more = Pinned(tuple(body), (written, objects))
+        return Packed(ctypes.string_at(*start), more, tensors, written[len(written) - len(tensors) :])
 
     def free(self) -> None:
         """Lets the next message of this thread be packed over the last one, which has been read."""
@@ -217,7 +225,7 @@ class PlainObjects:
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
         """Returns addresses and sizes of the message that this thread packed last, and how many are of its head.
 
-        The others are its tensors. The third are the objects that long texts are in.
+        The others are its tensors. The third are the objects that long texts are in, then the tensors.
         """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
@@ -247,14 +255,24 @@ def _python(
     names = (_NAME * (max(dtype_names) + 1))()
     for number, name in dtype_names.items():
         names[number] = name.encode()
-    types = {f"{name}_type": id(kind) for name, kind in _LEAVES.items()}
+    sizes = (ctypes.c_int64 * len(names))()
+    for dtype, number in DTYPE_NUMBERS.items():
+        if number < len(sizes):
+            sizes[number] = dtype.itemsize
+    types: dict[str, Any] = {f"{name}_type": id(kind) for name, kind in _LEAVES.items()}
+    wrap = find_wrap() if library.has_ops and tensor_at() else None
+    if wrap is not None:
+        types["make_tensor"] = ctypes.cast(library.ps_make_tensor, _Type)
+        types["view_tensor"] = ctypes.cast(library.ps_view_tensor, _Type)
     python = _Python(
         list=id(list), dict=id(dict), leaves=leaves, leaf_count=len(leaves), others=others, other_count=len(others),
         texts=texts, text_count=len(texts), most_other_keys=most_other_keys, type_at=type_at(), true_object=id(True),
         describe=ctypes.cast(library.ps_describe_tensor, _Type) if library.has_ops else None,
-        tensor_at=tensor_at(), dtype_names=names, dtype_count=len(names), depth=depth, **types, **functions,
+        tensor_at=tensor_at(), dtype_names=names, dtype_count=len(names), depth=depth, dtype_bytes=sizes,
+        none_object=id(None), false_object=id(False), not_implemented=id(NotImplemented), wrap=wrap, **types,
+        **functions,
     )  # fmt: skip
-    return python, (leaves, others, texts, names)
+    return python, (leaves, others, texts, names, sizes)
 
 
 def type_at() -> int:
@@ -277,6 +295,16 @@ def tensor_at() -> int:
         if all(_Type.from_address(id(probe) + at).value == getattr(probe, "_cdata", None) for probe in probes):
             return at
     return 0
+
+
+def find_wrap() -> int | None:
+    """Returns the address of libtorch_python's THPVariable_Wrap, which torch has loaded."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    found = next((getattr(library, name) for name in _WRAP if hasattr(library, name)), None)
+    return None if found is None else ctypes.cast(found, _Type).value
 
 
 def _addresses(types: Sequence[type]) -> ctypes.Array[ctypes.c_void_p]:

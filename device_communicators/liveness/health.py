@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from device_communicators.base import exits, settings
+from device_communicators.base import exits, logs, settings
 from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -27,6 +26,7 @@ from device_communicators.base.errors import (
     HostUnreachableError,
     ParallelStateError,
     PeerDiedError,
+    ResourceLimitError,
     format_ranks,
     plain,
 )
@@ -55,27 +55,6 @@ _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
 _WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
 _OTHER_BRANCH = "Look for a rank that failed or took another branch"
-
-
-class WakeEvent:
-    """Wakes a thread that polls `fileno()`: an eventfd, or a pipe where there is none. Nobody reads it."""
-
-    def __init__(self) -> None:
-        try:
-            self._reader = self._writer = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except (AttributeError, OSError):  # another system; a sandbox
-            self._reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def set(self) -> None:
-        os.write(self._writer, (1).to_bytes(8, sys.byteorder))  # what an eventfd takes
-
-    def close(self) -> None:
-        for descriptor in {self._reader, self._writer}:
-            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -254,6 +233,12 @@ class Watcher:
                 return None
         return self._world.endpoint
 
+    def answer_guests(self) -> None:
+        """Answers questions from now on, such as those of `debug --live`, while the ranks have not met yet."""
+        if self._world is not None:
+            with contextlib.suppress(ResourceLimitError):  # `follow` raises it, and tells the others
+                self._world.start_thread(self._answer)
+
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
 
@@ -263,9 +248,10 @@ class Watcher:
         if unreachable or world is None:
             if world is not None and unreachable:
                 self._problem = "rank {} {}".format(*unreachable)
-            logger.warning(
-                "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
-            )
+            if logs.is_first_of_host():
+                logger.warning(
+                    "exits of ranks are noticed at deadlines, or when a gloo connection breaks: %s", self._problem
+                )
             self._leave()
             return
         members = [
@@ -281,6 +267,15 @@ class Watcher:
             self.give_up(f"gave up its start ({type(error).__name__}: {why})")
             self._places = {}
             raise
+
+    def share(self) -> None:
+        """Lends this watcher to the torch backend's groups, which end before it."""
+        _SHARED.add(self)
+
+    @classmethod
+    def shared_by(cls, ranks: Iterable[int]) -> Watcher | None:
+        """Returns a shared watcher of this process that watches these global ranks; None without one."""
+        return next((each for each in list(_SHARED) if each.watches(ranks)), None)
 
     def ask(
         self,
@@ -305,6 +300,10 @@ class Watcher:
         if on_replies is not None:
             on_replies({})
         return {}
+
+    def is_silent(self, rank: int) -> bool:
+        """Returns True if the control plane of another rank doesn't answer within 0.5 s: its process is stopped."""
+        return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", NEWS_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
         topic, _, payload = question.partition(b"\0")
@@ -676,3 +675,6 @@ class Watcher:
         self.has_left = lambda rank: False
         for store in self._stores.values():
             store.close()
+
+
+_SHARED: WeakSet[Watcher] = WeakSet()

@@ -7,12 +7,12 @@ import os
 import sys
 import sysconfig
 import traceback
+from importlib.util import find_spec
 from types import FrameType
 
-import torch
-
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_SPEC = find_spec("torch")  # `debug --live` starts without torch
+_TORCH = os.path.dirname(os.path.abspath((_SPEC and _SPEC.origin) or "torch"))
 _OWN = (f"{_ROOT}/device_communicators/", f"{_ROOT}/parallel_state/", f"{_TORCH}/")
 """The folders of this library's two packages, which lie side by side, and of torch."""
 _FRAMES = 4

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from device_communicators.base.helper_threads import end_idle_threads
 from device_communicators.calls.reductions import reducible_by_torch
-from device_communicators.calls.user_call import overlap_error
+from device_communicators.calls.user_call import begin_sending, overlap_error
 from device_communicators.calls.work import DONE, Work
 from device_communicators.process_group.plain import PlainProcessGroup
 from device_communicators.routing.communicator import GroupContext, Request, reduce_in_rank_order
@@ -30,6 +31,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
     """Every CPU tensor. A started collective is done when its start returns."""
 
     name = "process_group"
+    tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
@@ -54,6 +56,10 @@ class ProcessGroupCommunicator(PlainProcessGroup):
             yield
         finally:
             turn.release()
+
+    def _group(self, x: Tensor) -> Any:
+        begin_sending()
+        return super()._group(x)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         self._all_reduce(x, reduce_op, in_rank_order=False)
@@ -112,6 +118,10 @@ class ProcessGroupCommunicator(PlainProcessGroup):
             self._reduce_scatter(out, x, reduce_op, in_rank_order=True)
             return DONE
         return super().ireduce_scatter(out, x, reduce_op, is_async=False)
+
+    def barrier(self) -> None:
+        begin_sending()
+        super().barrier()
 
     def close(self) -> None:
         end_idle_threads()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
-from device_communicators.routing.communicator import GroupContext
+
+if TYPE_CHECKING:
+    from device_communicators.routing.communicator import GroupContext
 
 MOST_ASKED = 16
 """An error and the log name the states of at most this many ranks."""

@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from device_communicators.base import settings
 from device_communicators.calls.recorder import Operation
@@ -67,6 +67,16 @@ class _Failed:
         self.states: dict[int, State] = {}
 
 
+class Start(NamedTuple):
+    """The start of a world, for the answers of a rank that waits there."""
+
+    where: str
+    """The address at which the ranks meet."""
+    world_size: int
+    awaited: Callable[[], str]
+    """Returns the missing ranks in words."""
+
+
 class Status:
     """Tells other ranks what this rank is doing, and stores what they reported."""
 
@@ -86,6 +96,8 @@ class Status:
         self._logged = 0.0, 0.0
         """The start of the wait that was logged last, and its length then."""
         self._began_s = time.monotonic()
+        self.start: Start | None = None
+        """The start at which this rank waits for others; None once they met."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
@@ -109,6 +121,9 @@ class Status:
 
     def state(self, key: str = "") -> State:
         """Returns what this rank is at now, or the wait that failed in the group of `key`. From any thread."""
+        if self.start is not None:
+            place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
+            return State(obstacle=f"at start, waiting for {self.start.awaited()}{f', at {place}' if place else ''}")
         with self._changed:
             failed = self._failed_groups.get(key, _Failed()).states.get(self.rank)
         if failed is not None:
@@ -140,7 +155,8 @@ class Status:
             "host": socket.gethostname(),
             "began_s": self._began_s,
             "state": self.state(),
-            "world": self._world_ranks,
+            "world": self._world_ranks if self.start is None else list(range(self.start.world_size)),
+            "start": self.start and self.start.where,
             "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
             "groups": [
                 {

@@ -97,7 +97,7 @@ def _copied(out: Tensor, received: Tensor) -> Tensor:
 class TensorCalls(GroupFacts):
     """The part of `GroupCoordinator` for tensors."""
 
-    def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum", *, async_op: checks.NotAsync = False) -> Tensor:
         """Reduces `x` over all ranks; every rank gets the same new tensor.
 
         `op`: sum, avg, max, min or product; on bool tensors sum and max mean or, min and product and. An average of
@@ -105,6 +105,8 @@ class TensorCalls(GroupFacts):
         torch's `ReduceOp.SUM` and its like are taken, too.
         A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
         """
+        if async_op:
+            checks.refuse_async(self.context, "all_reduce")
         if not is_dynamo_compiling():
             reduced = DIRECT.all_reduce(x, self._token, op, self._key)
             if reduced is not NotImplemented:
@@ -133,12 +135,16 @@ class TensorCalls(GroupFacts):
             _ALL_REDUCE_IN_PLACE(x, self._token, op, self._key)
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
+    def all_gather(
+        self, x: Tensor, dim: int = -1, *, out: Tensor | None = None, async_op: checks.NotAsync = False
+    ) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
         A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. `out`: see
         above.
         """
+        if async_op:
+            checks.refuse_async(self.context, "all_gather")
         if not is_dynamo_compiling():
             if out is None:
                 gathered = DIRECT.all_gather(x, self._token, dim, self._key)
@@ -215,9 +221,17 @@ class TensorCalls(GroupFacts):
         return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
     def reduce_scatter(
-        self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum", *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        dim: int = -1,
+        op: checks.ReduceOp = "sum",
+        *,
+        out: Tensor | None = None,
+        async_op: checks.NotAsync = False,
     ) -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
+        if async_op:
+            checks.refuse_async(self.context, "reduce_scatter")
         if not is_dynamo_compiling():
             if out is None:
                 scattered = DIRECT.reduce_scatter(x, self._token, dim, op, self._key)
@@ -451,8 +465,10 @@ class TensorCalls(GroupFacts):
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
         return self._exchange_rows(x, list(outputs), list(inputs), out)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, async_op: checks.NotAsync = False) -> Tensor:
         """Returns rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
+        if async_op:
+            checks.refuse_async(self.context, "broadcast")
         if not is_dynamo_compiling():
             received = DIRECT.broadcast(x, self._token, src, self._key)
             if received is not NotImplemented:

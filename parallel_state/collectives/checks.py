@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -147,16 +147,19 @@ def check_no_gradient(context: GroupContext, operation: str, advice: str, *input
         )
 
 
-ReduceOp: TypeAlias = "str | dist.ReduceOp.RedOpType | dist.ReduceOp"
+ReduceOpName: TypeAlias = Literal["sum", "avg", "max", "min", "product"]
+ReduceOp: TypeAlias = "ReduceOpName | dist.ReduceOp.RedOpType | dist.ReduceOp"
 """`"sum"`, or torch's `ReduceOp.SUM`."""
-_TORCH_NAMES = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
+NotAsync: TypeAlias = Literal[False]
+"""The type of `async_op`, which torch's collectives have and ours refuse."""
+_TORCH_NAMES: dict[str, ReduceOpName] = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
-def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> str:
+def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> ReduceOpName:
     """Returns the name of a reduce operation: itself, or that of torch's."""
     if isinstance(reduce_op, str):
         if reduce_op in REDUCE_OPS:
-            return reduce_op
+            return reduce_op  # type: ignore[return-value]
     elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # a number would be equal to one, too
         for torchs, name in _TORCH_NAMES.items():
             if reduce_op == getattr(dist.ReduceOp, torchs, None):
@@ -164,6 +167,14 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
     raise InvalidArgumentError(
         f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, or torch's ReduceOp of "
         f"that name, but is {reduce_op!r}"
+    )
+
+
+def refuse_async(context: GroupContext, operation: str) -> NoReturn:
+    """Raises for a true `async_op`, which torch's function of this name takes."""
+    raise InvalidArgumentError(
+        f"{operation} on {context} waits for its result and takes no async_op; call {operation}_async, whose handle's "
+        "wait() returns the tensor"
     )
 
 

@@ -7,9 +7,7 @@ compiled code, which has the op.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from device_communicators.cpu.native import NativeLibrary
 
 _Address = ctypes.c_void_p
-_WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names of libtorch_python's function that makes a tensor's object, by torch's version: both are given an address."""
 _FUNCTIONS = {
     "call": "PyObject_Vectorcall",
     "integer": "PyLong_AsLongLongAndOverflow",
@@ -93,7 +89,7 @@ class DirectCalls:
         """Calls the functions of the library from now on, where it has them and knows this Python and torch."""
         if self._facts is not None or not library.has_ops:
             return
-        from device_communicators.cpu.plain_tree import tensor_at, type_at
+        from device_communicators.cpu.plain_tree import find_wrap, tensor_at, type_at
 
         facts = _Facts(type_at=type_at(), tensor_at=tensor_at(), wrap=find_wrap())
         if not (facts.type_at and facts.tensor_at and facts.wrap):
@@ -112,16 +108,6 @@ class DirectCalls:
             twin = getattr(torch.ops.parallel_state_python, name).default
             setattr(self, name, library.method(f"ps_direct_{name}", twin))
         self.straight = library.method("ps_direct_straight")
-
-
-def find_wrap() -> int | None:
-    """Returns the address of libtorch_python's THPVariable_Wrap, which torch has loaded."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
-    except OSError:
-        return None
-    found = next((getattr(library, name) for name in _WRAP if hasattr(library, name)), None)
-    return None if found is None else ctypes.cast(found, _Address).value
 
 
 DIRECT = DirectCalls()

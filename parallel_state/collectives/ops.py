@@ -478,16 +478,6 @@ def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.
     return torch.empty(size, dtype=dtype, device=device)
 
 
-@register("Tensor token, int src, bool of_all, int[] layout, str group", "Tensor[]", fake=lambda *_: [])
-def borrow(token: Tensor, src: int, of_all: bool, layout: Sequence[int], group: str) -> list[Tensor]:
-    """Makes views of the tensors that rank `src` lends with the message whose head was just read; [] for none.
-
-    `layout`: of each, its dtype as c10::ScalarType, its number of dims, its sizes. Only the kernel in C++ can.
-    """
-    find_route(group)  # raises for a group that is no more
-    return []
-
-
 @register("Tensor[] x, Tensor(a!) token, str form, int src, str group", "()", advice=_DETACH)
 def broadcast_list(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
     route = find_route(group)

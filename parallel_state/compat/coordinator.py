@@ -43,10 +43,10 @@ class GroupView(GroupCoordinator):
         self.__dict__ = made.__dict__
         self._made = made
 
-    first_rank = GroupCoordinator.first_global_rank
-    last_rank = GroupCoordinator.last_global_rank
-    next_rank = GroupCoordinator.next_global_rank
-    prev_rank = GroupCoordinator.prev_global_rank
+    first_rank = GroupCoordinator.first_global_rank  # type: ignore[assignment]
+    last_rank = GroupCoordinator.last_global_rank  # type: ignore[assignment]
+    next_rank = GroupCoordinator.next_global_rank  # type: ignore[assignment]
+    prev_rank = GroupCoordinator.prev_global_rank  # type: ignore[assignment]
 
     gather = renamed(GroupCoordinator.gather, "input_ dst dim", "Concatenates on rank `dst`; None on the others.")
     broadcast = renamed(GroupCoordinator.broadcast_, "input_ src", "Fills every rank's tensor with that of `src`.")

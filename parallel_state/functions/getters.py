@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
-from device_communicators.base.errors import RenamedError
+from device_communicators.base.errors import RenamedError, no_such_name
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
@@ -104,39 +103,13 @@ def raise_missing(name: str) -> NoReturn:
         if name in old:
             new = name.replace(axis.long_name, axis.name)
             text = f"parallel_state has no {name}, as neither Megatron-core, vLLM nor SGLang has it. Take {new}"
-            if sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
+            if sys._getframe(2).f_code.co_filename.startswith("<frozen importlib"):
                 raise ImportError(text, name=name)
             raise RenamedError(text)
-    raise AttributeError(f"module 'parallel_state' has no attribute {name!r}")
+    known = sys.modules["parallel_state"].__all__
+    raise AttributeError(no_such_name("module 'parallel_state' has no attribute", name, known), name=name)
 
 
 _MADE = _all_getters()
 globals().update({name: function for name, (_, function) in _MADE.items()})
 __all__ = sorted(_MADE)
-
-
-def _definition(name: str, signature: str) -> str:
-    if "Literal" not in signature:
-        return f"def {name}{signature}: ...\n"
-    other = "(check_initialized: bool) -> GroupCoordinator | None"
-    return f"@overload\ndef {name}{signature}: ...\n@overload\ndef {name}{other}: ...\n"
-
-
-def stub() -> str:
-    """Returns the text of getters.pyi."""
-    names = "".join(f'    "{name}",\n' for name in __all__)
-    defs = "".join(_definition(name, _MADE[name][0]) for name in __all__)
-    return (
-        "# Written by `make stubs` from the axis table.\n"
-        "from typing import Literal, NoReturn, overload\n\n"
-        "from parallel_state.groups.coordinator import GroupCoordinator\n\n"
-        f"__all__ = [\n{names}]\n\n{defs}"
-        "def raise_missing(name: str) -> NoReturn: ...\n"
-        "def stub() -> str: ...\n"
-        "def write_stub() -> None: ...\n"
-    )
-
-
-def write_stub() -> None:
-    """Writes getters.pyi beside this file."""
-    Path(__file__).with_suffix(".pyi").write_text(stub())

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from device_communicators.base import settings
 from device_communicators.base.errors import (
@@ -24,6 +25,11 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state import state
 from parallel_state.layout.axes import other_sizes_by_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from parallel_state.keywords import ModelParallelOptions
 
 logger = logging.getLogger("parallel_state")
 
@@ -44,7 +50,7 @@ def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int
 
 
 @host_call(OUTSIDE)
-@other_sizes_by_name
+@partial(other_sizes_by_name, also=state.initialize_model_parallel)
 @counted_from_begin()
 def reinitialize(
     ranks: Sequence[int],
@@ -53,7 +59,7 @@ def reinitialize(
     *,
     data_parallel_size: int | None = None,
     timeout: timedelta | float | None = None,
-    **options: Any,
+    **options: Unpack[ModelParallelOptions],
 ) -> None:
     """Starts again with the `ranks` (global, of the present world) that are left, in the same processes.
 

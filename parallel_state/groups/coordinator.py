@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ from device_communicators.base.errors import (
     InvalidArgumentError,
     RenamedError,
     format_ranks,
+    no_such_name,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.base.torch_internals import default_store, is_fake
@@ -74,7 +75,7 @@ class _Renamed:
     def _global_name(self) -> str:
         return self._name.replace("_rank", "_global_rank")
 
-    def __get__(self, group: GroupCoordinator | None, owner: type) -> Any:
+    def __get__(self, group: GroupCoordinator | None, owner: type) -> _Renamed:  # no rank for a type checker
         if group is None:
             return self
         raise self._error(group)
@@ -128,6 +129,19 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         if context.collectives is not None:
             DIRECT.use(context.collectives.library)
         register_route(self.route)
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError with the name that is most like a missing one.
+
+            Python calls it also after the RenamedError of a `_Renamed`, which is an AttributeError.
+            """
+            if isinstance(renamed := getattr(type(self), name, None), _Renamed):
+                raise renamed._error(self)
+            known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
+            problem = f"{type(self).__name__!r} object has no attribute"
+            raise AttributeError(no_such_name(problem, name, known), name=name)
 
     @classmethod
     @host_call(OUTSIDE)

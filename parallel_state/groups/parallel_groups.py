@@ -39,7 +39,7 @@ from parallel_state.layout.axes import (
     position_embedding_ranks,
 )
 from parallel_state.layout.ranks import Layout
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state.layout.resolution import made_at_start, resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
@@ -520,17 +520,6 @@ def replicas_of(layout: Layout) -> list[list[int]]:
     """Returns the data-parallel replicas; in hybrid sharding, the ranks that hold one copy of the weights."""
     sharded = layout.size("dp_shard") > 1 and layout.size("dp_replicate") > 1
     return layout.groups("tp", "cp", "pcp", "pp", *(["dp_shard"] if sharded else []))
-
-
-def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
-    """Returns the kinds that most programs use or that were given a size; the rest is made at its first use."""
-    given = by_axis(sizes)
-    return tuple(
-        row.name
-        for row in AXES
-        if row.name in layout.names
-        and (row.always_made or (given.get(row.name) not in (None, 1) and layout.size(row.name) > 1))
-    )
 
 
 def _options_by_axis(

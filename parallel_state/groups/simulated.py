@@ -12,6 +12,7 @@ raises UnsupportedError. Works before any init and beside a real one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +22,14 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
 from parallel_state.groups.coordinator import GroupCoordinator
-from parallel_state.groups.parallel_groups import ParallelGroups, made_at_start, virtual_pipeline
+from parallel_state.groups.parallel_groups import ParallelGroups, virtual_pipeline
 from parallel_state.layout.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state.layout.resolution import made_at_start, resolve_layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from parallel_state.keywords import Sizes
 
 
 @host_call(OUTSIDE)
@@ -39,7 +45,7 @@ def simulate(
     device: torch.device | str = "cpu",
     virtual_pipeline_model_parallel_size: int | None = None,
     ranks_per_node: int | None = None,
-    **sizes: int | None,
+    **sizes: Unpack[Sizes],
 ) -> ParallelGroups:
     """Returns the groups of `rank` in a layout of `world_size` ranks, of which only this one exists.
 

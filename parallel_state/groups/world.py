@@ -46,7 +46,7 @@ from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
-from parallel_state.messages import transports  # noqa: F401
+from parallel_state.messages import media  # noqa: F401
 from parallel_state.process_groups.agreement import Agreement
 from parallel_state.process_groups.joining import agree_on_settings, agree_on_token, prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend
@@ -249,9 +249,10 @@ def make_default_group(
     try:
         if place.world_size > 1:
             met.watcher.follow(place.rank, {rank: each.for_control for rank, each in met.places.items()})
+            met.watcher.share()
             if over_gloo:
                 reachability.prove(place.rank, met.places, met.watcher, met.deadline, met.where)
-            agreement = Agreement(met.store, "start", place.rank, met.watcher)
+            agreement = Agreement("start", place.rank, met.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
             try:
                 agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)

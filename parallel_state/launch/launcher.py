@@ -13,18 +13,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from device_communicators.base import cores, limits, settings
-from device_communicators.base.errors import InvalidArgumentError, LaunchError, ParallelStateError, int_advice
+from device_communicators.base.errors import (
+    InvalidArgumentError,
+    LaunchError,
+    ParallelStateError,
+    int_advice,
+    no_such_name,
+)
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from parallel_state.launch.config import LaunchConfig
 from parallel_state.layout.axes import DEFAULT_ORDER
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from parallel_state.keywords import LaunchOptions
     from parallel_state.launch.processes import Rank
     from parallel_state.launch.worker import Report
 
@@ -49,7 +58,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     config: LaunchConfig | None = None,
-    **options: Any,
+    **options: Unpack[LaunchOptions],
 ) -> list[R]:
     """Calls `fn(*args, **kwargs)` in `nproc` processes and returns their results in rank order.
 
@@ -71,6 +80,9 @@ def launch(
         raise InvalidArgumentError(
             "launch was called while a worker imports the main module: put it under `if __name__ == '__main__':`"
         )
+    known = ["args", "kwargs", "config", *(field.name for field in fields(LaunchConfig))]
+    if unknown := next((name for name in options if name not in known), None):
+        raise InvalidArgumentError(no_such_name("launch() has no argument", unknown, known))
     given = options if nproc is None else {**options, "nproc": nproc}
     config = _resolved(replace(config or LaunchConfig(), **given))
     inline = config.world_size == 1 and config.timeout is None

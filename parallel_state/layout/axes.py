@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from inspect import Parameter, signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.errors import InvalidArgumentError, no_such_name
 
 RankPicker = Callable[[list[int]], Sequence[int]]
 
@@ -138,9 +138,7 @@ def position_embedding_ranks(pipeline: list[int]) -> list[int]:
     return [pipeline[0]]
 
 
-def named_sizes(
-    tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, int | None]
-) -> dict[str, int | None]:
+def named_sizes(tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, Any]) -> dict[str, int | None]:
     """Returns the sizes that were given, by argument or axis name; None leaves a size out, an explicit 1 doesn't."""
     placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
     return {name: size for name, size in [*placed.items(), *others.items()] if size is not None}
@@ -149,10 +147,14 @@ def named_sizes(
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def other_sizes_by_name(function: _Function) -> _Function:
-    """Raises InvalidArgumentError for sizes by position behind tp and pp, as Megatron and vLLM mean different ones."""
+def other_sizes_by_name(function: _Function, also: Callable[..., object] | None = None) -> _Function:
+    """Raises InvalidArgumentError for misspelt names, and for sizes by position behind tp and pp.
+
+    Megatron and vLLM mean different ones by those. `also`: a function that gets the further keywords.
+    """
     kinds = [each.kind for each in signature(function).parameters.values()]
     places = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
+    known = {*signature(function).parameters, *signature(also or function).parameters, *BY_NAME, *BY_PARAMETER}
 
     @wraps(function)
     def checked(*args: object, **kwargs: object) -> object:
@@ -168,6 +170,10 @@ def other_sizes_by_name(function: _Function) -> _Function:
                 f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; the data-parallel size is "
                 f"data_parallel_size={more[0]!r}. Write the one that you mean"
             )
+        if unknown := next((name for name in kwargs if name not in known), None):
+            problem = no_such_name(f"{function.__name__}() has no argument", unknown, known)
+            sizes = "" if problem.endswith("?") else f"; sizes of axes are {', '.join(BY_PARAMETER)}"
+            raise InvalidArgumentError(problem + sizes)
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

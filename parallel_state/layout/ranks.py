@@ -262,6 +262,12 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
         )
 
 
+def product_in_words(sizes: Mapping[str, int]) -> str:
+    """Returns `tp=2 × dp=3 = 6`, `tp=3`, or an empty text if no size is above 1."""
+    factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    return " × ".join(factors) + (f" = {prod(sizes.values())}" if len(factors) > 1 else "")
+
+
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
     """Returns all sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
@@ -274,13 +280,16 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
         raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, open_axes))} are")
     given = {name: size for name, size in sizes.items() if size is not None and name not in open_axes}
     known = prod(given.values())
-    text = " × ".join(f"{name}={size}" for name, size in given.items() if size > 1)
-    text = f"{text} = {known}" if text else "1 (no size is larger)"
+    text = product_in_words(given) or "1 (no size is larger)"
+    if world_size % known and world_size == 1:
+        raise LayoutError(
+            f"this process is alone, a world of 1 rank, but {text} needs a multiple of {known} ranks; start {known} of "
+            f"them by `torchrun --nproc-per-node {known}` or `parallel_state.launch(…, {known})`"
+        )
     if world_size % known:
         raise LayoutError(
-            f"the world size must be divisible by the product of the parallel sizes, but {world_size} ranks are not "
-            f"divisible by {text}; start a multiple of {known} ranks, or choose sizes "
-            f"whose product is one of {divisors(world_size)}"
+            f"{world_size} ranks are not divisible by {text}; start a multiple of {known} ranks, or choose sizes whose "
+            f"product is one of {divisors(world_size)}"
         )
     rest = world_size // known
     if not open_axes and rest != 1:

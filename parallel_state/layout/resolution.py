@@ -25,7 +25,15 @@ from parallel_state.layout.axes import (
     embedding_ranks,
     position_embedding_ranks,
 )
-from parallel_state.layout.ranks import Grid, Layout, check_order, check_size, fill_in_rest, split_order
+from parallel_state.layout.ranks import (
+    Grid,
+    Layout,
+    check_order,
+    check_size,
+    fill_in_rest,
+    product_in_words,
+    split_order,
+)
 
 _DENSE = tuple(
     axis.name for axis in AXES if not (axis.spans or axis.experts or axis.within is not None or axis.ends_of)
@@ -213,11 +221,9 @@ def _expert_grid(
 def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:
     known = prod(sizes.values())
     if world_size % known:
-        text = " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise LayoutError(
-            f"the world size must be divisible by the product of the sizes that expert layers have, but {world_size} "
-            f"ranks are not divisible by {text} = {known}; choose another expert_model_parallel_size or "
-            f"expert_tensor_parallel_size (default: the tensor-parallel size)"
+            f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of the layers with experts; "
+            "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: that of tp)"
         )
     return world_size // known
 
@@ -357,3 +363,14 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, i
     if instances > 1:
         text += f"; {instances} optimizer instances"
     return text or "one rank"
+
+
+def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
+    """Returns the kinds that most programs use or that were given a size; the rest is made at its first use."""
+    given = by_axis(sizes)
+    return tuple(
+        row.name
+        for row in AXES
+        if row.name in layout.names
+        and (row.always_made or (given.get(row.name) not in (None, 1) and layout.size(row.name) > 1))
+    )

@@ -83,10 +83,9 @@ def note_writes(out: Buffers) -> None:
         torch.autograd.graph.increment_version(written)
 
 
-def place(context: GroupContext, src: int, received: Any, out: Buffers, in_place: bool) -> Any:
-    """Returns the received dict with the buffers in place of its tensors; `in_place`: where these may be they."""
-    if not (in_place and all(received.get(key) is buffer for key, buffer in out.tensors.items())):
-        received = fill(context, src, received, out)
+def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
+    """Returns the received dict with the buffers in place of its tensors, which may be they."""
+    received = fill(context, src, received, out)
     note_writes(out)
     return received
 

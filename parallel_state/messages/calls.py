@@ -192,10 +192,7 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> None:
         dst = self._destination("send_tensor_dict", dst)
-        if all_gather_group is None:
-            self._messenger.send_value(tensor_dict, dst, dict)
-        else:
-            self._messenger.send(self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors), dst)
+        self._messenger.send_value(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
 
     def recv_tensor_dict(
         self,
@@ -206,7 +203,7 @@ class MessageCalls(GroupFacts):
         spec: TensorDictSpec | None = None,
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
-    ) -> dict[Any, Any] | None:
+    ) -> dict[Any, Any] | Any:  # `| Any`, not `| None`: only a group of one rank has nothing to receive
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
@@ -255,10 +252,7 @@ class MessageCalls(GroupFacts):
             self._checked("isend_tensor_dict", tensor_dict, dict)
             return NoSend(self._messenger)
         dst = self._destination("isend_tensor_dict", dst)
-        if all_gather_group is None:
-            return self._messenger.isend_value(tensor_dict, dst, dict)
-        outgoing = self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors)
-        return self._messenger.isend(outgoing, dst)
+        return self._messenger.isend_value(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
 
     @host_call(_WAITING_DICT)
     @transfer("irecv_tensor_dict")

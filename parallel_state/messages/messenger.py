@@ -1,7 +1,7 @@
 """Sends and receives the objects and tensor dicts of a group: in which order, and when one has arrived.
 
-A received message comes as a head and a reader from `transports`; `handles` has the head decoded by `wire` and `codec`,
-tensors allocated and read into, and the object built.
+Each message goes one way: a medium (`media`) posts its head and its tensors; on the other side it reads the head, has a
+`Reader` (`reader`) make tensors, fills these, and the reader builds the object.
 """
 
 from __future__ import annotations
@@ -17,50 +17,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from device_communicators.base import settings
-from device_communicators.base.errors import (
-    CommunicationError,
-    GroupDestroyedError,
-    InvalidArgumentError,
-    MessageDecodeError,
-)
+from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
 from device_communicators.calls.user_call import (
     BROADCAST_BY_SPEC,
     UserCall,
     message_call,
-    message_word,
     timed,
     transfer,
-    transfer_method,
-    transfer_number,
 )
 from device_communicators.routing.route import Route
-from device_communicators.routing.started import Handle
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
-from parallel_state.messages import buffers, wire
+from parallel_state.messages import wire
 from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.handles import ObjectReader, ReceiveHandle, SendHandle
-from parallel_state.messages.known_heads import Template
-from parallel_state.messages.wire import (
-    DONE,
-    FRAME_BYTES,
-    LEFT,
-    NO_ROOM,
-    NOTHING,
-    Head,
-    Header,
-    Outgoing,
-    TensorList,
-    split_by_device,
-)
+from parallel_state.messages.handles import ReceiveHandle, SendHandle
+from parallel_state.messages.reader import ListReader, Reader, allocate
+from parallel_state.messages.wire import FRAME_BYTES, Header, Outgoing, split_by_device
 
 if TYPE_CHECKING:  # loaded when a group is made
-    from parallel_state.messages.transports import IncomingMessage
+    from parallel_state.messages.media import Medium
 
 _GATHERED = "all_gather_message"
 """The name under which an all_gather's messages are counted."""
@@ -83,11 +62,6 @@ def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
-def _as_list(tensors: Sequence[Tensor], form: str, counted: str) -> TensorList:
-    """Returns the list as it travels if its tensors are dense and contiguous, which the transport looks at."""
-    return TensorList(wire.head_of_list(form, tensors), list(tensors), counted)
-
-
 def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
     """Copies what was received where a tensor is not contiguous, and its place was taken by one that is."""
     if flat is not tensors:
@@ -100,15 +74,13 @@ class Messenger:
     """Sends and receives objects, and lists of tensors whose form both sides know, within one group."""
 
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
-        from parallel_state.messages.transports import transport_of  # only groups have one
+        from parallel_state.messages.media import medium_of  # only groups have one
 
         self.route = route
-        self.transport = transport_of(route)
+        self.medium: Medium = medium_of(route)
         self.allow_pickle = allow_pickle
-        is_on_host = route.context.device.type == "cpu" and not route.context.simulated
-        self.past_python = self.transport.past_python if is_on_host else None
-        """Carries what it can without Python in between; None where nothing does."""
-        self._has_pool = self.transport.takes_many and route.context.collectives is not None
+        self.past_python = self.medium.past_python
+        self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
         """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
@@ -137,56 +109,69 @@ class Messenger:
             all_gather_tensors=all_gather_tensors,
         )
 
-    def send_value(self, obj: Any, dst: int, must_be: type | None = None) -> None:
+    def send_value(
+        self,
+        obj: Any,
+        dst: int,
+        must_be: type | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> None:
         """Sends an object, or a dict; raises as isend."""
-        if (outgoing := self._post_value(obj, dst, must_be)) is not None:
+        outgoing = self._post_value(obj, dst, must_be, all_gather_group, all_gather_tensors)
+        if outgoing is not None:
             self.send(outgoing, dst)
 
-    def isend_value(self, obj: Any, dst: int, must_be: type | None = None) -> SendHandle:
+    def isend_value(
+        self,
+        obj: Any,
+        dst: int,
+        must_be: type | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> SendHandle:
         """Starts send_value."""
-        outgoing = self._post_value(obj, dst, must_be)
+        outgoing = self._post_value(obj, dst, must_be, all_gather_group, all_gather_tensors)
         return SendHandle(self, ()) if outgoing is None else self.isend(outgoing, dst)
 
-    def _post_value(self, obj: Any, dst: int, must_be: type | None) -> Outgoing | None:
+    def _post_value(
+        self,
+        obj: Any,
+        dst: int,
+        must_be: type | None,
+        group: AllGatherGroup | None,
+        all_gather_tensors: Mapping[str, bool] | None,
+    ) -> Outgoing | None:
         """Sends an object at once where that can be, else returns its message."""
         if self._unwaited:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
-            past = self.past_python
-            if past is not None:
-                limit, method = settings.MAX_METADATA_BYTES.get(), transfer_number("send_tensor_dict")
-                outcome = past.send_object(self.route.context.key, dst, method, obj, limit)
-                if outcome == DONE:
-                    return None
-                if outcome == NO_ROOM:
-                    return self.transport.packed() or self.encode(obj, must_be)
-            posted = self.transport.post(obj, dst)
+            cut = wire.WHOLE if group is None else wire.cut_of(group, all_gather_tensors)
+            posted = cut is not None and self.medium.post(obj, dst, None, cut)
             if posted is True:
                 return None
             if posted is not False:
                 return posted
-        return self.encode(obj, must_be)
+        return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing, dst: int) -> SendHandle:
         """Starts to send; raises MessageEncodeError after the receiver was sent one."""
-        handle = self._post(outgoing, dst)
+        if self._unwaited:
+            self._forget_sent()
+        handle = SendHandle(self, self.medium.isend(outgoing, dst))
         if not handle.has_ended:
             self._track(handle)
+        if outgoing.error is not None:
+            raise outgoing.error
         return handle
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
         """Sends, and waits until the buffers may be reused; raises as isend."""
-        self._post(outgoing, dst).wait()
-
-    def _post(self, outgoing: Outgoing, dst: int) -> SendHandle:
-        if self._unwaited:
-            self._forget_sent()
-        handle = SendHandle(self, self.transport.isend(outgoing, dst))
+        if self._pending:
+            self.receive_meanwhile()
+        self.medium.send(outgoing, dst)
         if outgoing.error is not None:
-            if not handle.has_ended:
-                self._track(handle)
             raise outgoing.error
-        return handle
 
     def irecv(
         self,
@@ -197,9 +182,8 @@ class Messenger:
     ) -> ReceiveHandle:
         """Starts to receive the next message of `src`; a dict's tensors become those of `out`, or may be `views`."""
         with self._pending_lock:
-            handle = ReceiveHandle(self, src, all_gather_group, out, views)
+            handle = ReceiveHandle(self, Reader(self, src, all_gather_group, out, views, gathers=False))
             self._pending.setdefault(src, []).append(handle)
-            handle.incoming.reserve(1)
         return handle
 
     def recv(
@@ -212,102 +196,28 @@ class Messenger:
         """Returns the next message of `src` that nobody has asked for; see `irecv`."""
         if self._pending.get(src):
             return self.irecv(src, all_gather_group, out, views).wait()
-        if not (views and self._may_be_lent(src, transfer_method())):
-            received = self._receive_past_python(src, None, all_gather_group, out)
-            if received is not NOTHING:
-                return received
-        return self._take(self.transport.incoming(src), src, all_gather_group, out, views)
+        return self._receive(Reader(self, src, all_gather_group, out, views))
 
-    def _receive_past_python(
-        self, src: int, method: str | None, all_gather_group: AllGatherGroup | None, out: Buffers | None
-    ) -> Any:
-        """Returns the dict that probably comes, or an object without tensors; NOTHING for other messages.
-
-        `method`: what was called, for a message to all ranks.
-        """
-        past, key = self.past_python, self.route.context.key
-        if past is None:
-            return NOTHING
-        context = self.route.context
-        likely = self.transport.likely(src, method or transfer_method())
-        tensors = None if likely is None else self.tensors_of(likely, all_gather_group, out)
-        if likely is not None and tensors is not None:
-            if method is None:
-                outcome = past.receive(key, src, transfer_number("recv_tensor_dict"), likely.head, tensors)
-            else:
-                outcome = past.receive_broadcast(key, message_word(method, src), likely.head, tensors)
-            if outcome == DONE:
-                value = likely.fill(likely.gather(tensors, all_gather_group))
-                return value if out is None else buffers.place(context, src, value, out, True)
-        if method is None:
-            head = past.receive_object(key, src, transfer_number("recv_tensor_dict"))
-        else:
-            head = past.receive_broadcast_object(key, message_word(method, src))
-        if isinstance(head, int):
-            return NOTHING
+    def _receive(self, reader: Reader, call: UserCall | None = None) -> Any:
+        """Returns what comes of a message of which nobody else knows: it needs no handle."""
         try:
-            value = self._object_of(head, src)
-            return value if out is None else buffers.place(context, src, value, out, False)
-        except Exception as error:
-            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
-
-    def _may_be_lent(self, src: int, method: str) -> bool:
-        """Returns True unless the tensors of the message that probably comes are too small for that."""
-        likely = self.transport.likely(src, method)
-        return likely is None or sum([each.nbytes for each in likely.tensors]) >= wire.LENT_BYTES
-
-    def _object_of(self, head: bytes, src: int) -> Any:
-        """Returns the object whose message, without tensors, this is."""
-        context = self.route.context
-        try:
-            plain = codec.read_plain(memoryview(head)[wire.PLAIN_BYTES :], self.allow_pickle)
-        except MessageDecodeError as error:
-            raise wire.malformed(error, context, src) from error
-        if plain is not None:
-            return plain[0]
-        header, body = wire.split_head(Head(None, head, False), context, src)
-        message, _ = wire.read_body(header, body, context, src, self.allow_pickle)
-        return wire.build(message, [], context, src)
-
-    def tensors_of(
-        self, likely: Template, all_gather_group: AllGatherGroup | None, out: Buffers | None
-    ) -> list[Tensor] | None:
-        """Returns what the tensors of the message that probably comes are read into; None where it can't be told."""
-        if self.allow_pickle or not likely.can_be_gathered(all_gather_group):
-            return None
-        try:
-            return likely.allocate(self.empty) if out is None else likely.within(out.tensors)
-        except Exception:  # another may come, which needs less
-            return None
-
-    def _take(
-        self,
-        incoming: IncomingMessage,
-        src: int,
-        all_gather_group: AllGatherGroup | None = None,
-        out: Buffers | None = None,
-        views: bool = False,
-    ) -> Any:
-        """Receives a message of which nobody else knows: it needs no handle."""
-        try:
-            message = ObjectReader(self, incoming, src, all_gather_group, out, views)
-            for part in message.receive():
+            for part in self.medium.receive(reader, call):
                 part.wait()
-            return message.build()
+            return reader.build()
         except Exception as error:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
-    def pending_up_to(self, handle: ReceiveHandle, src: int) -> list[ReceiveHandle]:
-        """Returns the receives from `src` in the order in which they must be taken in, `handle` the last."""
+    def pending_up_to(self, handle: ReceiveHandle) -> list[ReceiveHandle]:
+        """Returns the receives of one rank in the order in which they must be taken in, `handle` the last."""
         with self._pending_lock:
-            pending = self._pending.get(src, [])
+            pending = self._pending.get(handle.reader.src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
 
-    def forget(self, handle: ReceiveHandle, src: int) -> None:
+    def forget(self, handle: ReceiveHandle) -> None:
         """Releases a message that has arrived: it lives as long as the caller keeps it, and no longer."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
-            self._pending.get(src, []).remove(handle)
-            handle.incoming.reserve(-1)
+            self._pending.get(handle.reader.src, []).remove(handle)
+            self.medium.end_receive(handle.reader)
 
     def receive_meanwhile(self) -> None:
         """Takes in, by threads, what was started to be received: before this rank waits for a peer to receive.
@@ -372,26 +282,19 @@ class Messenger:
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
         if self.route.context.rank != src:
-            if not (views and self._may_be_lent(src, method)):
-                received = self._receive_past_python(src, method, None, out)
-                if received is not NOTHING:
-                    return received
+            reader = Reader(self, src, None, out, views)
+            if self.past_python is not None:
+                return self._receive(reader, call)
             with self.route.alone(call):
-                return self._take(self.transport.incoming(src, call=call), src, out=out, views=views)
-        outcome, packed = LEFT, None
-        is_fit = must_be is None or type(obj) is must_be
-        if self.past_python is not None and is_fit:
-            limit = settings.MAX_METADATA_BYTES.get()
-            word = message_word(method, src)
-            outcome = self.past_python.broadcast_object(self.route.context.key, word, obj, limit)
-            if outcome == DONE:
-                return obj
-            packed = self.transport.packed() if outcome == NO_ROOM else None
+                return self._receive(reader, call)
+        posted = (must_be is None or type(obj) is must_be) and self.medium.post(obj, src, call, wire.WHOLE)
+        if posted is True:
+            return obj
         with self.route.alone(call):
-            unpacked = obj if is_fit and outcome == LEFT else NOTHING
-            error = self.transport.broadcast(lambda: packed or self.encode(obj, must_be), call, unpacked)
-        if error is not None:
-            raise error
+            outgoing = self.encode(obj, must_be) if posted is False else posted
+            self.medium.broadcast(outgoing, call)
+        if outgoing.error is not None:
+            raise outgoing.error
         return obj
 
     @timed
@@ -430,7 +333,7 @@ class Messenger:
         if header.is_error:
             raise wire.remote_error(body, context, src)
         message, _ = wire.read_body(header, body, context, src, self.allow_pickle)
-        tensors = [self.allocate(metadata, src) for metadata in message.tensors]
+        tensors = [allocate(self, metadata, src) for metadata in message.tensors]
         for tensor in tensors:
             if tensor.nbytes:
                 as_bytes(tensor).copy_(received[offset : offset + tensor.nbytes])
@@ -444,8 +347,8 @@ class Messenger:
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
         """Sends the tensors to rank `dst`, which calls recv_list."""
         on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
-        if on_cpu and self.transport.post(_as_list(on_cpu, form, _SENT_LIST), dst) is not True:
-            SendHandle(self, self.transport.isend(self._list_of(on_cpu, form, _SENT_LIST), dst)).wait()
+        if on_cpu:
+            self.send(self._list_of(on_cpu, form, _SENT_LIST), dst)
         self.route.run_list("send", on_device, dst, part_of=_SENT_LIST)
 
     @transfer("recv_tensor_dict with a spec")
@@ -455,43 +358,27 @@ class Messenger:
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
             self._take_in_earlier(src)
-            self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(on_cpu), form, src)
+            self._fill(on_cpu, form, src)
         self.route.run_list("recv", on_device, src, part_of=_RECEIVED_LIST)
         _copy_back(tensors, flat)
 
     @transfer("recv_tensor_dict with a spec")
-    def recv_views(self, tensors: Sequence[codec.TensorMetadata], form: str, src: int) -> list[Tensor]:
-        """Returns the CPU tensors of rank `src`, as views where it lends them. Raises as recv_list."""
+    def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
+        """Returns CPU tensors of rank `src`, as views where it lends them. Raises as recv_list.
+
+        `head`: of their message. `form`: the address of the tensors' `Form`.
+        """
         self._take_in_earlier(src)
-        return self._receive_views(self.transport.incoming(src, _RECEIVED_LIST), tensors, form, src)
+        made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
+        return made
 
-    def broadcast_views(self, tensors: Sequence[codec.TensorMetadata], form: str, src: int) -> list[Tensor]:
-        """Returns the CPU tensors that rank `src` sends to all, as recv_views."""
-        call = message_call(BROADCAST_BY_SPEC, src)
-        with self.route.alone(call):
-            return self._receive_views(self.transport.incoming(src, _BROADCAST_LIST, call), tensors, form, src)
-
-    def _receive_views(
-        self, incoming: IncomingMessage, tensors: Sequence[codec.TensorMetadata], form: str, src: int
+    def broadcast_views(
+        self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int
     ) -> list[Tensor]:
-        try:
-            expected = wire.head_of_sizes(form, tuple([each.nbytes for each in tensors]))
-            incoming.want_views()
-            with incoming as head:
-                self._check_list(incoming, head, expected, src)
-                received = incoming.borrow(tensors)
-                if received is None:
-                    received = [self.empty(each.shape, each.dtype) for each in tensors]
-                incoming.read_into(received)
-            return received
-        except Exception as error:
-            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
-
-    def _check_list(self, incoming: IncomingMessage, head: Head | None, expected: bytes, src: int) -> None:
-        """Raises unless a head, None for the expected one, is that of the expected list."""
-        if head is not None and (head.header is not None or head.body != expected):
-            header, body = self.split_head(incoming, head, src)
-            wire.check_list(expected, header, body, self.route.context, src)
+        """Returns the CPU tensors that rank `src` sends to all, as recv_views."""
+        reader = ListReader(self, src, head, None, tensors, form)
+        made: list[Tensor] = self._receive(reader, message_call(BROADCAST_BY_SPEC, src))
+        return made
 
     def _take_in_earlier(self, src: int) -> None:
         """Receives what was started to be received from `src` before."""
@@ -511,18 +398,16 @@ class Messenger:
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
         if on_cpu and self.route.context.rank == src:
-            self._check_dense(on_cpu, _BROADCAST_LIST)
-            plain = _as_list(on_cpu, form, _BROADCAST_LIST)
-            self.transport.broadcast(lambda: self._list_of(on_cpu, form, _BROADCAST_LIST), call, plain)
+            self.medium.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)
         elif on_cpu:
-            self._fill(self.transport.incoming(src, _BROADCAST_LIST, call), list(on_cpu), form, src)
+            self._fill(on_cpu, form, src, call)
         self.route.run_list("broadcast_", on_device, src, part_of=_BROADCAST_LIST, method=call.method)
         if self.route.context.rank != src:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
         """Returns the tensors, or one of all their bytes where that saves transfers; every rank decides alike."""
-        if self.transport.takes_many or len(tensors) < 2:
+        if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         if size_bytes > _PACKED_BYTES:
@@ -542,25 +427,14 @@ class Messenger:
         flat = [dense(x) for x in tensors]
         return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
 
-    def _fill(self, incoming: IncomingMessage, tensors: list[Tensor], form: str, src: int) -> None:
+    def _fill(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall | None = None) -> None:
         """Fills the tensors with those of a list's message, whose head is known beforehand."""
-        try:
-            expected = wire.head_of_list(form, tensors)
-            received = self._packed(tensors, fill=False)
-            incoming.expect(expected, received)
-            parts: list[Handle] = []
-            with incoming as head:
-                self._check_list(incoming, head, expected, src)
-                if head is not None:
-                    parts = incoming.read_into(received)
-            for part in parts:
-                part.wait()
-            if received is not tensors:
-                pieces = received[0].split([tensor.nbytes for tensor in tensors])
-                for tensor, piece in zip(tensors, pieces, strict=True):
-                    as_bytes(tensor).copy_(piece)
-        except Exception as error:
-            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
+        received = self._packed(list(tensors), fill=False)
+        self._receive(ListReader(self, src, wire.head_of_list(form, tensors), received), call)
+        if len(received) < len(tensors):
+            pieces = received[0].split([tensor.nbytes for tensor in tensors])
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                as_bytes(tensor).copy_(piece)
 
     def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns those that travel as one message, and the others; a simulated group has no messages."""
@@ -573,40 +447,11 @@ class Messenger:
             self.route.count(counted)
         return on_cpu, on_device
 
-    def split_head(self, incoming: IncomingMessage, head: Head, src: int) -> tuple[Header, bytes | memoryview]:
-        """Returns header and body; raises RemoteError where the sender could not encode its value."""
-        header, body = wire.split_head(head, self.route.context, src)
-        if header.is_error:
-            incoming.read_into(())  # all of it has come
-            raise wire.remote_error(body, self.route.context, src)
-        return header, body
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns an uninitialised CPU tensor; a large one in memory of the group that earlier messages have used."""
         if self._has_pool and prod(shape) * dtype.itemsize >= wire.POOLED_BYTES:
             return torch.ops.parallel_state.empty(self._token, shape, dtype, wire.CPU, self.route.context.key)
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
-
-    def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor:
-        """Allocates a tensor, or a flat slice of one; on this rank's device of the sender's device type."""
-        context = self.route.context
-        shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
-        device = wire.CPU
-        try:
-            device = wire.device_for(metadata.device_type, context.device)
-            if device is wire.CPU:
-                return self.empty(shape, metadata.dtype)
-            return torch.empty(shape, dtype=metadata.dtype, device=device)
-        except GroupDestroyedError:  # by another thread
-            raise
-        except Exception as error:  # its bytes stay in the way of whatever comes next
-            raise CommunicationError(
-                f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
-                f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
-                group=context.name,
-                rank=context.rank,
-                suspect_ranks=[context.ranks[src]],
-            ) from error
 
     def failure_of(self, error: Exception) -> Exception:
         """Returns `error`, after the route took note of it if it spoils the group."""

@@ -10,7 +10,7 @@ Dicts that travel with metadata are in `messenger`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,11 +89,6 @@ class TensorDictSpec:
         object.__setattr__(self, "carried", carried)
         object.__setattr__(self, "digest", digest_of("; ".join([entry.described() for entry in self.entries])))
 
-    @property
-    def metadata(self) -> list[TensorMetadata]:
-        """Returns what travels as a receiver must allocate it."""
-        return [TensorMetadata(entry.dtype, entry.shape, entry.device_type) for entry in self.carried]
-
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
         """Makes the spec of a dict with str keys, of tensors and constants (None, bool, number, str, bytes, tuple)."""
@@ -109,27 +104,6 @@ class TensorDictSpec:
                     f"{type(value).__name__}; send it apart, or without a spec"
                 )
         return cls(tuple(entries))
-
-    def plain_pieces(self, tensors: dict[str, Any]) -> list[Tensor] | None:
-        """Returns what travels of a dict of this form in which all is torch's own and on the CPU; None for others.
-
-        A look at each tensor, in a third of the time of `check` and of what follows it.
-        """
-        if len(tensors) != len(self.entries):
-            return None
-        found = {}
-        for entry in self.entries:
-            value = tensors.get(entry.key)
-            if isinstance(entry, ConstantEntry):
-                if not _same_constant(value, entry.value) or (value is None and entry.key not in tensors):
-                    return None
-                continue
-            if type(value) is not Tensor or not value.is_cpu or value.requires_grad:
-                return None
-            if value.dtype is not entry.dtype or value.shape != entry.shape or entry.device_type != "cpu":
-                return None
-            found[entry.key] = value
-        return [found[entry.key] for entry in self.carried]
 
     def check(self, tensors: Mapping[str, Any]) -> None:
         """Raises InvalidArgumentError where `tensors` is not of this form."""
@@ -183,6 +157,15 @@ class _KnownForm(NamedTuple):
         made = self.values.copy()
         for key, shape, dtype, is_large in self.tensors:
             made[key] = messenger.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype, device=CPU)
+        return made
+
+    def with_views(self, receive: Callable[..., list[Tensor]], src: int) -> dict[str, Any]:
+        """Returns a dict of the form, of the tensors that a method of the messenger receives."""
+        made = self.values.copy()
+        forms = [TensorMetadata(dtype, shape, "cpu") for _, shape, dtype, _ in self.tensors]
+        received = receive(self.head, self.form.address, forms, src)
+        for (key, *_), tensor in zip(self.tensors, received, strict=True):
+            made[key] = tensor
         return made
 
 
@@ -247,7 +230,7 @@ def broadcast(
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src, began)
         return given
     if views and past is not None and past[1].can_be_lent:
-        return _with_views(past[1], spec, group._messenger.broadcast_views(spec.metadata, spec.digest, src))
+        return past[1].with_views(group._messenger.broadcast_views, src)
     result = _to_fill(group, spec, out, past)
     if spec.carried:
         pieces = [result[entry.key] for entry in spec.carried]
@@ -272,21 +255,15 @@ def send(
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
 ) -> None:
-    if all_gather_group is None and type(tensors) is dict and _is_eager():
-        past = _past_python(group, spec)
-        began = 0.0
-        if past is not None:
-            began = time.monotonic()
-            carrier, known = past
-            if known.can_be_of(tensors):
-                form = known.form.address
-                if carrier.send_dict(group._key, dst, _SENT, tensors, form, known.head) == DONE:
-                    return
-        plain = spec.plain_pieces(tensors)
-        if plain is not None:
-            if plain:
-                _call("send_list", group, plain, spec, dst, began)
-            return
+    past = _past_python(group, spec) if all_gather_group is None and type(tensors) is dict else None
+    began = 0.0
+    if past is not None:
+        began = time.monotonic()
+        carrier, known = past
+        if known.can_be_of(tensors):
+            form = known.form.address
+            if carrier.send_dict(group._key, dst, _SENT, tensors, form, known.head) == DONE:
+                return
     given = _given(tensors, spec)
     pieces = _tensors_of(given, spec)
     if all_gather_group is not None:
@@ -295,7 +272,7 @@ def send(
             if slices > 1:
                 pieces[i] = pieces[i].reshape(slices, -1)[all_gather_group.rank_in_group]
     if pieces:
-        _run("send_list", _SEND_LIST, group, pieces, spec, dst)
+        _run("send_list", _SEND_LIST, group, pieces, spec, dst, began)
 
 
 def recv(
@@ -309,7 +286,7 @@ def recv(
 ) -> dict[str, Any]:
     past = _past_python(group, spec) if all_gather_group is None else None
     if views and past is not None and past[1].can_be_lent:
-        return _with_views(past[1], spec, group._messenger.recv_views(spec.metadata, spec.digest, src))
+        return past[1].with_views(group._messenger.recv_views, src)
     result = _to_fill(group, spec, out, past)
     sliced: list[TensorEntry] = []
     if all_gather_group is not None:
@@ -333,16 +310,6 @@ def recv(
     if out is not None and not torch.compiler.is_compiling():
         note_writes(out)
     return result
-
-
-def _with_views(known: _KnownForm, spec: TensorDictSpec, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns the dict of a spec, of the tensors that travelled and of new ones without elements."""
-    made = known.values.copy()
-    if len(tensors) < len(known.tensors):
-        made.update((key, torch.empty(shape, dtype=dtype, device=CPU)) for key, shape, dtype, _ in known.tensors)
-    for entry, tensor in zip(spec.carried, tensors, strict=True):
-        made[entry.key] = tensor
-    return made
 
 
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:

@@ -10,9 +10,9 @@ Where the transport has no messages, only transfers of a size that both sides kn
     rest      [n]      what didn't fit, if anything
     tensors            one transfer each
 
-Heads that were seen before need no codec: see `known_heads`.
+Objects of the plain types are packed, and made of a message, by the library: see csrc/pack.h and csrc/unpack.h.
 
-Pure functions on CPU bytes; who sends when is in `messenger` and `transports`.
+Pure functions on CPU bytes; who sends when is in `messenger` and `media`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,16 @@ from device_communicators.base.errors import (
 from device_communicators.base.torch_internals import mark_constant
 from device_communicators.calls.memory import as_bytes, dense
 from device_communicators.routing.communicator import GroupContext
-from parallel_state.messages import known_heads
 from parallel_state.messages.all_gather_group import AllGatherGroup
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
 if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import Pinned
+    from device_communicators.cpu.plain_tree import Packed, Pinned
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
 HEADER_BYTES = _HEADER.size
-PLAIN_BYTES = HEADER_BYTES + len(codec.PLAIN)
 _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
 _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
@@ -92,15 +90,16 @@ class Header(NamedTuple):
         return max(0, self.body_bytes - _INLINE_BYTES)
 
 
-class Head(NamedTuple):
-    """The head of a message as a transport hands it on."""
+class Cut(NamedTuple):
+    """Says which part of each tensor is sent: `Cut` of csrc/pack.h."""
 
-    header: Header | None
-    """None where it is the beginning of the body still."""
-    body: bytes | memoryview
-    has_tensors: bool
-    is_plain: bool = False
-    """True where it is known to be an object's without tensors: one that begins with PLAIN_BYTES of no interest."""
+    slices: int = 0
+    mine: int = 0
+    whole: dict[str, None] | None = None
+    """The keys of a dict's tensors that are sent whole."""
+
+
+WHOLE = Cut()
 
 
 @dataclass(slots=True)
@@ -110,49 +109,36 @@ class Outgoing:
     head: bytes
     tensors: list[Tensor]
     error: Exception | None = None
-    more_head: bytes = b""
-    """The end of a long head."""
     counted: str = ""
     """The name under which it is counted, unless as a message."""
-    known_bytes: int = -1
-    """Of all tensors, where they are known to be on the CPU."""
-    pinned: Pinned | None = None
-    """In place of `more_head` where a queue sends it."""
+    more: Pinned | None = None
+    """The end of a long head, where it lies."""
 
     @property
     def cpu_bytes(self) -> int:
         """Returns the bytes of the tensors on the CPU."""
-        if self.known_bytes >= 0 or not self.tensors:
-            return max(0, self.known_bytes)
         return sum([tensor.nbytes for tensor in self.tensors if tensor.is_cpu])
 
-    def split_by_device(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the tensors on the CPU, and the others."""
-        return (self.tensors, ()) if self.known_bytes >= 0 else split_by_device(self.tensors)
+    @property
+    def counted_bytes(self) -> int:
+        """Returns the bytes under which it is counted, where head and CPU tensors are one message."""
+        more_bytes = 0 if self.more is None else self.more.nbytes
+        return max(FRAME_BYTES, len(self.head) + more_bytes) + self.cpu_bytes
+
+    @property
+    def whole_head(self) -> bytes:
+        return self.head if self.more is None else b"".join((self.head, *self.more.views()))
 
     @property
     def frame(self) -> Tensor:
         """Returns the head's beginning, padded to FRAME_BYTES."""
-        head = self.head[:FRAME_BYTES] + self.more_head[: max(0, FRAME_BYTES - len(self.head))]
-        return torch.frombuffer(bytearray(head.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self.whole_head[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
     @property
     def rest(self) -> Tensor | None:
         """Returns what doesn't fit into the frame, as a view of the head; read it only."""
-        head, start = self.head, FRAME_BYTES
-        if self.more_head:
-            head, start = self.more_head, FRAME_BYTES - len(self.head)
-            if start < 0:
-                head, start = self.head + self.more_head, FRAME_BYTES
-        return None if len(head) <= start else _view_of(head, start)
-
-
-class TensorList(NamedTuple):
-    """Tensors whose head both sides know."""
-
-    head: bytes
-    tensors: list[Tensor]
-    counted: str
+        head = self.whole_head
+        return None if len(head) <= FRAME_BYTES else _view_of(head, FRAME_BYTES)
 
 
 def encode(
@@ -164,20 +150,11 @@ def encode(
     all_gather_tensors: Mapping[str, bool] | None = None,
 ) -> Outgoing:
     """Returns the message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
-    form: tuple[Any, ...] | None = None
-    if type(obj) is dict and must_be is not list:
-        form, tensors = known_heads.form_of(obj)
-        if form is not None and all_gather_group is not None:
-            form = known_heads.form_of_slices(form, all_gather_group, all_gather_tensors)
-        known = None if form is None else known_heads.head_of_form(form)
-        if known is not None and len(known.head) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
-            if known.cut:
-                tensors = _cut(tensors, known.cut, all_gather_group)
-            return Outgoing(known.head, tensors, known_bytes=known.cpu_bytes)
-    if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
-        packed = codec.pack(obj)
-        if packed is not None:
-            return of_packed(packed)
+    if must_be is None or isinstance(obj, must_be):
+        part = cut_of(all_gather_group, all_gather_tensors)
+        packed = None if part is None else codec.pack(obj, part)
+        if packed is not None and part is not None:
+            return of_packed(packed, part)
     whole: set[int] = set()
     try:
         slices = _slices_of(all_gather_group)
@@ -195,21 +172,30 @@ def encode(
             can_be_cut(tensor.numel(), slices) and id(original) not in whole
             for tensor, original in zip(tensors, encoded.tensors, strict=True)
         ]
-        tensors = _cut(tensors, cut, all_gather_group)
+        tensors = _cut(tensors, cut, slices, all_gather_group.rank_in_group)
     header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
-    head = head_of(header, encoded.metadata, bytes(cut))
-    if form is not None:
-        sent_bytes = sum(x.nbytes for x in tensors)
-        known_heads.remember_head(form, known_heads.KnownHead(head, sent_bytes, cut if any(cut) else ()))
-    return Outgoing(head, tensors)
+    return Outgoing(head_of(header, encoded.metadata, bytes(cut)), tensors)
 
 
-def of_packed(packed: tuple[bytes, bytes]) -> Outgoing:
-    """Returns the message without tensors whose head the library made, in two parts."""
-    start, body = packed
-    if len(body) > _LONG_BYTES:
-        return Outgoing(start, [], known_bytes=0, more_head=body)
-    return Outgoing(start + body, [], known_bytes=0)
+def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
+    """Returns which part of each tensor is sent; None where that is for `encode` to find out."""
+    if group is None:
+        return WHOLE
+    size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
+    if type(size) is not int or type(mine) is not int:
+        return None
+    whole = {key: None for key, gather in (all_gather_tensors or {}).items() if not gather}
+    return Cut(size, mine, whole or None)
+
+
+def of_packed(packed: Packed, cut: Cut) -> Outgoing:
+    """Returns the message that the library has packed."""
+    tensors = [x.detach() if x.requires_grad else x for x in packed.tensors]
+    if any(packed.is_cut):
+        tensors = _cut(tensors, packed.is_cut, cut.slices, cut.mine)
+    if packed.more.nbytes > _LONG_BYTES:
+        return Outgoing(packed.start, tensors, more=packed.more)
+    return Outgoing(b"".join((packed.start, *packed.more.views())), tensors)
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
@@ -220,11 +206,8 @@ def _view_of(data: bytes, start: int) -> Tensor:
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
-def _cut(tensors: Sequence[Tensor], cut: Sequence[bool], group: AllGatherGroup | None) -> list[Tensor]:
+def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
     """Returns this rank's slices of the tensors that are cut, and the others."""
-    if group is None:
-        return list(tensors)
-    slices, mine = group.world_size, group.rank_in_group
     return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
 
 
@@ -284,13 +267,6 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
     if problem is not None:
         raise not_a_message(problem, context, src)
     return Header(kind, slices, tensors, body_bytes, tensor_bytes)
-
-
-def split_head(head: Head, context: GroupContext, src: int) -> tuple[Header, bytes | memoryview]:
-    """Returns header and body; raises MessageDecodeError if they aren't."""
-    if head.header is not None:
-        return head.header, head.body
-    return parse_header(head.body, context, src, len(head.body)), head.body[HEADER_BYTES:]
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
@@ -358,20 +334,20 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 
 def packed(outgoing: Outgoing, most_bytes: int) -> tuple[Tensor, list[Tensor]]:
     """Returns a message's head, with its CPU tensors behind it if they have `most_bytes` at most, and other tensors."""
-    on_cpu, on_device = outgoing.split_by_device()
-    head = _view_of(outgoing.head + outgoing.more_head, 0)
+    on_cpu, on_device = split_by_device(outgoing.tensors)
+    head = _view_of(outgoing.whole_head, 0)
     if outgoing.cpu_bytes > most_bytes:
         return head, outgoing.tensors
     return torch.cat([head, *map(as_bytes, on_cpu)]) if outgoing.cpu_bytes else head, list(on_device)
 
 
-def unpacked(data: Tensor, context: GroupContext, src: int) -> tuple[Head, Tensor]:
-    """Returns the head that `packed` data begins with, and the bytes of tensors behind it. Raises as parse_header."""
+def unpacked(data: Tensor, context: GroupContext, src: int) -> tuple[Header, bytes, Tensor]:
+    """Returns the header and body of `packed` data, and the bytes of tensors behind them. Raises as parse_header."""
     header = parse_header(bytes_of(data[:HEADER_BYTES]), context, src)
     end = HEADER_BYTES + header.body_bytes
     if end > len(data):
         raise not_a_message(f"its head has {len(data)} bytes, not {end}", context, src)
-    return Head(None, bytes_of(data[:end]), header.tensors > 0), data[end:]
+    return header, bytes_of(data[HEADER_BYTES:end]), data[end:]
 
 
 def read_body(

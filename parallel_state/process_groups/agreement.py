@@ -15,11 +15,11 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.base.bounded_store import LAST_WORD_S
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -33,6 +33,7 @@ T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
 """Key of a request whose construction failed; the value is the error."""
+_MOST_FAILURES = 256
 _LONGEST = 400
 """Errors show the first characters of longer parts of a request, and a digest."""
 
@@ -45,21 +46,17 @@ def digest(value: object) -> str:
 class Agreement:
     """Compares requests, and names new groups, of one world."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
-        """`alone`: the other ranks are simulated and agree with this one.
-
-        `store`: keeps why a rank failed to make a group, if the group has no store of its own.
-        """
+    def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
+        """`alone`: the other ranks are simulated and agree with this one."""
         self.alone = alone
-        self.store = BoundedStore.of(store)
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
         self._rank = rank
         self._meetings: Counter[str] = Counter()
-
-    def store_of(self, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store of a group of `ranks`: the lowest rank's; the default group's without a control plane."""
-        return self._watcher.store_of(ranks) or self.store
+        self._topic = f"{prefix}/not made"
+        self._failures: dict[str, tuple[int, str]] = {}
+        """The rank that failed to make a group, and why, by the group's name."""
+        watcher.answers[self._topic] = self._note_failure
 
     def resolve_and_agree(
         self,
@@ -189,32 +186,31 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Publishes that this rank failed to make the group `name` of `ranks`."""
-        if self.alone:
-            return
-        with contextlib.suppress(dist.DistError):
-            store = self.store_of(ranks).within(LAST_WORD_S)
-            store.compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
+        """Tells `ranks` that this rank failed to make the group `name` of them. Waits at most 0.5 s for them."""
+        self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
-    def failure(self, name: str, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Returns the rank that failed to make the group `name` of `ranks`, and why; None if none did."""
-        with contextlib.suppress(dist.DistError):
-            store = self.store_of(ranks).within(LAST_WORD_S)
-            if store.check([f"{name}/failed"]):
-                rank, reason = json.loads(store.get(f"{name}/failed"))
-                return rank, reason
-        return None
+    def failure(self, name: str) -> tuple[int, str] | None:
+        """Returns the rank that failed to make the group `name`, and why; None if none is known to have failed."""
+        return self._failures.get(name)
+
+    def _note_failure(self, rank: int, payload: bytes) -> bytes:
+        name, reason = json.loads(payload)
+        self._failures.setdefault(name, (rank, reason))
+        while len(self._failures) > _MOST_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's gloo address of the previous attempt from the store.
+        """Deletes this rank's gloo address of the previous attempt from the store of a control plane.
 
         All ranks have released it once they meet again.
         """
+        store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
-        if not self.alone and len(ranks) > 1 and int(number) > 1:
+        if store is not None and len(ranks) > 1 and int(number) > 1:
             key = f"{meeting}/{int(number) - 1}//cpu//0/{ranks.index(self._rank)}"
-            with contextlib.suppress(dist.DistError, NotImplementedError):  # not every store can
-                self.store_of(ranks).within(LAST_WORD_S).delete_key(key)
+            with contextlib.suppress(dist.DistError):
+                store.within(LAST_WORD_S).delete_key(key)
 
 
 def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> str:

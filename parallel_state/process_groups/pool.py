@@ -26,8 +26,9 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators.base import limits, settings
-from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import (
+    CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
     SettingError,
@@ -37,9 +38,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.torch_internals import (
     bound_device,
-    default_store,
     end_process_groups,
-    gloo_connects_lazily,
     is_fake,
     is_registered,
     name_ranks,
@@ -117,8 +116,7 @@ class ProcessGroupPool:
         self.prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
-        store = BoundedStore(dist.HashStore()) if alone_over else default_store()
-        self.agreement = Agreement(store, self.prefix, self.rank, self.watcher, alone=is_fake())
+        self.agreement = Agreement(self.prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
         """The address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
@@ -131,8 +129,6 @@ class ProcessGroupPool:
         self._borrowed: set[_Key] = {default} if joined else set()
         self._failed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
-        self._stores: list[BoundedStore] = []
-        """Connections to the store over which no group is being made: gloo waits on one, and blocks it meanwhile."""
         self._division: tuple[int, ...] = ()
         self._closed = False
         self._lock = threading.RLock()
@@ -288,7 +284,6 @@ class ProcessGroupPool:
         timeout_s = min(options.timeout_s, start_timeout_s)
         connecting = options.connecting(start_timeout_s)
         connects = "gloo" in str(options.backend)
-        lazily = connects and gloo_connects_lazily()  # no rank is waited for; addresses are read later
         if options.backend == "fake":
             name = f"{self.prefix}/{digest((key, secrets.token_hex(8)))}"
         else:
@@ -303,10 +298,6 @@ class ProcessGroupPool:
 
             served = self.watcher.store_of(ranks)
             store = None if served is None else BoundedStore(for_torch(served.raw))
-            if connects and served is None:
-                with self._lock:
-                    store = self._stores.pop() if self._stores else None
-                store = store or default_store().connect_anew()
             group = new_group_of_members(
                 name, ranks, str(options.backend), connecting.timeout_s, connecting.for_backend(), store
             )
@@ -314,13 +305,11 @@ class ProcessGroupPool:
                 set_timeout(group, options.timeout_s)
             if is_abandoned():
                 _destroy(group)
-            if served is None and store is not None and not lazily:
-                self._stores.append(store)
             return group
 
         def has_failed() -> bool:
-            silent_s = self.agreement.store_of(ranks).silent_s
-            return self.agreement.failure(name, ranks) is not None or silent_s > timeout_s
+            is_late = time.monotonic() > started + timeout_s
+            return self.agreement.failure(name) is not None or (is_late and self.watcher.is_silent(min(ranks)))
 
         try:
             if options.meets:
@@ -344,15 +333,15 @@ class ProcessGroupPool:
         elapsed_s = time.monotonic() - started
         deaths = self.watcher.await_death_of(self.watched_with(ranks))
         kind, who = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
-        failure, store = self.agreement.failure(name, ranks), self.agreement.store_of(ranks)
+        failure, server = self.agreement.failure(name), min(ranks)
         if not who and failure is not None and failure[0] != self.rank:
             who = {failure[0]: f"could not ({failure[1]})"}
         if who:
             why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
-        elif (silent_s := store.silent_s) > 0:
-            silent = StoreSilentError(f"{store} has not answered for {silent_s:.1f} s")
-            kind, why, suspects = self.watcher.explain_lost_store(store, silent, ranks)
-            who = dict.fromkeys(suspects, why)
+        elif self.watcher.is_silent(server):
+            held = self.watcher.conditions([server]).get(server, "")
+            why = f"global rank {server}, which serves the group's store, does not answer{held and f'; it is {held}'}"
+            kind, who = CollectiveTimeoutError, {server: why}
         elif isinstance(error, AbandonedError):
             why = f"they did not connect within {limit_s:g} s"
         else:
@@ -440,7 +429,6 @@ class ProcessGroupPool:
     def close(self) -> None:
         """Ends the pool: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
         self._closed = True
-        self._stores.clear()
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
             for group in [self._default_made, *alone.values()]:

@@ -15,7 +15,7 @@ import struct
 import time
 
 from device_communicators.base.host import connect_to
-from device_communicators.control.store import ForeignServiceError, in_words
+from device_communicators.control.client import ForeignServiceError, in_words
 
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4

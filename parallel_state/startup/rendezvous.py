@@ -26,6 +26,7 @@ import contextvars
 import json
 import logging
 import secrets
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,12 +47,15 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.host import address_towards, is_loopback, start_time
 from device_communicators.c10d.control_store import for_torch
+from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import Endpoint, Verdict
-from device_communicators.control.store import ControlStore, ForeignServiceError
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
+from device_communicators.routing.status import Start as WaitAtStart
+from device_communicators.routing.status import Status
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -92,6 +96,7 @@ _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, Foreig
 """Causes of a failed request that a store has if its process exited: another process may have its port by then."""
 _LONGEST = 400
 """Characters of an obstacle in an entry; the rest is cut."""
+_WARN_S = 10.0  # a rank that waits warns each time after this
 _SURVEY_S = 0.2  # between two looks at ranks beyond the first missing one
 _LOOKED_AT_PER_S = 1024
 
@@ -177,8 +182,12 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
         address = address_towards(environment.store_server(init_method, place) or place.master)
     own_place = _listening(own_place._replace(cores=binding.cores_to_share()), watcher, address)
     meeting = _Meeting(place, own_place, way, timeout_s, deadline)
+    watcher.status = Status(watcher, place.rank)
+    watcher.status.start = WaitAtStart(way.where, place.world_size, lambda: meeting.awaited)
+    watcher.answer_guests()
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
+        watcher.status.start = None
         store.set_timeout(timedelta(seconds=timeout_s))
         group_store = BoundedStore(for_torch(store.raw))
         if way.server is None and store.can_hold:
@@ -279,6 +288,26 @@ class _Meeting:
         """The time at which rank 0 last withdrew a complaint that it could not confirm."""
         self._published: dict[str, int] = {}
         """Number of ranks in each roster of near ranks."""
+        self._began = self._warned_at = time.monotonic()
+        self.awaited = "rank 0" if self.place.rank else "the launcher's store"
+        """The ranks without which this one can't start, as the log and `debug --live` name them."""
+
+    def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
+        """Logs every 10 s, once for each host, that this rank waits: for whom, where and since when."""
+        now, endpoint = time.monotonic(), self.own_place.endpoint
+        if now < self._warned_at + _WARN_S:
+            return
+        self._warned_at = now
+        if missing := find_missing():
+            self.awaited = f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} of {self.place.world_size}"
+        # Rank 0 may be the missing one: then the next rank of its host has to say so.
+        if self.place.local_rank == 0 or (self.awaited == "rank 0" and self.place.local_rank == 1):
+            listens = f", listening at {':'.join(map(str, Endpoint.parse(endpoint)[1:3]))}" if endpoint else ""
+            logger.warning(
+                "%s has waited %.0f s for %s at %s%s; it gives up after %g s (PARALLEL_STATE_START_TIMEOUT_S). Check "
+                "that all ranks were started, with this address",
+                self._name, now - self._began, self.awaited, self.way.where, listens, self.timeout_s,
+            )  # fmt: skip
 
     def _launcher(self) -> BoundedStore:
         """Returns a new connection to this job's part of the launcher's store; operations end with the start."""
@@ -327,6 +356,7 @@ class _Meeting:
 
     def _reach_launcher(self) -> BoundedStore:
         for _ in looks(self.deadline):
+            self.warn()
             try:
                 return self._launcher()
             except (OSError, dist.DistNetworkError) as error:
@@ -346,6 +376,7 @@ class _Meeting:
                 if time.monotonic() > surveyed_at + survey_s:
                     self._survey(world)
                     self._publish_near(world)
+                    self.warn(lambda: self._missing(world))
                     surveyed_at = time.monotonic()
                 complaint = _peek(launcher, _COMPLAINT + name)
                 if complaint and self._is_confirmed(complaint, world, launcher, name):
@@ -437,6 +468,7 @@ class _Meeting:
         launcher: BoundedStore | None = None
         name, tried_at = "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
+            self.warn()
             try:
                 if launcher is None:
                     launcher = self._launcher()
@@ -484,7 +516,7 @@ class _Meeting:
             return False
         world.hold(key, entry)
         self._extend(world)
-        self.obstacle = "rank 0 gave no verdict"
+        self.obstacle, self.awaited = "rank 0 gave no verdict", "other ranks"
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
@@ -503,6 +535,7 @@ class _Meeting:
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
+                self.warn(lambda: _absent(world, range(1, self.place.world_size)))
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
                     if self._is_superseded(world, launcher, name):
@@ -719,5 +752,5 @@ def _key(rank: int) -> str:
 def _whereabouts(deadline: float) -> Address:
     try:
         return within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
-    except TimeoutError:  # then there is nothing to warn about
-        return Address()
+    except TimeoutError:  # also on a busy machine; without a network, it would be a host of its own
+        return interfaces.process()._replace(name=socket.gethostname())

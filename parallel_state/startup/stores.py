@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from device_communicators.base.errors import InvalidArgumentError, RendezvousError
 from device_communicators.base.host import connect_to, resolve
-from device_communicators.control.store import ForeignServiceError
+from device_communicators.control.client import ForeignServiceError
 from parallel_state.startup.answers import ask_for_store
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.job_store import JOB_STORE
@@ -177,7 +177,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             ) from error
         with listener:
             _check_own(address, listener, deadline)
-            make = partial(_tcp_store, address, place, deadline, listener.detach())
+            make = partial(tcp_store, address, deadline, listener.detach())
             try:
                 return within(deadline, make, _GRACE_S)
             except (OSError, RuntimeError) as error:
@@ -262,7 +262,7 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             f"of {place.world_size} must meet the others at {where}, but {error}. Otherwise choose another MASTER_PORT "
             "(the same on every rank)",
         ) from error
-    return within(deadline, partial(_tcp_store, address, place, deadline), _GRACE_S)
+    return within(deadline, partial(tcp_store, address, deadline), _GRACE_S)
 
 
 def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
@@ -273,14 +273,10 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
     return store
 
 
-def _tcp_store(
-    address: tuple[str, int], place: ProcessEnvironment, deadline: float, listen_fd: int | None = None
-) -> dist.Store:
-    timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-    is_server = listen_fd is not None
-    return dist.TCPStore(
-        *address, place.world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-    )
+def tcp_store(address: tuple[str, int], deadline: float, listen_fd: int | None = None) -> dist.Store:
+    """Returns a client of torch's store; with a listening socket its server, too. Use `within`: it may be late."""
+    timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listen_fd is not None
+    return dist.TCPStore(*address, None, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:

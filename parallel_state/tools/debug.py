@@ -10,8 +10,8 @@ made the same calls: the rank with the lowest is the one that the others wait fo
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from device_communicators.calls.recorder import PAIRS
 from device_communicators.control import plane
 from device_communicators.cpu import native
 from parallel_state.tools import flight_recorder, live
+from parallel_state.tools.arguments import command_parser
 
 _SHOWN = 3
 
@@ -48,7 +49,9 @@ class _View:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what the records say; 0, or 2 where there are none."""
-    parser = argparse.ArgumentParser(prog="python -m parallel_state debug", description=__doc__.split("\n\n")[0])
+    parser = command_parser(
+        "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
+    )  # fmt: skip
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("folder", type=Path, nargs="?", help="where the ranks wrote: PARALLEL_STATE_DEBUG_DIR")
     which.add_argument(
@@ -73,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder: Path = options.folder
     groups = read(folder)
     if not groups:
-        print(f"there are no records in {folder}; set PARALLEL_STATE_DEBUG_DIR before the run, or call write_record()")
+        print(f"there are no records in {folder}; set PARALLEL_STATE_DEBUG_DIR before the run, or call write_record()",
+              file=sys.stderr)  # fmt: skip
         return 2
     if options.flight_recorder is not None:
         written = flight_recorder.write(groups, options.flight_recorder)
@@ -88,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def replay(path: Path) -> int:
     """Prints a control plane's record in words. Returns 0 if it ends as recorded, else 1; 2 if it can't be replayed."""
     try:
-        text = plane.describe(native.load(), path.read_bytes())
+        text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:
-        print(f"{path} can't be replayed: {error}")
+        print(f"{path} can't be replayed: {error}", file=sys.stderr)
         return 2
     print(text, end="")
     return 0 if text.endswith(plane.SAME) else 1
@@ -102,7 +106,7 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
         try:
             use(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, OSError) as error:
-            print(f"{path.name} can't be read: {type(error).__name__}: {error}")
+            print(f"{path.name} can't be read: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:

@@ -1,7 +1,7 @@
 """`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
 
 The control plane of each rank of this host answers, with the stacks of its threads. One of them asks the ranks of other
-hosts. No rank is stopped.
+hosts. No rank is stopped. Ranks that wait at start say for whom.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import parent_of
+from device_communicators.control.client import ForeignServiceError, question
 from device_communicators.control.plane import Endpoint, find_endpoints
-from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.states import SILENT, State
@@ -42,15 +42,18 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
         names = f"; those that listen: {', '.join(map(str, pids))}" if pids else ""
-        print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}")
+        print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}",
+              file=sys.stderr)  # fmt: skip
         return 2
     first, answer = next(iter(job.items()))
-    others = sorted(set(job) - {first, *answer["pids"].values()})
-    job = {pid: each for pid, each in answers.items() if pid in {first, *answer["pids"].values()}}
+    at_start = {pid for pid, each in answers.items() if each.get("start") and each["start"] == answer.get("start")}
+    ranks = {first, *answer["pids"].values(), *at_start}  # ranks at start don't know each other's PIDs
+    others = sorted(set(job) - ranks)
+    job = {pid: each for pid, each in answers.items() if pid in ranks}
     world, states = _states_of(job, described[first][1])
     if as_json:
-        ranks = {rank: state._asdict() for rank, state in sorted(states.items())}
-        told = {"world": world, "ranks": ranks, "answers": list(job.values()), "others": others}
+        shown = {rank: state._asdict() for rank, state in sorted(states.items())}
+        told = {"world": world, "ranks": shown, "answers": list(job.values()), "others": others}
         print(json.dumps(told, indent=1))
         return 0
     print("\n".join(describe(world, states, job, stacks=stacks)))
@@ -84,21 +87,20 @@ def _ancestors(pid: int) -> set[int]:
 
 def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
     """Returns the answer of a process; None without one, or if its world has no groups."""
-    store = ControlStore(native.load(), (endpoint.host, endpoint.port), endpoint.token, limit_s)
+    library, address = native.load_for_tools(), (endpoint.host, endpoint.port)
     try:
-        return json.loads(store.question(f"{topic}\0") or b"null")
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error.__cause__, ConfigMismatchError):
-            print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
-        return None
-    finally:
-        store.close()
+        return json.loads(question(library, address, endpoint.token, f"{topic}\0", limit_s) or b"null")
+    except ConfigMismatchError as error:
+        print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
+    except (OSError, ForeignServiceError, ValueError):
+        pass  # it exits, or has no answer yet
+    return None
 
 
 def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, Endpoint]]:
     """Returns the description of each process' newest world, and the world's endpoint in that process."""
     if endpoints:
-        native.load()  # before any deadline
+        native.load_for_tools()  # before any deadline
     asked = [(pid, each) for pid, worlds in sorted(endpoints.items()) for each in worlds]
     found: dict[int, tuple[Any, Endpoint]] = {}
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
@@ -134,12 +136,12 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
     lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
     lines += _waits(states, job)
     pids = {each["rank"]: (pid, each) for pid, each in job.items()}
+    is_starting = any(each.get("start") for each in job.values())
+    unknown = "has not arrived, or is on another host" if is_starting else "is on another host, and does not answer"
     for rank in world[:_MOST_SHOWN]:
         state = states.get(rank)
         who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
-        lines.append(
-            f"  {who} {'is on another host, and does not answer' if state is None else f'is {state.in_words()}'}"
-        )
+        lines.append(f"  {who} {unknown if state is None else f'is {state.in_words()}'}")
         threads = pids[rank][1]["threads"] if stacks and rank in pids else []
         for thread in threads:
             lines.append(f"    thread {thread['name']}{', waits for ' + thread['waits'] if thread['waits'] else ''}")

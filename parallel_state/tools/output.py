@@ -34,6 +34,18 @@ def write(path: str, text: str) -> None:
         raise
 
 
+def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None) -> None:
+    """Ends the command with exit code 2 if a file can't be written, before the work whose result it gets."""
+    for path in (Path(path) for path in paths if path is not None and str(path) != STDOUT):
+        is_new = not path.exists()
+        try:
+            path.open("a").close()
+        except OSError as error:
+            parser.error(f"cannot write {path}: {error.strerror}")
+        if is_new:
+            path.unlink()
+
+
 def write_chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace, makers: Mapping[str, Callable[[], str]]
 ) -> bool:

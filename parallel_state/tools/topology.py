@@ -23,6 +23,7 @@ from device_communicators.machine.nvml import NoAnswerError, Reader, Recorder, R
 from device_communicators.machine.topology import PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import Visible, visible_devices
+from parallel_state.tools.arguments import command_parser
 from parallel_state.tools.output import add_json, as_json, write, write_chosen
 from parallel_state.tools.plan.picture import NEUTRAL, STYLE, colored, heading, svg_file, themed
 
@@ -45,11 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_state topology",
-        description="The GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access. Says so where there are none.",
-        allow_abbrev=False,
-    )
+    parser = command_parser(
+        "topology", "[options]",
+        "The GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access. Says so where there are none.",
+    )  # fmt: skip
     add_json(parser)
     parser.add_argument("--svg", metavar="FILE", help="a picture of the GPUs and what connects them")
     parser.add_argument("--record", metavar="FILE", help="write down all that the driver said, for a bug report")

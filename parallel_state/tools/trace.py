@@ -6,14 +6,15 @@ beginning to that of the last one.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import format_ranks
+from parallel_state.tools.arguments import command_parser
 from parallel_state.tools.debug import read_files
 
 _SHOWN = 10
@@ -40,7 +41,7 @@ class Wait(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes `FOLDER/trace.json` and prints the worst waits; 0, or 2 where there are no traces."""
-    parser = argparse.ArgumentParser(prog="python -m parallel_state trace", description=__doc__.split("\n\n")[0])
+    parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="that `with parallel_state.trace(folder)` was given on the ranks")
     parser.add_argument("--json", action="store_true", help="print the worst waits as JSON")
     options = parser.parse_args(arguments)
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events: list[dict[str, Any]] = []
     read_files(folder, lambda content: events.extend(content["traceEvents"]))
     if not events:
-        print(f"there are no traces in {folder}; run the ranks `with parallel_state.trace(folder)`")
+        print(f"there are no traces in {folder}; run the ranks `with parallel_state.trace(folder)`", file=sys.stderr)
         return 2
     merged, waits = merge(events)
     (folder / MERGED).write_text(json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}))

@@ -20,6 +20,7 @@ import math
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -39,11 +40,13 @@ from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, l
 from device_communicators.routing.communicator import method_of
 from parallel_state.collectives.capture_stream import side_stream
 from parallel_state.startup import environment
+from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, answer, beside, given
 from parallel_state.tools.bench.devices import Captured, captured, share_gpus
 from parallel_state.tools.bench.ranks import GroupTeam
 from parallel_state.tools.bench.rounds import Plan as CasePlan
 from parallel_state.tools.bench.rounds import measure
+from parallel_state.tools.output import require_writable
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
@@ -351,20 +354,19 @@ def _report(row: Thresholds, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where nothing was written for one of the numbers of ranks, 2 without a GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_state tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", help="of its own; default: 2, 4, 6 and 8, as there are GPUs")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes that a rank holds")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--proof-calls", type=int, default=PROOF_CALLS, help="fewer prove less")
+    parser = command_parser("tune", "[options]", __doc__)
+    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, as there are GPUs")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes that a rank holds")
+    parser.add_argument("--rounds", type=positive, default=20)
+    parser.add_argument("--proof-calls", type=positive, default=PROOF_CALLS, help="fewer prove less")
     parser.add_argument("--out", type=Path, help="instead of the user's rows")
     options = parser.parse_args(arguments)
     options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
+    require_writable(parser, options.out)
     gpus = torch.cuda.device_count()
     if gpus == 0:
-        print("torch sees no CUDA device: there is nothing to measure here")
+        print("torch sees no CUDA device: there is nothing to measure here", file=sys.stderr)
         return 2
     if environment.detect(rendezvous=False).world_size > 1:
         found = tune_rank(options)
@@ -377,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             row = ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0]
         except ps.LaunchError as error:
-            print(f"{ranks} ranks: {error}")
+            print(f"{ranks} ranks: {error}", file=sys.stderr)
             code = 1
             continue
         if row is not None:

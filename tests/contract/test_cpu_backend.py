@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,13 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 
 
+def _target_of(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:  # of the listing itself
+        return ""
+
+
 def _between_own_calls(backend: str) -> tuple[str, str, str]:
     with environment(PARALLEL_STATE_CPU_BACKEND=backend), world(2):
         tp = ps.get_tp_group()
@@ -36,6 +44,8 @@ def _between_own_calls(backend: str) -> tuple[str, str, str]:
             for total in (first, second, third, fourth, fifth):
                 assert total.eq(3).all(), (step, total)
         assert tp.cpu_group is tp.device_group
+        boards = [each for each in os.listdir("/proc/self/fd") if _target_of(each).startswith("/memfd:ps-control")]
+        assert len(boards) == ps.get_world_group().world_size, "torch's groups have no watch of their own"
         everyone = torch.ones(1)
         dist.all_reduce(everyone, group=ps.get_world_group().cpu_group)
         assert everyone.item() == ps.get_world_group().world_size

@@ -41,11 +41,11 @@ def apply(block: str, root: Path) -> None:
 
 
 USE = """
-from parallel_state.functions import getters
 from parallel_state import launch
+from tests import stubs
 
 if __name__ == "__main__":
-    getters.write_stub()  # `make stubs`
+    stubs.write()  # `make stubs`
     launch(check_op, nproc=2, tensor_model_parallel_size=2)
     launch(check_axis, nproc=2, tensor_model_parallel_size=1)
     print("used")

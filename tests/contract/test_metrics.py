@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -73,8 +74,8 @@ def _scraped() -> tuple[str, str, int]:
             group.all_reduce(torch.ones(3))
             endpoint = ps.metrics.serve(0)
             try:
-                url = f"http://127.0.0.1:{endpoint.port}/metrics"
-                with urllib.request.urlopen(url, timeout=10) as answer:
+                assert str(endpoint) == endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
+                with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
                     text = answer.read().decode()
             finally:
                 endpoint.close()
@@ -93,6 +94,30 @@ def test_prometheus_reads_them(pools: Pools) -> None:
         assert "# TYPE parallel_state_failures_total counter" in text
         for line in text.splitlines():
             assert line.startswith("# ") or re.fullmatch(r'[a-z_]+\{([a-z_]+="[^"]*",?)+\} [0-9.e+-]+', line), line
+
+
+def _in_a_hang(route: str) -> str:
+    """Returns the metrics of a rank while rank 0 waits in a call that rank 1 makes later."""
+    with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "gloo" else None), world(2):
+        group = ps.get_tp_group()
+        group.barrier()
+        texts: list[str] = []
+        if group.rank_in_group == 0:
+            threading.Timer(LATE_S, lambda: texts.append(ps.metrics.prometheus_text())).start()
+        else:
+            time.sleep(2 * LATE_S)
+            texts.append(ps.metrics.prometheus_text())
+        group.all_reduce(torch.ones(3))
+        return texts[0]
+
+
+@pytest.mark.parametrize("route", ["shared memory", "gloo"])
+def test_the_call_under_way_is_a_gauge(pools: Pools, route: str) -> None:
+    waiting, late = pools(2).run(_in_a_hang, route, timeout_s=DEADLINE_S)
+    under_way = r'^parallel_state_operation_under_way_seconds\{rank="\d",group="tp:\d+",operation="(\w+)"\} (\S+)$'
+    ((name, seconds),) = re.findall(under_way, waiting, re.MULTILINE)
+    assert name.startswith("all_reduce") and LATE_S / 2 < float(seconds) < 10 * LATE_S
+    assert not re.findall(under_way, late, re.MULTILINE)
 
 
 def _collected() -> tuple[str, str]:

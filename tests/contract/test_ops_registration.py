@@ -104,8 +104,8 @@ CASES = (
 )
 
 
-ALLOCATES = {"empty", "borrow"}
-"""Ops that no other rank takes part in; see test_symmetric_tensors and test_message_views."""
+ALLOCATES = {"empty"}
+"""Ops that no other rank takes part in; see test_symmetric_tensors."""
 NAMES = sorted(set(OP_NAMES) - ALLOCATES)
 
 

@@ -113,9 +113,10 @@ def _others_come_later() -> Outcome:
 
 
 def test_row_09_a_wait_that_has_failed_is_told_to_those_that_came_later(pool_of: Callable[[str], Any]) -> None:
-    """Though the rank has been in no call since."""
+    """Though the rank has been in no call since. Connections end with its wait, so the others needn't wait as long."""
     for rank, told in enumerate(pool_of("connections").run(_others_come_later, timeout_s=DEADLINE_S)):
-        assert told.kind == "CollectiveTimeoutError", (rank, told)
+        kinds = ("CollectiveTimeoutError",) if rank == 0 else ("CollectiveTimeoutError", "CommunicationError")
+        assert told.kind in kinds, (rank, told)
         assert rank == 0 or re.search(r"global rank 0 is in recv\(", told.text), (rank, told)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from device_communicators.control.store import MAGIC, ControlStore
+from device_communicators.control.client import MAGIC
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from parallel_state.launch.store import read_secret
 

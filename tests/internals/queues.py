@@ -51,9 +51,24 @@ def only_sender(group: GroupCoordinator) -> Any:
     return sender
 
 
+class _StoppedLibrary:
+    """The library, by which no message that was begun is written on."""
+
+    def __init__(self, library: Any, seconds: float) -> None:
+        self._library, self._seconds = library, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def ps_queue_resume(self, *_: object) -> int:
+        time.sleep(self._seconds)
+        return 1  # timed out
+
+
 def stop_writing(group: GroupCoordinator, seconds: float) -> None:
     """Has this rank write the beginning of its next message, wait, and write no more of it."""
-    only_sender(group)._write_patiently = lambda **_: time.sleep(seconds)
+    sender = only_sender(group)
+    sender._library = _StoppedLibrary(sender._library, seconds)
 
 
 def encode_slowly(monkeypatch: Any, seconds: float) -> None:

@@ -14,9 +14,9 @@ from parallel_state import GroupCoordinator, TensorDictSpec
 from parallel_state.messages import tensor_dicts, wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack
+from parallel_state.messages.media import QueueMedium
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
-from parallel_state.messages.transports import QueueTransport
 from parallel_state.messages.wire import FRAME_BYTES, Outgoing
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 
 def is_over_queue(group: GroupCoordinator) -> bool:
     """Returns True for a group whose messages go through queues in shared memory."""
-    return isinstance(group._messenger.transport, QueueTransport)
+    return isinstance(group._messenger.medium, QueueMedium)
 
 
 def metadata_bytes(value: object) -> int:
@@ -63,10 +63,10 @@ def garbage() -> dict[str, bytes]:
 
 def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
     """A message of these very bytes."""
-    transport = group._messenger.transport
+    medium = group._messenger.medium
     if way == "broadcast":
-        transport.broadcast(lambda: outgoing, UserCall("broadcast_object", root=group.rank_in_group))
-    for part in transport.isend(outgoing, 1) if way == "send" else []:
+        medium.broadcast(outgoing, UserCall("broadcast_object", root=group.rank_in_group))
+    for part in medium.isend(outgoing, 1) if way == "send" else []:
         part.wait()
 
 
@@ -91,9 +91,9 @@ def head_of_tensor(numel: int) -> Outgoing:
 
 
 def without_queue_calls(monkeypatch: Any) -> None:
-    """Removes what Python would send and receive messages by."""
-    for name in ("post", "isend", "broadcast", "incoming"):
-        monkeypatch.setattr(QueueTransport, name, None)
+    """Removes what messages would be sent and received by that are recorded in Python."""
+    for name in ("isend", "broadcast", "_receive_recorded"):
+        monkeypatch.setattr(QueueMedium, name, None)
 
 
 def without_list_calls(monkeypatch: Any) -> None:

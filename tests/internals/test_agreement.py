@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch.distributed as dist
 
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -35,8 +34,7 @@ class World:
         places = {rank: Place("host", "network", "", 0, "", endpoint) for rank, endpoint in enumerate(endpoints)}
         for rank, watcher in enumerate(self.watchers):
             watcher.follow(rank, places)
-        store = dist.HashStore()
-        self.ranks = [Agreement(store, "world", rank, watcher) for rank, watcher in enumerate(self.watchers)]
+        self.ranks = [Agreement("world", rank, watcher) for rank, watcher in enumerate(self.watchers)]
 
     def close(self) -> None:
         for watcher in self.watchers:
@@ -112,6 +110,15 @@ def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> No
 
     names = world.each(come)
     assert len(set(names)) == 1 and str(names[0]).endswith("/2"), names
+
+
+def test_a_rank_that_can_not_make_a_group_tells_its_members(world: World) -> None:
+    world.ranks[2].fail("tp/1", (1, 2, 3), "no descriptors")
+    assert [each.failure("tp/1") for each in world.ranks] == [None, (2, "no descriptors"), None, (2, "no descriptors")]
+    assert world.ranks[1].failure("tp/2") is None
+    for number in range(300):
+        world.ranks[2].fail(f"other/{number}", (3,), "again")
+    assert world.ranks[3].failure("tp/1") is None and world.ranks[3].failure("other/299") is not None
 
 
 def test_records_of_any_size_come_whole(world: World) -> None:

@@ -27,6 +27,7 @@ import pytest
 
 from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UsageError
 from device_communicators.base.host import start_time
+from device_communicators.control.client import question
 from device_communicators.control.plane import (
     MOST_STATUS_BYTES,
     Change,
@@ -36,7 +37,6 @@ from device_communicators.control.plane import (
     World,
     find_endpoints,
 )
-from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from tests.extent import LONG
 from tests.failure.leftovers import nothing_left_after
@@ -581,12 +581,9 @@ def test_a_process_of_this_user_finds_and_asks_ranks(pool: Ranks) -> None:
     found = find_endpoints()
     for member in party.members:
         assert found[member.pid] == [member.endpoint]
-        store = ControlStore(
-            native.load(), (member.endpoint.host, member.endpoint.port), member.endpoint.token, timeout_s=5.0
-        )
-        assert store.question("who?") == b"-1: who?"
-        assert store.question("later") == b"-1: now"
-        store.close()
+        _, host, port, token, _ = member.endpoint
+        assert question(native.load(), (host, port), token, "who?", 5.0) == b"-1: who?"
+        assert question(native.load(), (host, port), token, "later", 5.0) == b"-1: now"
     party.each(ALL, leave)
     assert not {member.pid for member in party.members} & find_endpoints().keys()
 

@@ -23,7 +23,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher
-from parallel_state.startup import rendezvous
+from parallel_state.startup import interfaces, rendezvous
 from parallel_state.startup.binding import different_cores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -135,6 +135,15 @@ def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as told:
         opened.result(10.0)
     assert own.value.suspect_ranks == told.value.suspect_ranks == (2,)
+
+
+def test_a_rank_whose_own_name_resolves_late_is_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(rendezvous, "_OWN_NAME_S", 0.05)
+    monkeypatch.setattr(interfaces, "gloo_address", lambda: str(released.wait(AMPLE_S)))
+    place = rendezvous._whereabouts(time.monotonic() + AMPLE_S)
+    released.set()
+    assert place.network == interfaces.process().network != "" and place.pid == interfaces.process().pid
 
 
 def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,4 +134,4 @@ def test_a_tensor_without_elements_is_one(monkeypatch: pytest.MonkeyPatch) -> No
     for obj in (empty, [empty, 1], {"e": empty, "i": 1}):
         outgoing = wire.encode(obj, allow_pickle=False)
         assert len(outgoing.tensors) == 1
-        assert wire._HEADER.unpack_from(outgoing.head + outgoing.more_head)[3] == 1
+        assert wire._HEADER.unpack_from(outgoing.whole_head)[3] == 1

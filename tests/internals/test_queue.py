@@ -13,7 +13,7 @@ import torch
 
 from device_communicators.base.errors import CollectiveTimeoutError, MessageDecodeError
 from device_communicators.cpu import native
-from device_communicators.cpu.channels import MESSAGES, SHAPE, TENSORS, Channels
+from device_communicators.cpu.channels import MESSAGES, SHAPE, Channels
 from device_communicators.cpu.message_queue import Message, Receiver, Sender, pieces_of
 from tests.internals.queue_memory import channels
 
@@ -35,10 +35,10 @@ def test_waits_end_at_their_deadline(tmp_path: Path) -> None:
     x = torch.zeros(8 << 20, dtype=torch.uint8)
     with channels(tmp_path / "queue", 0, 6, timeout_s=TIMEOUT_S, meet=False) as ends:
         for other in range(1, 6):
-            ends.sender(other, TENSORS)  # its memory takes time as well
+            sender = ends.sender(other, MESSAGES)  # its memory takes time as well
             for waits, call in (
                 (readers, ends.receiver(other, MESSAGES).next),
-                (writers, functools.partial(ends.send, x, other)),
+                (writers, functools.partial(sender.send, Message(b"", (x,)))),
             ):
                 started = time.monotonic()
                 with pytest.raises(CollectiveTimeoutError) as caught:

@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch.distributed as dist
 
+from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import World
-from device_communicators.control.store import ControlStore, ForeignServiceError
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from parallel_state.startup.answers import ask_for_store
 

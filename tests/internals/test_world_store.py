@@ -22,8 +22,9 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.c10d.control_store import for_torch
+from device_communicators.control.client import MOST_BYTES, ForeignServiceError
 from device_communicators.control.plane import Member, World
-from device_communicators.control.store import MOST_BYTES, ControlStore, ForeignServiceError
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from tests.internals.test_store_answers import greets, is_silent, service
 

@@ -232,7 +232,7 @@ def test_which_data_parallel_sizes_follow_from_which(sizes: Sizes, expected: tup
 @pytest.mark.parametrize(
     ("sizes", "parts"),  # of 24 ranks
     [
-        ({"dp": 12}, ["must be the world size, 24", "dp=12 = 12", "factor of 2"]),
+        ({"dp": 12}, ["must be the world size, 24", "is dp=12;", "factor of 2"]),
         ({"dp": 1}, ["must be the world size, 24"]),
         ({"dp": 5}, ["24 ranks are not divisible by dp=5"]),
         ({"dp_shard": 5}, ["must be the data-parallel size, 24", "5 and open", "leave one open"]),
@@ -316,9 +316,9 @@ def test_the_sizes_of_expert_layers(order: str, sizes: Sizes, expected: tuple[in
 @pytest.mark.parametrize(
     ("sizes", "order", "parts"),  # of 24 ranks
     [
-        ({"ep": 5}, DEFAULT_ORDER, ["expert layers", "24 ranks", "ep=5 = 5", "expert_model_parallel_size"]),
-        ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: the tensor"]),
-        ({"etp": 5, "ep": -1}, DEFAULT_ORDER, ["expert layers", "etp=5"]),
+        ({"ep": 5}, DEFAULT_ORDER, ["layers with experts", "24 ranks", "ep=5, the sizes", "expert_model_"]),
+        ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: that of tp"]),
+        ({"etp": 5, "ep": -1}, DEFAULT_ORDER, ["layers with experts", "etp=5"]),
         ({"etp": -1, "ep": -1}, DEFAULT_ORDER, ["at most one", "'etp' and 'ep'"]),
         ({"ep": 0}, DEFAULT_ORDER, ["axis 'ep'", "is 0"]),
         ({"etp": "2"}, DEFAULT_ORDER, ["axis 'etp'", "is '2'"]),

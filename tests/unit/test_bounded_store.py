@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +39,7 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:_serve": "made within a deadline",
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
-    "parallel_state/startup/stores.py:_tcp_store": "made within a deadline",
+    "parallel_state/startup/stores.py:tcp_store": "made within a deadline",
     "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
     "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
     "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
@@ -58,7 +57,7 @@ MAY_HOLD_RAW = {
     "parallel_state/tools/check/meeting.py:_serve": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_connect": "made within a deadline",
-    "parallel_state/tools/check/meeting.py:_tcp_store": "made within a deadline",
+    "parallel_state/tools/check/meeting.py:_shake_hands": "made within a deadline",
     "parallel_state/startup/job_store.py:store_in_words": "reads an address",
     "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",
 }
@@ -160,13 +159,12 @@ def test_an_operation_without_an_answer_ends_at_its_deadline() -> None:
     with pytest.raises(StoreSilentError, match="has not answered"):
         store.within(0.2).check(["key"])
     assert 0.2 <= time.monotonic() - started < 1.0
-    assert store.silent_s > 0.2
     with pytest.raises(StoreSilentError):  # waits for the first one's answer: torch's lock is held by that
         store.within(0.1).check(["key"])
     assert silent.asked == 1
     silent.answer.set()
     assert store.within(5.0).check(["key"])
-    assert store.silent_s == 0.0 and silent.asked == 2
+    assert silent.asked == 2
 
 
 def test_a_death_ends_an_operation_without_an_answer() -> None:
@@ -202,18 +200,3 @@ def test_an_idle_helper_holds_no_store() -> None:
     time.sleep(0.05)  # the helper thread comes to its next job
     gc.collect()
     assert alive() is None
-
-
-def test_no_second_connection_to_a_store_that_has_ended() -> None:
-    """torch would try for as long as the store waits for anything, or longer."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    timeout = timedelta(seconds=30)
-    store = dist.PrefixStore("start", dist.TCPStore("127.0.0.1", server.port, timeout=timeout))
-    again = BoundedStore(store).connect_anew()
-    assert again is not None
-    again.set("key", "value")
-    assert again.raw.timeout == store.timeout == timeout
-    del server
-    started = time.monotonic()
-    assert BoundedStore(store).connect_anew() is None
-    assert time.monotonic() - started < 0.3

@@ -48,6 +48,27 @@ def _check_links(page: Path) -> None:
         assert not anchor or anchor in _slugs(path), f"{page.name} links {target}"
 
 
+def test_texts_of_the_troubleshooting_table_are_in_the_source() -> None:
+    """A fragment of an error or a log line, or the name of an error."""
+    table = (DOCS / "troubleshooting.md").read_text().partition("## Exit codes")[0]
+    texts = [
+        text
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for text in re.findall("`([^`]+)`", line.split("|")[1])
+    ]
+    assert len(texts) > 15
+    source = " ".join(
+        re.sub(r'"\s*f?"', "", path.read_text())
+        for package in ("parallel_state", "device_communicators") for path in (ROOT / package).rglob("*.py")
+    )  # fmt: skip
+    each(texts, lambda text: _require(text in source, text))
+
+
+def _require(holds: bool, text: str) -> None:
+    assert holds, text
+
+
 def test_files_that_are_named_exist() -> None:
     each(PAGES, _check_files)
 

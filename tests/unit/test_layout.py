@@ -197,7 +197,7 @@ def test_the_group_of_one_rank_among_many_takes_steps_for_its_own_ranks_only() -
         (8, {"tp": True}, "tp", ["axis 'tp'", "is True"]),
         (8, {"tp": "2"}, "tp", ["axis 'tp'", "is '2'"]),
         (8, {"tp": None, "pp": -1}, "tp-pp", ["at most one", "'tp' and 'pp'"]),
-        (8, {"tp": 3, "dp": None}, "tp-dp", ["divisible", "8 ranks", "tp=3 = 3", "multiple of 3", "[1, 2, 4, 8]"]),
+        (8, {"tp": 3, "dp": None}, "tp-dp", ["divisible", "8 ranks", "tp=3;", "multiple of 3", "[1, 2, 4, 8]"]),
         (8, {"tp": 4, "pp": 4}, "tp-pp", ["divisible", "8 ranks", "tp=4 × pp=4 = 16", "multiple of 16"]),
         (8, {"tp": 2, "pp": 2}, "tp-pp", ["must be the world size, 8", "tp=2 × pp=2 = 4", "-1", "factor of 2"]),
         (8, {"tp": 1}, "tp", ["must be the world size, 8", "but is 1", "-1", "factor of 8"]),

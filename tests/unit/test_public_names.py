@@ -22,6 +22,7 @@ import parallel_state
 from device_communicators import GroupContext
 from parallel_state.launch import LaunchConfig, launch
 from parallel_state.launch.launcher import launch as defined
+from tests import stubs
 from tests.cases import each
 
 ROOTS = (device_communicators, parallel_state)
@@ -80,6 +81,11 @@ def test_public_classes_say_where_users_import_them_from() -> None:
     each(classes, check)
     shown = "".join(traceback.format_exception_only(parallel_state.PeerDiedError("rank 3")))
     assert shown == "parallel_state.PeerDiedError: rank 3\n"
+
+
+def test_stubs_name_what_the_roots_load() -> None:
+    for path, text in stubs.stubs().items():
+        assert path.read_text() == text, "run `make stubs`"
 
 
 UNPICKLE = """

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import parallel_state
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -20,7 +22,7 @@ def parsed(path: str) -> Any:
 def test_the_changelog_begins_with_the_version() -> None:
     (version,) = re.findall(r'^version = "(.+)"$', PROJECT, re.MULTILINE)
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == version
+    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == version == parallel_state.__version__
     assert changelog.count("semver.org") == 1
 
 

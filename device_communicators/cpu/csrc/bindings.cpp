@@ -20,7 +20,12 @@
 #include "pack.h"
 
 #pragma GCC visibility push(default)
-extern "C" int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form);
+extern "C" {
+int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form);
+void* ps_make_tensor(const void* group, parallel_state::TensorForm* form, void* (*wrap)(const void*));
+void* ps_view_tensor(const void* group, const parallel_state::TensorForm* form, const parallel_state::Loan* loan,
+                     void* (*wrap)(const void*));
+}
 #pragma GCC visibility pop
 
 namespace parallel_state {
@@ -241,71 +246,25 @@ struct Empty {
   static Tensor run(const Tensor& token, c10::SymIntArrayRef size, at::ScalarType dtype, at::Device device,
                     string_view group) {
     if (const std::shared_ptr<Served> served = device.is_cpu() ? find_served(group) : nullptr) {
-      return symmetric(*served, C10_AS_INTARRAYREF_SLOW(size), dtype);
+      return symmetric(served->share(), C10_AS_INTARRAYREF_SLOW(size), dtype);
     }
     return in_python<Empty>(token, size, dtype, device, group);
   }
 };
 
-// The tensors of the message from `src` whose head Python has just read, where their sender has put them, of this
-// layout: number of the dtype, number of dims, sizes. Nothing where they weren't lent, or not so.
-struct Borrow {
-  static constexpr const char* kName = "borrow";
-  using Signature = std::vector<Tensor>(const Tensor&, std::int64_t, bool, at::IntArrayRef, string_view);
-
-  struct Form {
-    at::ScalarType dtype;
-    at::IntArrayRef sizes;
-    std::size_t bytes() const { return c10::multiply_integers(sizes) * c10::elementSize(dtype); }
-  };
-
-  // Gives the loan back at its end, but not in a forked child, whose copy of a tensor has nothing to give.
-  struct Borrowed {
-    Borrowed(std::shared_ptr<Handle> keep, const Loan& loan) : keep(std::move(keep)), loan(loan) {}
-    ~Borrowed() {
-      if (generation == fork_generation()) loan.give_back();
-    }
-    Borrowed(const Borrowed&) = delete;
-    Borrowed& operator=(const Borrowed&) = delete;
-
-    const std::shared_ptr<Handle> keep;
-    const Loan loan;
-    const int generation = fork_generation();
-  };
-
-  static std::vector<Tensor> run(const Tensor& token, std::int64_t src, bool of_all, at::IntArrayRef layout,
-                                 string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served == nullptr || src < 0 || src >= served->handle().size()) return {};
-    const std::shared_ptr<OpenReader> open = served->handle().queues().reader(static_cast<int>(src), of_all);
-    if (open == nullptr) return {};
-    std::vector<Form> forms;
-    for (std::size_t at = 0; at < layout.size(); at += 2 + forms.back().sizes.size()) {
-      forms.push_back({static_cast<at::ScalarType>(layout[at]), layout.slice(at + 2, layout[at + 1])});
-    }
-    std::vector<Loan> loans;
-    {
-      const InTurn<QueueReader> turn{*open, open->timeout_s};
-      if (!turn || open->closed || open->report->broken != 0) return {};
-      if (open->end.borrow(&loans, open->timeout_s) != QueueStatus::kDone) return {};  // as Python finds out
-    }
-    std::vector<std::shared_ptr<Borrowed>> borrowed;
-    for (const Loan& loan : loans) borrowed.push_back(std::make_shared<Borrowed>(served->share(), loan));
-    std::vector<Tensor> made;
-    auto next = borrowed.begin();
-    for (const Form& form : forms) {
-      if (form.bytes() == 0) {
-        made.push_back(at::detail::empty_cpu(form.sizes, form.dtype, /*pin_memory=*/false, std::nullopt));
-        continue;
-      }
-      if (next == borrowed.end() || (*next)->loan.bytes != form.bytes()) return {};
-      void* const data = (*next)->loan.data;
-      const auto release = [held = std::move(*next++)](void*) {};
-      made.push_back(
-          at::for_blob(data, form.sizes).deleter(release).options(at::TensorOptions(form.dtype)).make_tensor());
-    }
-    return made;
+// A loan of a message's tensor. Gives it back at its end, but not in a forked child, whose copy of a tensor has nothing
+// to give.
+struct Borrowed {
+  Borrowed(std::shared_ptr<Handle> keep, const Loan& loan) : keep(std::move(keep)), loan(loan) {}
+  ~Borrowed() {
+    if (generation == fork_generation()) loan.give_back();
   }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+  const std::shared_ptr<Handle> keep;
+  const Loan loan;
+  const int generation = fork_generation();
 };
 
 struct Barrier {
@@ -521,7 +480,6 @@ TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
   on_cpu<Broadcast>(library);
   on_cpu<BroadcastInPlace>(library);
   on_cpu<Empty>(library);
-  on_cpu<Borrow>(library);
   on_cpu<Barrier>(library);
   on_cpu<Send>(library);
   on_cpu<Receive>(library);
@@ -568,6 +526,34 @@ int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
     return 0;
   }
   return form->bytes == 0 || form->data != nullptr ? 1 : 0;
+}
+
+// See Python::make_tensor and view_tensor in pack.h.
+void* ps_make_tensor(const void* group, parallel_state::TensorForm* form, void* (*wrap)(const void*)) {
+  const auto& handle = *static_cast<const std::shared_ptr<parallel_state::Handle>*>(group);
+  try {
+    const at::IntArrayRef sizes(form->sizes, static_cast<std::size_t>(form->dims));
+    const at::Tensor made = parallel_state::empty(handle, sizes, static_cast<at::ScalarType>(form->dtype));
+    form->data = form->bytes == 0 ? nullptr : made.mutable_data_ptr();
+    return wrap(&made);
+  } catch (const std::exception&) {  // Python allocates it, and says why not
+    return nullptr;
+  }
+}
+
+void* ps_view_tensor(const void* group, const parallel_state::TensorForm* form, const parallel_state::Loan* loan,
+                     void* (*wrap)(const void*)) {
+  const auto& handle = *static_cast<const std::shared_ptr<parallel_state::Handle>*>(group);
+  try {
+    const auto release = [held = std::make_shared<parallel_state::Borrowed>(handle, *loan)](void*) {};
+    const at::Tensor made = at::for_blob(loan->data, at::IntArrayRef(form->sizes, static_cast<std::size_t>(form->dims)))
+                                .deleter(release)
+                                .options(at::TensorOptions(static_cast<at::ScalarType>(form->dtype)))
+                                .make_tensor();
+    return wrap(&made);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 }  // extern "C"

@@ -1,10 +1,10 @@
 #include "messages.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 
-#include "pack.h"
 #include "transfers.h"
 
 namespace parallel_state {
@@ -40,10 +40,10 @@ bool is_free_reader(const OpenReader& open) {
   return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
 }
 
-// Reads one message, past Python.
+// Reads one message.
 class Reading {
  public:
-  explicit Reading(OpenReader& open) : open_(open), started_ns_(now_ns()) {}
+  Reading(OpenReader& open, double timeout_s) : open_(open), timeout_s_(timeout_s), started_ns_(now_ns()) {}
 
   // The message whose head is the first piece: what a peer wrote is compared with what is known, and not parsed.
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
@@ -54,23 +54,62 @@ class Reading {
                              end.is_next(static_cast<const char*>(head.address), head.bytes);
     if (!is_expected) return leave();
     const Piece passed{nullptr, head.bytes};
-    const bool done = check(end.read(&passed, 1, open_.timeout_s)) &&
-                      check(end.read(pieces.data() + 1, static_cast<int>(pieces.size()) - 1, open_.timeout_s));
+    const bool done = check(end.read(&passed, 1, timeout_s_)) &&
+                      check(end.read(pieces.data() + 1, static_cast<int>(pieces.size()) - 1, timeout_s_));
     return done ? Outcome::kDone : Outcome::kLeft;
   }
 
-  // That of an object without tensors, all of which lies in one chunk. Its bytes are counted in `bytes`.
-  Outcome read_object(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
+  // Any message. It counts as `bytes`, 0 where not all of it has been read.
+  Outcome read_value(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
+    if (taker.wants_loans()) end.want_loans(true);
     if (!wait_for_head(number)) return Outcome::kLeft;
-    *bytes = end.bytes_left();
-    const bool is_whole = end.header().fingerprint == number && end.header().head_bytes == *bytes && end.is_whole();
-    if (!is_whole || !is_plain_head(end.here(), *bytes) || !taker.take(end.here(), *bytes)) return leave();
-    const Piece passed{nullptr, *bytes};
-    return check(end.read(&passed, 1, open_.timeout_s)) ? Outcome::kDone : Outcome::kLeft;
+    QueueReport& report = *open_.report;
+    const std::uint64_t head_bytes = end.header().head_bytes, tensor_bytes = end.bytes_left() - head_bytes;
+    report.head_bytes = static_cast<std::int64_t>(head_bytes);
+    report.total_bytes = static_cast<std::int64_t>(end.bytes_left());
+    report.fingerprint = static_cast<std::int64_t>(end.header().fingerprint);
+    if (end.header().fingerprint != number) return leave();
+    const std::uint64_t found_bytes = head_bytes > taker.most_head_bytes() ? kHeadStart : head_bytes;
+    char* const head = taker.head_buffer(found_bytes);
+    const Piece piece{head, found_bytes};
+    if (!check(end.read(&piece, 1, timeout_s_))) return Outcome::kLeft;
+    std::vector<Loan> loans;
+    if (taker.wants_loans() && !check(end.borrow(&loans, timeout_s_))) return Outcome::kLeft;
+    std::vector<Piece> pieces;
+    const bool were_lent = !loans.empty();
+    const bool is_taken =
+        taker.take_head({head, found_bytes, head_bytes, tensor_bytes, end.is_at_hand(), &loans}, &pieces);
+    if (is_taken && were_lent) copy(&loans, pieces);
+    for (const Loan& loan : loans) loan.give_back();
+    const std::uint64_t wanted_bytes = bytes_of(pieces);
+    bool done = is_taken || end.bytes_left() == 0;
+    if (is_taken && !were_lent) {
+      done = check(wanted_bytes == tensor_bytes ? QueueStatus::kDone : QueueStatus::kMalformed) &&
+             check(end.read(pieces.data(), static_cast<int>(pieces.size()), timeout_s_));
+    }
+    if (done) *bytes = std::max(kFrameBytes, head_bytes) + tensor_bytes;
+    return !is_taken ? Outcome::kRaised : done ? Outcome::kDone : Outcome::kLeft;
   }
 
  private:
+  // What is lent, as far as there are loans, to the pieces.
+  static void copy(std::vector<Loan>* loans, const std::vector<Piece>& pieces) {
+    auto loan = loans->begin();
+    std::uint64_t offset = 0;
+    for (const Piece& piece : pieces) {
+      for (std::uint64_t done = 0; done < piece.bytes && loan != loans->end();) {
+        const std::uint64_t part = std::min(loan->bytes - offset, piece.bytes - done);
+        std::memcpy(static_cast<char*>(piece.address) + done, loan->data + offset, part);
+        done += part;
+        offset += part;
+        if (offset < loan->bytes) continue;
+        ++loan;
+        offset = 0;
+      }
+    }
+  }
+
   bool wait_for_head(std::uint64_t number) {
     return wait(number) && check(open_.end.bytes_left() == 0 ? QueueStatus::kMalformed : QueueStatus::kDone);
   }
@@ -80,7 +119,7 @@ class Reading {
     QueueReport& report = *open_.report;
     const bool is_here = report.found != 0;
     report.found = 0;
-    const QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(open_.timeout_s);
+    const QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(timeout_s_);
     // Of a message to this rank alone nothing is lost yet: the next call receives it.
     if (status == QueueStatus::kInterrupted && number == 0) return false;
     return check(status);
@@ -104,6 +143,7 @@ class Reading {
   }
 
   OpenReader& open_;
+  const double timeout_s_;
   const std::int64_t started_ns_;
 };
 
@@ -141,8 +181,9 @@ Outcome receive(Served& served, ToOne from, Read read) {
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
   const Transfer transfer{served, from.received(), from.rank, from.method};
   std::uint64_t bytes = 0;
-  const Outcome outcome = read(Reading{*open}, 0, &bytes);
-  if (outcome == Outcome::kDone) served.end(transfer.record(), from.received(), bytes);
+  const Outcome outcome = read(Reading{*open, open->timeout_s}, 0, &bytes);
+  const bool has_come = outcome == Outcome::kDone || (outcome == Outcome::kRaised && bytes != 0);
+  if (has_come) served.end(transfer.record(), from.received(), bytes);
   return outcome;
 }
 
@@ -161,9 +202,9 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   Outcome outcome = Outcome::kLeft;
   const bool is_announced = open->report->found != 0;  // by the call that has left the message
   if (is_announced || announce(handle, told, src, open->spin_ns)) {
-    outcome = read(Reading{*open}, *open->broadcasts + 1, &bytes);
+    outcome = read(Reading{*open, open->timeout_s}, *open->broadcasts + 1, &bytes);
   }
-  if (outcome == Outcome::kDone) {
+  if (outcome == Outcome::kDone || outcome == Outcome::kRaised) {
     ++*open->broadcasts;  // else Python counts it, which goes on with it
     served.end(record, counted(told), bytes);
   } else {
@@ -248,20 +289,28 @@ Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<
   });
 }
 
-Outcome receive_object(Served& served, ToOne from, Taker& taker) {
+Outcome receive_value(Served& served, ToOne from, Taker& taker) {
   return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
-    const Outcome outcome = reading.read_object(number, taker, bytes);
-    *bytes = std::max(kFrameBytes, *bytes);
-    return outcome;
+    return reading.read_value(number, taker, bytes);
   });
 }
 
-Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker) {
+Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker) {
   return receive_of_all(served, told, src, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
-    const Outcome outcome = reading.read_object(number, taker, bytes);
-    *bytes = std::max(kFrameBytes, *bytes);
-    return outcome;
+    return reading.read_value(number, taker, bytes);
   });
+}
+
+Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker) {
+  const InTurn<QueueReader> turn{open, timeout_s};
+  if (!turn) {  // another thread waits for a message in it
+    open.report->suspect = open.end.writer();
+    open.report->broken = static_cast<std::int64_t>(QueueStatus::kTimedOut);
+    return Outcome::kLeft;
+  }
+  std::uint64_t bytes = 0;
+  return open.closed || open.report->broken != 0 ? Outcome::kLeft
+                                                 : Reading{open, timeout_s}.read_value(number, taker, &bytes);
 }
 
 namespace {

@@ -1,5 +1,8 @@
-// Messages between the ranks of a host, for calls that come past Python: lists of tensors and tensor dicts whose head
-// the receiver knows beforehand, objects without tensors, and plain tensors. See open_queue.h, and transfers.h.
+// Messages between the ranks of a host: objects with their tensors, lists of tensors whose head the receiver knows
+// beforehand, and plain tensors. See open_queue.h, and transfers.h.
+//
+// A message is taken in by these steps, whatever it is: its head is read, a `Taker` says where the tensors go, and they
+// are read to there. Who asks by a group's name has the message recorded and counted here, else by the caller.
 //
 // Any thread may call. The pieces are the caller's.
 #pragma once
@@ -19,7 +22,8 @@ enum class Outcome : int {
   // or the call has failed, and Python finds out how at once.
   kLeft = 0,
   kDone = 1,
-  kNoRoom = 2  // for all of the message at once; nothing has happened
+  kNoRoom = 2,  // for all of the message at once; nothing has happened
+  kRaised = 3   // the taker has refused the message, which has come
 };
 
 // A message to one rank: under which name it is counted, and by which method it is sent or received, a number of
@@ -53,15 +57,32 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces);
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces);
 
-// The message of an object without tensors, if all of it lies in one chunk: it is handed to `take`, which returns false
-// where it has no room for it.
+// The head of a message that has come.
+struct Head {
+  const char* data;
+  std::uint64_t bytes;       // of `data`: all of the head, or the beginning of one that is too long
+  std::uint64_t head_bytes;  // of the head
+  std::uint64_t tensor_bytes;
+  bool is_at_hand;           // whether the tensors can be read without a wait, and are few bytes
+  std::vector<Loan>* loans;  // where the tensors are if the sender has lent them; a taker that keeps them clears it
+};
+
+// Makes something of a message.
 class Taker {
  public:
   virtual ~Taker() = default;
-  virtual bool take(const char* message, std::uint64_t bytes) = 0;
+  virtual std::uint64_t most_head_bytes() const = 0;  // of a longer head `head_buffer` gets kHeadStart bytes
+  virtual bool wants_loans() const = 0;
+  virtual char* head_buffer(std::uint64_t bytes) = 0;  // to read the head into
+  // Says where the tensors go, one after the other. False where the message is refused.
+  virtual bool take_head(const Head& head, std::vector<Piece>* pieces) = 0;
 };
-Outcome receive_object(Served& served, ToOne from, Taker& taker);
-Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker);
+constexpr std::uint64_t kHeadStart = 32;  // tells what a head is
+
+Outcome receive_value(Served& served, ToOne from, Taker& taker);
+Outcome receive_broadcast_value(Served& served, Told told, int src, Taker& taker);
+// Message `number` of an end, 0 for one to this rank alone. The report tells its size, and of kLeft the reason.
+Outcome receive_value(OpenReader& open, std::uint64_t number, double timeout_s, Taker& taker);
 
 // A plain tensor.
 struct PlainTensor {

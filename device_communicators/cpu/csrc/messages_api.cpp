@@ -1,6 +1,9 @@
-// The calls of parallel_state.messages that come past Python, as calling.h has them. They return an Outcome, or the
-// object's message. `self` is the address of what is told of Python; the first argument is the group's key.
+// The calls of parallel_state.messages, as calling.h has them. Those that send return an Outcome, and those that
+// receive the object, or NotImplemented where Python is to find out why there is none. `self` is the address of what is
+// told of Python; the first argument is the group's key, but of `ps_queue_receiving`.
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,6 +12,7 @@
 #include "interrupt.h"
 #include "messages.h"
 #include "pack.h"
+#include "unpack.h"
 
 namespace {
 
@@ -32,13 +36,17 @@ Piece head_of(const Python& python, void* head) {
   return {const_cast<char*>(python.bytes(head)), static_cast<std::uint64_t>(python.bytes_size(head))};
 }
 
-// Null where a signal's handler has raised meanwhile: that comes out of the call.
-void* answer(Outcome outcome) {
+// Raises what a signal's handler has raised meanwhile: that comes out of the call.
+bool raises() {
   void *type = nullptr, *value = nullptr, *traceback = nullptr;
-  if (outcome == Outcome::kLeft) take_exception(&type, &value, &traceback);
-  if (type == nullptr) return calling.make_integer(static_cast<int>(outcome));
-  calling.raise(type, value, traceback);
-  return nullptr;
+  take_exception(&type, &value, &traceback);
+  if (type != nullptr) calling.raise(type, value, traceback);
+  return type != nullptr;
+}
+
+void* answer(Outcome outcome) {
+  if (outcome == Outcome::kLeft && raises()) return nullptr;
+  return calling.make_integer(static_cast<int>(outcome));
 }
 
 // Lets other threads run.
@@ -97,28 +105,251 @@ Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) 
   return outcome;
 }
 
-// Makes Python's bytes of a message.
-class BytesTaker : public Taker {
+// Makes an object of a message. What the library can't read is left to a hook: it is given the head's bytes, the head's
+// size and that of the tensors, and returns the addresses and sizes of where these go.
+class Received final : public Taker, private Tensors {
  public:
-  bool take(const char* message, std::uint64_t bytes) override {
-    calling.restore_thread(thread_);
-    made_ = calling.make_bytes(message, static_cast<std::ptrdiff_t>(bytes));
-    has_failed_ = made_ == nullptr;
-    thread_ = calling.save_thread();
-    return !has_failed_;
+  static constexpr std::ptrdiff_t kArguments = 8;
+
+  // The arguments: the most bytes of a head; of an all-gather group the ranks, 0 for none, and what gathers a slice to
+  // a tensor of some sizes; a dict of tensors to be filled; whether tensors may be views; the head and the Form of an
+  // expected list of tensors, which is the result; the hook. None and 0 stand for what there isn't.
+  Received(const Python& python, void* const* given, std::shared_ptr<Handle> group)
+      : python_(python),
+        group_(std::move(group)),
+        limit_(number_of(given[0])),
+        slices_(number_of(given[1])),
+        gather_(given[2]),
+        out_(given[3] == python.none_object ? nullptr : given[3]),
+        views_(given[4] == python.true_object && python.view_tensor != nullptr),
+        expected_(given[5] == python.none_object ? nullptr : given[5]),
+        form_(static_cast<const Form*>(pointer_of(given[6]))),
+        hook_(given[7]) {}
+  ~Received() override {
+    drop();
+    for (void* const tensor : tensors_) let_go(tensor);
   }
+
+  std::uint64_t most_head_bytes() const override {
+    constexpr std::uint64_t kMostError = 4096;  // of an error's head, which has no other limit
+    return std::max(kMostError, kHeadStart + limit_);
+  }
+  bool wants_loans() const override { return views_; }
+  char* head_buffer(std::uint64_t bytes) override {
+    head_.resize(bytes);
+    return head_.data();
+  }
+
+  bool take_head(const Head& head, std::vector<Piece>* pieces) override {
+    calling.restore_thread(thread_);
+    const bool is_whole = head.bytes == head.head_bytes && head.bytes <= kHeadStart + limit_;
+    const bool is_known =
+        is_whole && python_.make_tensor != nullptr && (expected_ != nullptr ? plan_list(head) : plan_value(head));
+    bool is_taken = is_known;
+    if (!is_known && has_views_) {  // the loans are gone
+      head.loans->clear();
+      calling.no_memory();
+    } else if (!is_known) {
+      is_taken = (is_whole && expected_ == nullptr && plan_plain(head)) || ask(head, pieces);
+    }
+    if (is_known && head.loans->empty()) {
+      for (const Piece& piece : places_) {
+        if (piece.bytes != 0) pieces->push_back(piece);
+      }
+    }
+    if (is_known) head.loans->clear();  // each is a tensor's
+    thread_ = head.is_at_hand ? nullptr : calling.save_thread();
+    return is_taken;
+  }
+
   template <typename Receive>
   void* run(Receive receive) {
     thread_ = calling.save_thread();
     const Outcome outcome = receive(*this);
-    calling.restore_thread(thread_);
-    return outcome == Outcome::kDone || has_failed_ ? made_ : answer(Outcome::kLeft);
+    if (thread_ != nullptr) calling.restore_thread(thread_);
+    if (outcome == Outcome::kRaised || (outcome == Outcome::kLeft && raises())) return nullptr;
+    return outcome == Outcome::kDone ? result() : python_.keep(python_.not_implemented);
   }
 
  private:
-  void* thread_ = nullptr;
-  void* made_ = nullptr;  // with an error of Python's where there was no memory for it
-  bool has_failed_ = false;
+  void let_go(void* object) const {
+    if (object != nullptr) python_.let_go(object);
+  }
+  void drop() {
+    let_go(value_);
+    value_ = nullptr;
+  }
+
+  // An object without tensors needs no function of torch's.
+  bool plan_plain(const Head& head) {
+    if (python_.make_tensor == nullptr && unpacker_.read(python_, head.data, head.bytes, head.tensor_bytes, 0)) {
+      value_ = unpacker_.build(*this);
+    }
+    return value_ != nullptr;
+  }
+
+  bool plan_value(const Head& head) {
+    if (!unpacker_.read(python_, head.data, head.bytes, head.tensor_bytes, slices_)) return false;
+    const std::size_t count = unpacker_.count();
+    forms_.clear();
+    for (std::size_t index = 0; index < count; ++index) forms_.push_back(unpacker_.form(index));
+    // A view has its loan for good, and buffers are written to only if all fit.
+    if (!head.loans->empty() || out_ != nullptr) {
+      is_trial_ = true;
+      value_ = unpacker_.build(*this);
+      is_trial_ = false;
+      if (value_ == nullptr) return false;
+      drop();
+      fills_ = out_ != nullptr && misfits_ == 0 && fits_ == python_.dict_size(out_);
+    }
+    if (!prepare(head)) return false;
+    value_ = unpacker_.build(*this);
+    return value_ != nullptr && make_all() ? true : (drop(), false);
+  }
+
+  bool plan_list(const Head& head) {
+    const auto bytes = static_cast<std::uint64_t>(python_.bytes_size(expected_));
+    if (form_ == nullptr || bytes != head.bytes || std::memcmp(python_.bytes(expected_), head.data, bytes) != 0)
+      return false;
+    const std::int64_t* at = form_->layout;
+    forms_.clear();
+    for (std::int64_t index = 0; index < form_->count; ++index) {
+      std::uint64_t size = static_cast<std::uint64_t>(python_.dtype_bytes[at[0]]);
+      for (std::int64_t dim = 0; dim < at[1]; ++dim) size *= static_cast<std::uint64_t>(at[2 + dim]);
+      forms_.push_back({nullptr, size, at[0], at[1], at + 2});
+      at += 2 + at[1];
+    }
+    return prepare(head) && make_all();
+  }
+
+  // Whether the loans are those of the tensors.
+  bool prepare(const Head& head) {
+    const std::size_t count = forms_.size();
+    tensors_.assign(count, nullptr);
+    places_.assign(count, Piece{nullptr, 0});
+    loans_.assign(count, nullptr);
+    if (head.loans->empty()) return true;
+    auto loan = head.loans->begin();
+    for (std::size_t index = 0; index < count; ++index) {
+      if (forms_[index].bytes == 0) continue;
+      if (loan == head.loans->end() || loan->bytes != forms_[index].bytes) return false;
+      loans_[index] = &*loan++;
+    }
+    return loan == head.loans->end();
+  }
+
+  bool make_all() {
+    for (std::size_t index = 0; index < forms_.size(); ++index) {
+      if (at(index, nullptr) == nullptr) return false;
+    }
+    return true;
+  }
+
+  void* at(std::size_t index, void* key) override {
+    TensorForm form = forms_[index];
+    if (is_trial_) {
+      void* const fit = out_ == nullptr || key == nullptr ? nullptr : buffer(key, &form);
+      if (fit != nullptr) python_.let_go(fit);
+      if (key != nullptr) ++(fit != nullptr ? fits_ : misfits_);
+      return const_cast<void*>(python_.none_object);
+    }
+    if (tensors_[index] != nullptr) return tensors_[index];
+    void* made = nullptr;
+    if (loans_[index] != nullptr) {
+      has_views_ = true;
+      made = python_.view_tensor(&group_, &form, loans_[index], python_.wrap);
+    } else {
+      if (fills_ && key != nullptr) made = buffer(key, &form);
+      if (made == nullptr) made = python_.make_tensor(&group_, &form, python_.wrap);
+      places_[index] = {form.data, form.bytes};
+    }
+    return tensors_[index] = made;
+  }
+
+  // The caller's own tensor, if it is for one of this form.
+  void* buffer(void* key, TensorForm* form) const {
+    void* const found = python_.dict_item(out_, key);
+    TensorForm own{};
+    if (found == nullptr || !is_among(type_of(python_, found), python_.others, python_.other_count)) return nullptr;
+    if (!describe(python_, found, &own) || own.dtype != form->dtype || own.dims != form->dims) return nullptr;
+    if (!std::equal(own.sizes, own.sizes + own.dims, form->sizes)) return nullptr;
+    form->data = own.data;
+    return python_.keep(found);
+  }
+
+  bool ask(const Head& head, std::vector<Piece>* pieces) {
+    python_.forget_error();
+    void* const arguments[] = {calling.make_bytes(head.data, static_cast<std::ptrdiff_t>(head.bytes)),
+                               calling.make_integer(static_cast<long long>(head.head_bytes)),
+                               calling.make_integer(static_cast<long long>(head.tensor_bytes))};
+    void* answered = nullptr;
+    if (arguments[0] != nullptr && arguments[1] != nullptr && arguments[2] != nullptr) {
+      answered = python_.call(hook_, arguments, 3, nullptr);
+    }
+    for (void* const argument : arguments) let_go(argument);
+    if (answered == nullptr) return false;
+    const auto bytes = static_cast<std::size_t>(python_.bytes_size(answered));
+    pieces->resize(bytes / sizeof(Piece));
+    if (bytes != 0) std::memcpy(static_cast<void*>(pieces->data()), python_.bytes(answered), bytes);
+    python_.let_go(answered);
+    has_asked_ = true;
+    return true;
+  }
+
+  void* result() {
+    if (has_asked_) return python_.keep(hook_);
+    if (expected_ != nullptr) {
+      void* const made = python_.make_list(static_cast<std::ptrdiff_t>(tensors_.size()));
+      for (std::size_t index = 0; made != nullptr && index < tensors_.size(); ++index) {
+        python_.set_item(made, static_cast<std::ptrdiff_t>(index), std::exchange(tensors_[index], nullptr));
+      }
+      return made;
+    }
+    bool is_cut = false;
+    for (std::size_t index = 0; index < tensors_.size(); ++index) {
+      if (!unpacker_.is_cut(index)) continue;
+      if (!gather(index)) return nullptr;
+      is_cut = true;
+    }
+    if (!is_cut) return std::exchange(value_, nullptr);
+    void* const made = unpacker_.build(*this);  // as before, of the whole tensors
+    return made == nullptr ? calling.no_memory() : made;
+  }
+
+  bool gather(std::size_t index) {
+    const std::vector<std::int64_t>& sizes = unpacker_.sizes(index);
+    void* const shape = python_.make_list(static_cast<std::ptrdiff_t>(sizes.size()));
+    if (shape == nullptr) return false;
+    for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+      python_.set_item(shape, static_cast<std::ptrdiff_t>(dim), calling.make_integer(sizes[dim]));
+    }
+    void* const arguments[] = {tensors_[index], shape};
+    void* const whole = python_.call(gather_, arguments, 2, nullptr);
+    python_.let_go(shape);
+    if (whole == nullptr) return false;
+    python_.let_go(std::exchange(tensors_[index], whole));
+    return true;
+  }
+
+  const Python& python_;
+  const std::shared_ptr<Handle> group_;
+  const std::uint64_t limit_, slices_;
+  void *const gather_, *const out_;
+  const bool views_;
+  void* const expected_;
+  const Form* const form_;
+  void* const hook_;
+  void* thread_ = nullptr;  // null while this thread has Python's lock
+  std::vector<char> head_;
+  Unpacker unpacker_;
+  std::vector<TensorForm> forms_;
+  std::vector<void*> tensors_;  // references, null for those that aren't made yet
+  std::vector<Piece> places_;
+  std::vector<const Loan*> loans_;
+  void* value_ = nullptr;
+  std::ptrdiff_t fits_ = 0, misfits_ = 0;  // of the caller's tensors
+  bool fills_ = false;
+  bool is_trial_ = false, has_views_ = false, has_asked_ = false;
 };
 
 }  // namespace
@@ -148,11 +379,13 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, dst, method, object, limit
-  if (count != 5) return nullptr;
+// …, dst, method, object, limit, slices, mine, whole: see Cut
+void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
+  if (count != 8) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
-  if (served == nullptr || !packer().pack(python, given[3], python.depth, number_of(given[4]))) {
+  const Cut cut{number_of(given[5]), number_of(given[6]), given[7] == python.none_object ? nullptr : given[7]};
+  if (served == nullptr || !packer().pack(python, given[3], python.depth, number_of(given[4]), cut)) {
     return answer(Outcome::kLeft);
   }
   const ToOne to{int_of(given[1]), int_of(given[2])};
@@ -201,21 +434,39 @@ void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t coun
   return answer(outcome);
 }
 
-void* ps_receiving_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, src, method
-  if (count != 3) return nullptr;
-  const std::shared_ptr<Served> served = served_of(python_of(self), given[0]);
-  if (served == nullptr) return answer(Outcome::kLeft);
+void* ps_receiving_value(void* self, void* const* given, std::ptrdiff_t count) {  // …, src, method, of Received
+  if (count != 3 + Received::kArguments) return nullptr;
+  const Python& python = python_of(self);
+  const std::shared_ptr<Served> served = served_of(python, given[0]);
+  if (served == nullptr) return python.keep(python.not_implemented);
   const ToOne from{int_of(given[1]), int_of(given[2])};
-  return BytesTaker().run([&](Taker& taker) { return receive_object(*served, from, taker); });
+  return Received(python, given + 3, served->share()).run([&](Taker& taker) {
+    return receive_value(*served, from, taker);
+  });
 }
 
-void* ps_receiving_broadcast_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, word
-  if (count != 2) return nullptr;
-  const std::shared_ptr<Served> served = served_of(python_of(self), given[0]);
-  if (served == nullptr) return answer(Outcome::kLeft);
+void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, of Received
+  if (count != 2 + Received::kArguments) return nullptr;
+  const Python& python = python_of(self);
+  const std::shared_ptr<Served> served = served_of(python, given[0]);
+  if (served == nullptr) return python.keep(python.not_implemented);
   const Told told = told_of(given[1]);
-  return BytesTaker().run(
-      [&](Taker& taker) { return receive_broadcast_object(*served, told, source_of(told), taker); });
+  return Received(python, given + 2, served->share()).run([&](Taker& taker) {
+    return receive_broadcast_value(*served, told, source_of(told), taker);
+  });
+}
+
+// Of an end of a queue, which the caller keeps open: that, the message's number, the timeout, the number of the end's
+// group, and the arguments of Received.
+void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
+  if (count != 4 + Received::kArguments) return nullptr;
+  const Python& python = python_of(self);
+  auto& open = *static_cast<OpenReader*>(pointer_of(given[0]));
+  const std::uint64_t number = number_of(given[1]);
+  const double timeout_s = python.number(given[2]);
+  return Received(python, given + 4, find(number_of(given[3]))).run([&](Taker& taker) {
+    return receive_value(open, number, timeout_s, taker);
+  });
 }
 
 }  // extern "C"

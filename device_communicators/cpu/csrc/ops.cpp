@@ -59,7 +59,7 @@ Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 Tensor empty(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(served, sizes, dtype);
+  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(served.share(), sizes, dtype);
 }
 
 Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
@@ -145,13 +145,18 @@ std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multipl
 
 }  // namespace
 
-Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
+Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype) {
   const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  Arena* const arena = served.handle().arena();
+  Arena* const arena = group == nullptr ? nullptr : group->arena();
   void* const block = arena == nullptr || bytes == 0 ? nullptr : arena->allocate(bytes);
   if (block == nullptr) return ordinary(sizes, dtype);
-  const auto release = [keep = served.share()](void* freed) { keep->arena()->release(freed); };
+  const auto release = [keep = group](void* freed) { keep->arena()->release(freed); };
   return at::for_blob(block, sizes).deleter(release).options(at::TensorOptions(dtype)).make_tensor();
+}
+
+Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
+  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(group, sizes, dtype);
 }
 
 Carried all_reduce(Served& served, const Tensor& x, string_view op, Tensor* out) {

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string_view>
 
 #include "handle.h"
@@ -48,6 +49,8 @@ Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
 // A tensor in memory that all ranks map, which goes back there with it; an ordinary one where there is no room.
-Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype);
+Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
+// The same for a large one, an ordinary one for another, or without a group.
+Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace parallel_state

@@ -76,16 +76,6 @@ bool short_string(Bytes& to, const char* data, std::size_t bytes) {
 
 }  // namespace
 
-bool is_plain_head(const char* head, std::uint64_t bytes) {
-  if (bytes < kHeaderBytes + kMetadataBytes) return false;
-  constexpr unsigned char start[16] = {'P', 'S', 'M', '1'};  // an object, uncut, no tensors
-  constexpr unsigned char end[8 + kMetadataBytes] = {0, 0, 0, 0, 0, 0, 0, 0, kFormatVersion};
-  std::uint64_t body_bytes = 0;
-  for (int byte = 7; byte >= 0; --byte) body_bytes = body_bytes << 8 | static_cast<unsigned char>(head[16 + byte]);
-  return body_bytes == bytes - kHeaderBytes && std::memcmp(head, start, sizeof start) == 0 &&
-         std::memcmp(head + 24, end, sizeof end) == 0;
-}
-
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
   for (std::ptrdiff_t index = 0; index < count; ++index) {
     if (types[index] == type) return true;
@@ -122,13 +112,15 @@ void Bytes::trim(std::size_t most) {
   size_ = capacity_ = 0;
 }
 
-bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t limit) {
-  if (is_held_) return false;
+bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut) {
+  if (is_held_ || cut.slices > UINT16_MAX) return false;
   python_ = &python;
   limit_ = limit;
+  cut_ = cut;
   body_.trim(kKeptBytes);
   for (Bytes* const each : {&front_, &rows_, &body_}) each->clear();
   seen_.clear();
+  sliced_.clear();
   for (void* const object : take_held()) python.let_go(object);
   long_.clear();
   tensors_.clear();
@@ -167,7 +159,7 @@ bool Packer::gather(const Python& python, void* list, Piece head) {
     TensorForm form{};
     void* const item = python.list_item(list, index);
     if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
-    if (!describe(item, &form)) return false;
+    if (!describe(python, item, &form)) return false;
     seen_.push_back(item);
     if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
     tensor_bytes_ += form.bytes;
@@ -191,7 +183,8 @@ bool Packer::gather(const Python& python, void* dict, const Form& known, Piece h
     TensorForm form{};
     void* const item = python.dict_item(dict, python.tuple_item(known.keys, index));
     if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
-    if (!describe(item, &form) || end - at < 2 + form.dims || at[0] != form.dtype || at[1] != form.dims) return false;
+    if (!describe(python, item, &form) || end - at < 2 + form.dims || at[0] != form.dtype || at[1] != form.dims)
+      return false;
     if (!std::equal(form.sizes, form.sizes + form.dims, at + 2)) return false;
     at += 2 + form.dims;
     seen_.push_back(item);
@@ -226,7 +219,7 @@ bool Packer::value(void* object, int depth) {
     const auto size = static_cast<std::size_t>(python.bytes_size(object));
     return sized(body_, size, 0, 0, 0xc4, 0xc5) && content(object, python.bytes(object), size);
   }
-  return is_among(type, python.others, python.other_count) && tensor(object);
+  return is_among(type, python.others, python.other_count) && tensor(object, false);
 }
 
 bool Packer::text(void* object) {
@@ -269,7 +262,10 @@ bool Packer::dict(void* object, int depth) {
   while (python.dict_next(object, &position, &key, &item) != 0) {
     const void* const type = type_of(python, key);
     if (type == python.str_type) {
-      if (++count > size || !text(key) || !value(item, depth)) return false;
+      if (++count > size || !text(key)) return false;
+      const bool whole = cut_.whole != nullptr && depth + 1 == python.depth && python.dict_item(cut_.whole, key) &&
+                         is_among(type_of(python, item), python.others, python.other_count);
+      if (!(whole ? tensor(item, true) : value(item, depth))) return false;
       continue;
     }
     const bool fit =
@@ -279,22 +275,28 @@ bool Packer::dict(void* object, int depth) {
   return count == size;
 }
 
-bool Packer::describe(void* object, TensorForm* form) {
-  if (python_->describe == nullptr || python_->tensor_at == 0) return false;
-  const void* const tensor = *reinterpret_cast<void**>(static_cast<char*>(object) + python_->tensor_at);
-  return tensor != nullptr && python_->describe(tensor, form) != 0;
+bool describe(const Python& python, void* object, TensorForm* form) {
+  if (python.describe == nullptr || python.tensor_at == 0) return false;
+  const void* const tensor = *reinterpret_cast<void**>(static_cast<char*>(object) + python.tensor_at);
+  return tensor != nullptr && python.describe(tensor, form) != 0;
 }
 
-bool Packer::tensor(void* object) {
+bool Packer::tensor(void* object, bool whole) {
   TensorForm form{};
   const std::size_t index = seen_.size();
   if (index == kMostTensors || std::find(seen_.begin(), seen_.end(), object) != seen_.end()) return false;
-  if (!describe(object, &form) || form.dtype < 0 || form.dtype >= python_->dtype_count) return false;
+  if (!describe(*python_, object, &form) || form.dtype < 0 || form.dtype >= python_->dtype_count) return false;
   const char* const name = python_->dtype_names[form.dtype];
   if (name == nullptr) return false;
   seen_.push_back(object);
   tensor_bytes_ += form.bytes;
-  if (form.bytes != 0) tensors_.push_back({form.data, form.bytes});
+  std::uint64_t numel = 1;
+  for (std::int64_t dim = 0; dim < form.dims; ++dim) numel *= static_cast<std::uint64_t>(form.sizes[dim]);
+  const bool sliced = cut_.slices > 1 && !whole && numel != 0 && numel % cut_.slices == 0;
+  sliced_.push_back(sliced ? 1 : 0);
+  const std::uint64_t sent_bytes = sliced ? form.bytes / cut_.slices : form.bytes;
+  char* const from = static_cast<char*>(form.data) + (sliced ? cut_.mine * sent_bytes : 0);
+  if (sent_bytes != 0) tensors_.push_back({from, sent_bytes});
   bool done = array(rows_, 3) && short_string(rows_, name, std::strlen(name));
   done = done && array(rows_, static_cast<std::uint64_t>(form.dims));
   for (std::int64_t dim = 0; dim < form.dims && done; ++dim) done = integer(rows_, form.sizes[dim]);
@@ -303,17 +305,18 @@ bool Packer::tensor(void* object) {
   return done && copied(body_, code, sizeof code) && little_endian(body_, static_cast<std::uint32_t>(index));
 }
 
-// Writes what stands before the object, now that its tensors are known, and what stands behind it.
+// Writes what stands before the object, now that its tensors are known, and behind it which of these are cut.
 bool Packer::finish() {
   const auto tensors = static_cast<std::uint32_t>(seen_.size());
   char* const cut = body_.add(tensors);
   if (cut == nullptr) return false;
-  std::memset(cut, 0, tensors);
+  std::copy(sliced_.begin(), sliced_.end(), cut);
   const std::uint64_t table_bytes = (tensors == 0 ? 0 : tensors < 16 ? 1 : 3) + rows_.size();
   const std::uint64_t body_bytes = kMetadataBytes + table_bytes + body_.size() + long_bytes_;
   if (body_bytes > limit_ || body_bytes > UINT32_MAX) return false;
-  const char start[] = {'P', 'S', 'M', '1', 0, 0, 0, 0};  // an object, uncut
-  const bool done = copied(front_, start, sizeof start) && little_endian(front_, tensors) &&
+  const char start[] = {'P', 'S', 'M', '1', 0, 0};  // an object
+  const bool done = copied(front_, start, sizeof start) &&
+                    little_endian(front_, static_cast<std::uint16_t>(cut_.slices)) && little_endian(front_, tensors) &&
                     little_endian(front_, std::uint32_t{0}) && little_endian(front_, body_bytes) &&
                     little_endian(front_, tensor_bytes_) && little_endian(front_, kFormatVersion) &&
                     little_endian(front_, static_cast<std::uint32_t>(table_bytes)) &&

@@ -4,7 +4,7 @@
 //
 //   header    32 bytes: magic, kind, slices, tensors, unused, bytes of the body, bytes of the tensors
 //   metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
-//   slices    a zero for each tensor
+//   slices    for each tensor whether a slice of it is sent
 //
 // Numbers of header and metadata are little-endian, table and object are msgpack. What is not made of None, bool, int,
 // float, str, bytes, list, dict and dense, contiguous CPU tensors is left to Python, as is a tensor that occurs twice.
@@ -70,6 +70,40 @@ struct Python {
   void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null, and no error, where there is none
   int depth;                                   // containers may be within each other
   void (*hold)(void*);                         // Py_IncRef
+  // What unpack.h makes objects by:
+  void* (*make_text)(const char*, std::ptrdiff_t, const char*);  // PyUnicode_DecodeUTF8
+  void* (*make_bytes)(const char*, std::ptrdiff_t);              // PyBytes_FromStringAndSize
+  void* (*make_integer)(long long);                              // PyLong_FromLongLong
+  void* (*make_unsigned)(unsigned long long);                    // PyLong_FromUnsignedLongLong
+  void* (*make_number)(double);                                  // PyFloat_FromDouble
+  void* (*make_list)(std::ptrdiff_t);                            // PyList_New
+  int (*set_item)(void*, std::ptrdiff_t, void*);                 // PyList_SetItem: takes the item
+  void* (*make_dict)();                                          // PyDict_New
+  int (*set_key)(void*, void*, void*);                           // PyDict_SetItem
+  void* (*call)(void*, void* const*, std::size_t, void*);        // PyObject_Vectorcall
+  const void* none_object;
+  const void* false_object;
+  const void* not_implemented;
+  const std::int64_t* dtype_bytes;  // of an element, by number
+  // Makes a tensor, a new reference, and fills in where it is: in the memory of a group, of which this is the address
+  // of a shared pointer to its Handle, or null; and what is lent by a rank of it. Null where there is no memory, and
+  // in place of both functions in the plain build.
+  void* (*make_tensor)(const void* group, TensorForm*, void* (*wrap)(const void*));
+  void* (*view_tensor)(const void* group, const TensorForm*, const Loan*, void* (*wrap)(const void*));
+  void* (*wrap)(const void*);  // THPVariable_Wrap
+
+  void* keep(const void* object) const {
+    void* const kept = const_cast<void*>(object);
+    hold(kept);
+    return kept;
+  }
+};
+
+// Which part of each tensor is sent: this rank's slice of those that divide evenly.
+struct Cut {
+  std::uint64_t slices = 0;  // 0: all of it, and the message tells of none
+  std::uint64_t mine = 0;
+  void* whole = nullptr;  // a dict with the keys of those tensors that are sent whole of a dict; null: none
 };
 
 // What is known beforehand of a dict's tensors: the message of a dict of this form has a head that both sides know.
@@ -80,9 +114,6 @@ struct Form {
   std::int64_t words;          // of the layout
   std::int64_t entries;        // of the dict, which may have other values, too
 };
-
-// Whether these bytes are the head that `Packer::pack` makes of an object without tensors.
-bool is_plain_head(const char* head, std::uint64_t bytes);
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
 
@@ -118,7 +149,7 @@ class Packer {
 
   // Takes the object apart, its containers at most `depth` within each other. False where that is left to Python, or
   // the body would have more than `limit` bytes.
-  bool pack(const Python& python, void* object, int depth, std::uint64_t limit);
+  bool pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut = {});
   // Takes in the tensors of a list, for a message whose head is known. False where that is left to Python.
   bool gather(const Python& python, void* list, Piece head);
   // Takes in the tensors of a dict, for a message whose head is known. False where it isn't of the form.
@@ -144,14 +175,15 @@ class Packer {
   bool dict(void* object, int depth);
   bool text(void* object);
   bool content(void* object, const char* data, std::size_t bytes);
-  bool tensor(void* object);
-  bool describe(void* object, TensorForm* form);
+  bool tensor(void* object, bool whole);
   bool finish();
 
   const Python* python_ = nullptr;
   std::uint64_t limit_ = 0;
   Bytes front_, rows_, body_;
   std::vector<void*> seen_;
+  std::vector<char> sliced_;  // of each tensor whether a slice of it is sent
+  Cut cut_;
   struct Long {
     std::size_t at;  // bytes of the body before it
     Piece piece;
@@ -164,6 +196,9 @@ class Packer {
   int heads_ = 1;
   std::uint64_t long_bytes_ = 0, head_bytes_ = 0, tensor_bytes_ = 0;
 };
+
+// What a message tells of a tensor's object. False where it isn't plain.
+bool describe(const Python& python, void* object, TensorForm* form);
 
 // One for each thread: messages are short, and threads send to several ranks.
 Packer& packer();

@@ -1,47 +1,9 @@
-// What the typed codec asks of C, because Python would take longer than the transfer.
-//
-// Whether a Python object is a tree of nothing but a few types, exactly: what takes a third of a microsecond here takes
-// fifteen in Python.
+// What the typed codec asks of C before it decodes msgpack from a peer.
 
 #include <cstddef>
 #include <cstdint>
 
-#include "pack.h"
-
 namespace {
-
-using parallel_state::is_among;
-using parallel_state::Python;
-using parallel_state::type_of;
-
-// 0: no. 1: yes. 2: yes, and there are others among the leaves.
-int look(const Python& python, void* object, int depth) {
-  const void* const type = type_of(python, object);
-  if (is_among(type, python.leaves, python.leaf_count)) return 1;
-  int found = 1;
-  if (type == python.list && depth > 0) {
-    // The size is asked for again and again: nothing here runs Python code, but without a GIL another thread might.
-    for (std::ptrdiff_t index = 0; index < python.list_size(object) && found != 0; ++index) {
-      const int item = look(python, python.list_item(object, index), depth - 1);
-      found = item == 0 ? 0 : found | item;
-    }
-    return found == 3 ? 2 : found;
-  }
-  if (type == python.dict && depth > 0) {
-    std::ptrdiff_t position = 0;
-    void* key = nullptr;
-    void* value = nullptr;
-    const bool large = python.dict_size(object) > python.most_other_keys;
-    while (found != 0 && python.dict_next(object, &position, &key, &value) != 0) {
-      const bool fit = large ? is_among(type_of(python, key), python.texts, python.text_count)
-                             : is_among(type_of(python, key), python.leaves, python.leaf_count);
-      const int item = fit ? look(python, value, depth - 1) : 0;
-      found = item == 0 ? 0 : found | item;
-    }
-    return found == 3 ? 2 : found;
-  }
-  return is_among(type, python.others, python.other_count) ? 2 : 0;
-}
 
 // The keys of the maps in msgpack from a peer. Lists as keys, and numbers in great number, can be chosen so that each
 // collides with all before: then building a dict takes a time that is quadratic, within one call that nobody can end.
@@ -131,11 +93,6 @@ constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the d
 
 #pragma GCC visibility push(default)
 extern "C" {
-
-// Whether `object` is lists and dicts, at most `depth` within each other, of leaves: see `look`.
-int ps_plain_tree(void* object, const void* python, int depth) {
-  return look(*static_cast<const Python*>(python), object, depth);
-}
 
 // Whether the keys of all maps in `size` bytes of msgpack are texts, or up to `most` numbers: see KeyCheck.
 // `extensions` may be within each other; the decoder ends at more.

@@ -67,15 +67,12 @@ struct QueueReport {
   std::int64_t left_bytes = 0;  // how many of its bytes weren't read yet
   std::int64_t reporter = -1;   // who gave up, after kGivenUp, and with which status of group.h
   std::int64_t reason = 0;
-  std::int64_t taken = 0;  // 1: the message was the one that `ps_queue_take` was told to expect, and is read; 2: an
-                           // object without tensors, whose head is read
   // Of calls that come past Python, see open_queue.h:
   std::atomic<std::int64_t> reserved{0};  // not 0: Python is to have the next message; written for Python
   std::int64_t found = 0;                 // 1: the next message has been looked at, and left to Python
   std::int64_t broken = 0;                // the status of a call that failed; each later one has it
   std::int64_t elapsed_us = 0;            // how long that call took
   std::atomic<std::int64_t> holder{0};    // the thread whose turn it is, by pthread_self; 0 for none
-  std::int64_t lent = 0;                  // tensors of the message that `ps_queue_take` found which it could borrow
 };
 
 // One side of a ring: its counters, and whether the others are still there.
@@ -190,8 +187,8 @@ class QueueReader : public RingEnd {
   // Whether the message that `next` has found begins with this head, all of which lies in its first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
 
-  // Whether that message lies in one chunk, and nothing of it was read yet.
-  bool is_whole() const { return in_chunk_ && offset_ == 0 && end_ == left_ && !is_lent(); }
+  // Whether what is left of the message lies in the chunk that is being read.
+  bool is_at_hand() const { return bytes_left() == 0 || (in_chunk_ && end_ - offset_ == bytes_left()); }
 
   const ChunkHeader& header() const { return header_; }
   // The bytes of the chunk that is being read; they stay until `read` has gone past them.

@@ -125,20 +125,8 @@ int told(OpenEnd<End>* opened, QueueStatus status) {
   return static_cast<int>(status);
 }
 
-constexpr int kLeftToPython = 6;  // beside the statuses of queue.h
-
 // Who comes past Python is in a writer, or looks at a reader, for no longer than a copy takes.
 constexpr double kSoonS = 1e9;
-
-// Writes the message of these pieces if all of it has room; else nothing.
-int post(OpenWriter* opened, const std::vector<Piece>& pieces, int heads, std::uint64_t fingerprint) {
-  const InTurn<QueueWriter> turn{*opened, kSoonS};
-  if (!opened->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) {
-    return static_cast<int>(QueueStatus::kTimedOut);
-  }
-  opened->end.write(fingerprint);
-  return static_cast<int>(QueueStatus::kDone);
-}
 
 }  // namespace
 
@@ -222,45 +210,10 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
   return status;
 }
 
-// Packs an object, see pack.h, and writes its message if all of it has room. The caller holds the GIL.
-// 6: the object is left to Python. 1: nothing was written; the packed bytes lie where `ps_packed` tells, which is to be
-// called then.
-int ps_queue_post(void* writer, void* object, const void* python, int depth, std::uint64_t limit,
-                  std::uint64_t fingerprint) {
-  auto* opened = static_cast<OpenWriter*>(writer);
-  Packer& made = packer();
-  if (!made.pack(*static_cast<const Python*>(python), object, depth, limit)) return kLeftToPython;
-  opened->report->head_bytes = static_cast<std::int64_t>(made.head_bytes());
-  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
-  const int status = post(opened, made.pieces(), made.heads(), fingerprint);
-  if (status == static_cast<int>(QueueStatus::kTimedOut)) made.hold();
-  return status;
-}
-
-// Writes the message of a known head and of a list's tensors as `ps_queue_post` does.
-int ps_queue_post_list(void* writer, void* list, const void* python, const char* head, std::uint64_t head_bytes,
-                       std::uint64_t fingerprint) {
-  auto* opened = static_cast<OpenWriter*>(writer);
-  Packer& made = packer();
-  if (!made.gather(*static_cast<const Python*>(python), list, {const_cast<char*>(head), head_bytes})) {
-    return kLeftToPython;
-  }
-  opened->report->head_bytes = static_cast<std::int64_t>(head_bytes);
-  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
-  return post(opened, made.pieces(), 1, fingerprint);
-}
-
-// `ps_queue_post` as calling.h has it; `self` is the address of what is told of Python.
-void* ps_posting(void* self, void* const* given, std::ptrdiff_t count) {  // writer, object, limit, fingerprint
-  if (count != 4) return nullptr;
-  const auto& python = *static_cast<const Python*>(pointer_of(self));
-  return calling.make_integer(
-      ps_queue_post(pointer_of(given[0]), given[1], &python, python.depth, number_of(given[2]), number_of(given[3])));
-}
-
-// Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python; else call `ps_packed`.
-int ps_pack(void* object, const void* python, int depth, std::uint64_t limit) {
-  if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit)) return 0;
+// Packs an object, see pack.h; the caller holds the GIL. 0 where it is left to Python; else call `ps_packed`.
+int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, std::uint64_t slices, std::uint64_t mine,
+            void* whole) {
+  if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit, {slices, mine, whole})) return 0;
   packer().hold();
   return 1;
 }
@@ -290,14 +243,11 @@ int ps_queue_resume(void* writer, double timeout_s) {
   return told(opened, opened->end.resume(timeout_s));
 }
 
-// Waits for the next message. One with the head and as many bytes after it as expected is read into `pieces`, in this
-// call. Of any other the form is reported, and a head of at most `capacity` bytes copied into `head`.
-int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* expected, std::uint64_t expected_bytes,
-                  const Piece* pieces, int count, double timeout_s) {
+// Waits for the next message. Its form is reported, and a head of at most `capacity` bytes copied into `head`.
+int ps_queue_take(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
   auto* opened = static_cast<OpenReader*>(reader);
   QueueReader& end = opened->end;
   QueueReport& report = *opened->report;
-  report.taken = 0;
   const InTurn<QueueReader> turn{*opened, timeout_s};
   if (!turn) {  // another thread waits for a message in it
     report.suspect = end.writer();
@@ -311,31 +261,12 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* 
   report.total_bytes = static_cast<std::int64_t>(end.header().total_bytes);
   report.head_bytes = static_cast<std::int64_t>(head_bytes);
   report.fingerprint = static_cast<std::int64_t>(end.header().fingerprint);
-  if (expected_bytes != 0 && end.is_next(expected, expected_bytes)) {
-    std::uint64_t body_bytes = 0;
-    for (int index = 0; index < count; ++index) body_bytes += pieces[index].bytes;
-    if (end.bytes_left() == expected_bytes + body_bytes) {
-      report.taken = 1;
-      const Piece passed{nullptr, expected_bytes};
-      status = end.read(&passed, 1, timeout_s);
-      if (status == QueueStatus::kDone) status = end.read(pieces, count, timeout_s);
-    }
-  }
-  report.lent = report.taken == 0 && end.is_lent() ? static_cast<std::int64_t>(end.header().lent) : 0;
-  if (report.taken == 0 && head_bytes <= capacity) {
+  if (head_bytes <= capacity) {
     const Piece piece{head, head_bytes};
     status = end.read(&piece, 1, timeout_s);
-    if (end.bytes_left() == 0 && parallel_state::is_plain_head(head, head_bytes)) report.taken = 2;
   }
   report.left_bytes = static_cast<std::int64_t>(end.bytes_left());
   return told(opened, status);
-}
-
-// Whether tensors of the messages that follow may be lent.
-void ps_queue_want_loans(void* reader, int wanted) {
-  auto* opened = static_cast<OpenReader*>(reader);
-  const InTurn<QueueReader> turn{*opened};
-  if (turn) opened->end.want_loans(wanted != 0);
 }
 
 int ps_queue_read(void* reader, const Piece* pieces, int count, double timeout_s) {

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,13 +27,16 @@ from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import TensorMetadata, is_registered, register_type
 from parallel_state.messages.codec.values import MAX_DEPTH, to_msgpack
 
+if TYPE_CHECKING:
+    from device_communicators.cpu.plain_tree import Packed
+
 __all__ = ["MAX_DEPTH", "Encoded", "Message", "TensorMetadata", "encode", "is_registered", "read", "register_type"]
 
 FORMAT_VERSION = 1
 
 _HEADER = struct.Struct("<BI")
 _PICKLE_MARK = 0x80  # the first byte of pickle protocols 2 to 5
-PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
+_PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
 """How the metadata of an object without tensors begins."""
 
 
@@ -77,16 +80,16 @@ def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
 
 def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
     encoder = codec_values.Encoder(allow_pickle, careful)
-    body = encoder.body(obj)
+    body = to_msgpack(encoder.pack(obj))
     if not encoder.tensors:
-        return Encoded(PLAIN + body, [])
+        return Encoded(_PLAIN + body, [])
     table = to_msgpack(codec_types.tensor_rows(encoder.tensors))
     return Encoded(_HEADER.pack(FORMAT_VERSION, len(table)) + table + body, encoder.tensors)
 
 
-def pack(obj: object) -> tuple[bytes, bytes] | None:
-    """Returns the head of a plain object's message, in two parts; None where `encode` is needed."""
-    return codec_values.pack(obj, settings.MAX_METADATA_BYTES.get())
+def pack(obj: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
+    """Returns the message of an object that the library packs; None where `encode` is needed."""
+    return codec_values.pack(obj, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class Message:
@@ -118,19 +121,6 @@ class Message:
                     f"but is {tensor.dtype} of shape {tuple(tensor.shape)} instead"
                 )
         return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
-
-
-def read_plain(body: bytes | memoryview, allow_pickle: bool) -> tuple[Any] | None:
-    """Returns the object of metadata that began with PLAIN, of which `body` is the rest; None where `read` is needed.
-
-    Raises MessageDecodeError as `read`.
-    """
-    if len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
-        return None
-    try:
-        return (codec_values.from_plain(body),)
-    except Exception:  # not so plain, or malformed
-        return (_decode(body, (), allow_pickle),)
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:

@@ -28,7 +28,7 @@ from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
 
 if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import PlainObjects
+    from device_communicators.cpu.plain_tree import Packed, PlainObjects
 
 MAX_DEPTH = 100
 """Most containers and registered values within each other: each takes a few frames of the interpreter's 1000."""
@@ -63,10 +63,6 @@ _COMPLEX_FORMAT = struct.Struct("<dd")
 class _Library:
     """The functions of the compiled library for the codec, once `use_library` was called."""
 
-    look: Callable[[object], int] | None = None
-    """See `PlainObjects.look`."""
-    pack: Callable[[object, int], tuple[bytes, bytes] | None] | None = None
-    """See `PlainObjects.pack`."""
     objects: PlainObjects | None = None
 
 
@@ -74,13 +70,12 @@ _library = _Library()
 
 
 def use_library() -> PlainObjects:
-    """Has objects looked at in C first, which needs the compiled library: see `Encoder.body`."""
+    """Has objects packed in C first, which needs the compiled library: see `pack`."""
     if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
         dtype_names = {number: DTYPE_NAMES[dtype] for dtype, number in DTYPE_NUMBERS.items()}
         _library.objects = plain_tree.PlainObjects(native.load(), MAX_DEPTH, MOST_NUMBERS, dtype_names)
-        _library.look, _library.pack = _library.objects.look, _library.objects.pack
     return _library.objects
 
 
@@ -101,23 +96,9 @@ def _key_check() -> Callable[[bytes], bool]:
     return lambda data: bool(library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1))
 
 
-def pack(value: object, limit: int) -> tuple[bytes, bytes] | None:
-    """Returns the head of a plain value's message, in two parts; None for any other, and without the library."""
-    return None if _library.pack is None else _library.pack(value, limit)
-
-
-def from_plain(body: bytes | memoryview) -> Any:
-    """Decodes a short body without Ext; raises anything for another, which `Decoder.value` may read."""
-    if len(body) > _UNCHECKED_BYTES:
-        raise ValueError
-    return _decode_plain(body)
-
-
-def _refuse_ext(code: int, data: memoryview) -> Any:
-    raise ValueError
-
-
-_decode_plain = msgspec.msgpack.Decoder(ext_hook=_refuse_ext).decode
+def pack(value: object, limit: int, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
+    """Returns the message of a value of the plain types; None for any other, and without the library."""
+    return None if _library.objects is None else _library.objects.pack(value, limit, cut)
 
 
 class RefusedError(Exception):
@@ -149,18 +130,6 @@ class Encoder:
         self.tensors: list[torch.Tensor] = []
         self._indices: dict[int, tuple[int, torch.Tensor]] = {}  # by id; holding the tensor keeps the id its own
         self._allow_pickle = allow_pickle
-
-    def body(self, value: object) -> bytes:
-        """Returns the value as msgpack. One that is plain at every depth needs no walk, only a look at its types."""
-        found = _library.look(value) if _library.look is not None and self.plain is _PLAIN else 0
-        if found == 1:
-            return to_msgpack(value)
-        if found == 2:
-            try:
-                return msgspec.msgpack.Encoder(enc_hook=lambda x: self.tensor(x, 0)).encode(value)
-            except RefusedError:  # without its path
-                self.tensors, self._indices = [], {}
-        return to_msgpack(self.pack(value))
 
     def pack(self, value: object, depth: int = 0) -> object:
         """Returns the value, or what stands for it; raises RefusedError."""

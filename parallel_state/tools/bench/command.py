@@ -25,6 +25,7 @@ import torch
 import parallel_state as ps
 from device_communicators.base.errors import SettingError
 from parallel_state.startup import environment
+from parallel_state.tools.arguments import command_parser
 from parallel_state.tools.bench import ranks
 from parallel_state.tools.bench.collectives import OBJECT, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import (
@@ -38,8 +39,8 @@ from parallel_state.tools.bench.report import (
     write_json,
 )
 from parallel_state.tools.bench.rounds import Plan, Row
+from parallel_state.tools.output import require_writable
 
-PROGRAM = "python -m parallel_state"
 ALL = (*OPERATIONS, PING_PONG, OBJECT)
 QUICK = ("all_reduce", "all_gather", PING_PONG, OBJECT)
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
@@ -50,15 +51,13 @@ RUN_S = 3600.0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} bench", description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
+    parser = command_parser("bench", "[options]", __doc__)
     add_cases(parser, ALL)
     parser.add_argument("--json", type=Path, metavar="FILE", help="all samples, with machine, commit and versions")
     options = parser.parse_args(arguments)
     if (problem := complete(options)) is not None:
         parser.error(problem)
+    require_writable(parser, options.json)
     try:
         options.started = environment.detect(rendezvous=False).world_size > 1
     except SettingError as error:

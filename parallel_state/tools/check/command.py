@@ -29,14 +29,14 @@ from device_communicators.base.helper_threads import HelperThread
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.startup import environment
+from parallel_state.tools.arguments import PROGRAM, command_parser, positive
 from parallel_state.tools.check import page, rules, system
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.findings import ERROR, EXIT_CODES
 from parallel_state.tools.check.session import Options, Outcome, Report, Session
-from parallel_state.tools.output import add_json, write_chosen
+from parallel_state.tools.output import add_json, require_writable, write_chosen
 from parallel_state.tools.plan.command import add_sizes
 
-PROGRAM = "python -m parallel_state check"
 _MOST_RANKS = 64
 _LEAST_S = 5.0
 _GRACE_S = 15.0
@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: size for name, size in given.items() if size is not None}
     options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     _export_place(parser, chosen)
+    if _is_on_one_host():  # else the path may be that of rank 0's host
+        require_writable(parser, chosen.json, chosen.html)
     if _is_started_by_launcher():
         if chosen.ranks is not None:
             parser.error("--ranks is for local ranks; under a launcher it says how many there are")
@@ -79,11 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser("check", "[options]", __doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--ranks", type=int, metavar="N", help="local ranks to start; default: what the "
+    parser.add_argument("--ranks", type=positive, metavar="N", help="local ranks to start; default: what the "
                         "sizes need, else one per GPU, else 2 to 4 by the cores")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")
     parser.add_argument("--order", help="of the axes, as `plan` and initialize_model_parallel take it")
@@ -118,12 +118,20 @@ def _is_started_by_launcher() -> bool:
         return True  # half of its variables; the check says so
 
 
+def _is_on_one_host() -> bool:
+    try:
+        place = environment.detect(rendezvous=False)
+    except SettingError:
+        return False
+    return place.world_size == (place.local_world_size or place.world_size)
+
+
 def _end_at_last(limit_s: float) -> None:
     """Ends this process where it hangs in something without a deadline of its own: others have named it by then."""
 
     def end() -> None:
         time.sleep(limit_s)
-        print(f"{PROGRAM}: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
+        print(f"{PROGRAM} check: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
         os._exit(EXIT_CODES[ERROR])
 
     HelperThread("check-limit", end).start()
@@ -190,5 +198,9 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
         "json": lambda: msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n",
         "html": lambda: page.html(report),
     }
-    if not write_chosen(parser, chosen, makers):
-        print(page.text(report), end="")
+    shown = False
+    try:
+        shown = write_chosen(parser, chosen, makers)
+    finally:  # also if a file can't be written
+        if not shown:
+            print(page.text(report), end="")

@@ -11,9 +11,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait
-from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,8 +20,7 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.host import connect_to
 from parallel_state.startup.job_store import JOB_STORE
-from parallel_state.startup.stores import listen_on
-from parallel_state.startup.watch import in_thread
+from parallel_state.startup.stores import listen_on, looks, tcp_store, within
 from parallel_state.tools.check.facts import Facts, Place
 
 T = TypeVar("T")
@@ -113,7 +110,7 @@ class Meeting:
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
         """Adds to a count, and returns once all of it is there, or at the deadline."""
         count = int(self._store.add(key, amount))
-        for _ in _looks(deadline):
+        for _ in looks(deadline):
             if count >= total:
                 return
             count = int(self._store.add(key, 0))
@@ -123,7 +120,7 @@ class Meeting:
 
     def get(self, key: str, deadline: float) -> bytes | None:
         """Returns what another rank has put there, or None at the deadline."""
-        for _ in _looks(deadline):
+        for _ in looks(deadline):
             if self._store.check([key]):
                 return bytes(self._store.get(key))
         return None
@@ -140,14 +137,6 @@ class Meeting:
             if value is not None:
                 found[number] = value
         return found
-
-
-def _looks(deadline: float) -> Iterator[None]:
-    while True:
-        yield
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(PAUSE_S)
 
 
 def open_meeting(place: Place, deadline: float) -> Meeting:
@@ -181,20 +170,27 @@ def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist
         raise NotMetError("port-unusable", f"rank 0 can't listen on port {address[1]}: {error}") from error
     with listener:
         _check_own(address, listener, deadline)
-        make = _tcp_store(address, max(1.0, deadline - time.monotonic()), listener.detach())
-    return _within(_HANDSHAKE_S + _GRACE_S, make), True
+        until = max(deadline, time.monotonic() + 1.0)
+        return within(
+            time.monotonic() + _HANDSHAKE_S, partial(tcp_store, address, until, listener.detach()), _GRACE_S
+        ), True
 
 
 def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
     who = f"port {address[1]} of {socket.gethostname()}"
     try:
-        store = _within(_HANDSHAKE_S + _GRACE_S, _tcp_store(address, _HANDSHAKE_S))
+        store = _shake_hands(address, _HANDSHAKE_S)
         if BoundedStore(dist.PrefixStore(prefix, store)).check(["arrivals"]):
             return store
         text = f"{who} is held by the store of another job"
     except (OSError, RuntimeError):
         text = f"{who} is held by another program{_holder(address[1])}"
     raise NotMetError("port-taken", text)
+
+
+def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
+    deadline = time.monotonic() + limit_s
+    return within(deadline, partial(tcp_store, address, deadline), _GRACE_S)
 
 
 def _holder(port: int) -> str:
@@ -251,9 +247,8 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
         try:
             with connect_to(address, max(0.05, min(_CONNECT_S, left_s))):
                 pass
-            make = _tcp_store(address, max(1.0, min(_HANDSHAKE_S, left_s)))
             try:
-                return _within(_HANDSHAKE_S + _GRACE_S, make)
+                return _shake_hands(address, max(1.0, min(_HANDSHAKE_S, left_s)))
             except (OSError, RuntimeError):
                 kind, text = "master-stranger", f"a program listens at {where}, but it isn't the store of a job"
         except socket.gaierror as error:
@@ -270,17 +265,3 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
         if time.monotonic() + 0.2 >= deadline:
             raise NotMetError(kind, text)
         time.sleep(0.1)
-
-
-def _tcp_store(address: tuple[str, int], limit_s: float, listen_fd: int | None = None) -> Callable[[], dist.Store]:
-    timeout = timedelta(seconds=limit_s)
-    return lambda: dist.TCPStore(
-        *address, None, listen_fd is not None, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-    )
-
-
-def _within(limit_s: float, make: Callable[[], T]) -> T:
-    future = in_thread(make, "check-store")
-    if not wait([future], limit_s).done:
-        raise TimeoutError("what is there doesn't answer")
-    return future.result()

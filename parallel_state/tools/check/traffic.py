@@ -17,7 +17,7 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators.base.errors import ParallelStateError
 from device_communicators.routing.communicator import Request
-from parallel_state.groups.parallel_groups import made_at_start
+from parallel_state.layout.resolution import made_at_start
 from parallel_state.tools.bench.devices import Clock
 from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import AXES, PRESETS
+from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.output import add_json, as_json, write, write_chosen
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
@@ -51,15 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m parallel_state plan",
-        description="Who would be in which group, on which node, at what cost. Starts nothing and needs no GPU.",
+    parser = command_parser(
+        "plan", "--world-size N [options]",
+        "Who would be in which group, on which node, at what cost. Starts nothing and needs no GPU.",
         epilog="Sizes that are left out are 1, but --dp, which is the rest, and --etp, which is --tp. "
         "-1 makes another one the rest.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks, one per GPU")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default: 8")
+    )  # fmt: skip
+    parser.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks, one per GPU")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
     presets = "; ".join(f"{name} ({preset.order})" for name, preset in PRESETS.items())
     parser.add_argument("--order", default="megatron",
                         help=f"axes from neighbouring ranks to distant ones, joined by '-', or the name of "
@@ -81,13 +81,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         if axis.size_parameter:
             short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
             sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
-    return number
 
 
 def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namespace) -> None:

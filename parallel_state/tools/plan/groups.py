@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES, BY_NAME, Axis
 from parallel_state.layout.ranks import Layout
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state.layout.resolution import made_at_start, resolve_layout
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ and for sizes that don't fit only {format, error, changes: [{values: option -> n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
@@ -47,8 +48,6 @@ from parallel_state.tools.plan.groups import (
     whole_of,
 )
 from parallel_state.tools.plan.remarks import Remark
-
-WIDTH = 120
 
 
 def plan_text(plan: Plan, remarks: Sequence[Remark], communicators: Communicators) -> str:
@@ -152,7 +151,8 @@ def rank_text(plan: Plan, rank: int) -> str:
 
 
 def _paragraph(text: str, indent: str = "") -> str:
-    return fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    width = get_terminal_size((120, 40)).columns
+    return fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def plan_json(

@@ -1,0 +1,137 @@
+"""Requests to the store and to the program of a control plane, without torch: `debug --live` starts in a moment.
+
+The compiled library does the input and output in the calling thread, without the interpreter lock. Python checks for
+signals every 50 ms. Belongs here: requests, replies, and the words for what answers in a store's place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from device_communicators.base.errors import ConfigMismatchError, InvalidArgumentError
+from device_communicators.base.host import resolve
+from device_communicators.base.limits import name_shortage
+
+MOST_BYTES = (32 << 20) - 4096
+"""Of one request or reply: kMostStoreBytes in csrc/store.h."""
+MAGIC = b"\0PSCTRL1"
+"""The first bytes of a listener of the control plane."""
+_MOST_PARTS = 1 << 17
+_QUESTION = 11
+"""Of StoreCall in csrc/store.h."""
+_HEAD, _LENGTH = struct.Struct("<BI"), struct.Struct("<I")
+_SLICE_S = 0.05
+CONNECT_S = 2.0
+_SHOWN_BYTES = 48
+
+
+class ForeignServiceError(Exception):
+    """A service answered that is no store for this process. The text describes it."""
+
+
+def in_words(answer: bytes) -> str:
+    """Describes the service that answered with these bytes, and quotes the first of them."""
+    if answer.startswith(MAGIC):
+        return (
+            "the store of another launch listens there, which accepts only the ranks of that launch. If a rank of it "
+            "has started this program, the rank's variables were inherited: give this program an address of its own, "
+            "and unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for it"
+        )
+    kind = "SSH" if answer.startswith(b"SSH-") else "HTTP" if answer.startswith(b"HTTP/") else "a service"
+    return f"{kind} listens there, not a store of torch or parallel_state: it answered {answer[:_SHOWN_BYTES]!r}"
+
+
+def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
+    """Returns the reply of the program at `address`; see `World.meet`, on_question.
+
+    Raises OSError, ForeignServiceError, or ConfigMismatchError for another version.
+    """
+    hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
+    client = library.ps_store_client(hosts.encode(), address[1], token.encode())
+    request = Request(library, client, packed(_QUESTION, [text]), limit_s)
+    try:
+        code, reply = request.wait()
+        if code == 0 and reply[0] == 0:
+            return parts_of(reply)[0]
+        raise error_of(code or errno.EPROTO, reply)
+    finally:
+        request.close()
+        library.ps_store_close(client)
+
+
+class Request:
+    """A request of one thread. `hold` keeps it: the server notices its end."""
+
+    def __init__(self, library: Any, client: int, content: bytes, limit_s: float) -> None:
+        self._library = library
+        self._handle = library.ps_store_ask(client, content, len(content), limit_s, CONNECT_S)
+        if self._handle < 0:
+            raise OSError(-self._handle, os.strerror(-self._handle))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the connection back, or closes it if the reply has not arrived. Twice is fine."""
+        handle, self._handle = self._handle, 0
+        if handle > 0:
+            self._library.ps_store_end(handle)
+
+    def wait(self) -> tuple[int, bytes]:
+        """Returns 0 and the reply, or an errno of `Request::wait` in csrc/guest.h and its text."""
+        while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
+            pass
+        buffer = ctypes.create_string_buffer(1 << 12)
+        size = self._library.ps_store_take(self._handle, buffer, len(buffer))
+        if size > len(buffer):
+            buffer = ctypes.create_string_buffer(size)
+            self._library.ps_store_take(self._handle, buffer, size)
+        return code, ctypes.string_at(buffer, size)
+
+
+def error_of(code: int, text: bytes) -> BaseException:
+    """Returns the exception for an errno of `Request::wait`."""
+    words = text.decode(errors="replace")
+    if code == errno.EKEYREJECTED:
+        return PermissionError(words)
+    if code == errno.EPROTO:
+        return ForeignServiceError(in_words(text))
+    if code == errno.EPROTONOSUPPORT:
+        return ConfigMismatchError(words)
+    if code in (errno.EBADMSG, errno.ECONNRESET, errno.EPIPE):
+        return ConnectionResetError(words)
+    return name_shortage(OSError(code, words or os.strerror(code)), "connecting to a store")
+
+
+def packed(call: int, parts: Sequence[str | bytes]) -> bytes:
+    encoded = [part.encode() if isinstance(part, str) else bytes(part) for part in parts]
+    size = sum(_LENGTH.size + len(part) for part in encoded) + _HEAD.size
+    if size > MOST_BYTES or len(encoded) > _MOST_PARTS:
+        raise InvalidArgumentError(
+            f"one call to the store must have at most {_MOST_PARTS} keys and values of {MOST_BYTES} bytes, but has "
+            f"{len(encoded)} of {size}; send large things through a group"
+        )
+    pieces = [_HEAD.pack(call, len(encoded))]
+    for part in encoded:
+        pieces += _LENGTH.pack(len(part)), part
+    return b"".join(pieces)
+
+
+def parts_of(reply: bytes) -> list[bytes]:
+    _, count = _HEAD.unpack_from(reply)
+    at, parts = _HEAD.size, []
+    for _ in range(count):
+        (size,) = _LENGTH.unpack_from(reply, at)
+        at += _LENGTH.size + size
+        parts.append(reply[at - size : at])
+    return parts
+
+
+def names(parts: Sequence[str | bytes]) -> str:
+    names = [part if isinstance(part, str) else part.decode(errors="replace") for part in parts]
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

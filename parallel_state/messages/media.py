@@ -1,0 +1,429 @@
+"""Carries messages to the other ranks: through queues in shared memory, or as transfers of the group's route.
+
+Each medium brings the same messages, in order, and counts them alike. A message is posted as its head and its tensors;
+one that comes is given to a `Reader`, which makes tensors for its head, and these are filled. Tensors of a device are
+transfers of the group's device in any medium. Who waits for whom is in `messenger`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveMismatchError, RemoteError, UnsupportedError
+from device_communicators.calls.memory import as_bytes
+from device_communicators.calls.recorder import Operation
+from device_communicators.calls.user_call import UserCall, message_word, transfer_number
+from device_communicators.cpu.channels import MESSAGES, Channels
+from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
+from device_communicators.cpu.plain_tree import PastPython
+from device_communicators.routing.route import Route
+from device_communicators.routing.started import Handle
+from device_communicators.routing.states import waiting_for
+from parallel_state.messages import wire
+from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.reader import Reader
+from parallel_state.messages.wire import DONE, FRAME_BYTES, HEADER_BYTES, NO_ROOM, Cut, Outgoing, split_by_device
+
+# Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
+# may be posted before the body of this one arrives, and would take it in.
+_FRAME, _BODY = 1, 2
+_MOST_PACKED_BYTES = 1 << 20
+"""Of CPU tensors that travel with the head of a message to all."""
+SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
+"""The names under which messages are counted: one call each, however many transfers it takes."""
+_RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
+
+
+class Medium(Protocol):
+    """Carries the messages of one group: to one rank, or in a `call` to all of them."""
+
+    takes_many: bool
+    """True where many small CPU tensors cost no more than one of their size."""
+    past_python: PastPython | None = None
+    """Carries what it can, recorded and counted by the library; None where nothing does."""
+
+    def post(self, obj: object, dst: int, call: UserCall | None, cut: Cut) -> Outgoing | bool:
+        """Sends an object if that takes no more than a moment: True. Else its message; False where it isn't known."""
+        return False
+
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        """Starts to send; nothing is left to wait for where the list is empty."""
+
+    def send(self, outgoing: Outgoing, dst: int) -> None:
+        """Sends, and waits until the tensors may be changed."""
+        for part in self.isend(outgoing, dst):
+            part.wait()
+
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        """Sends to all other ranks; the tensors may be changed afterwards."""
+
+    def start_receive(self, reader: Reader) -> None:
+        """Begins what must be begun when a receive is started that `receive` ends later."""
+
+    def end_receive(self, reader: Reader) -> None:
+        """Notes that a started receive has ended."""
+        return
+
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
+        """Has the reader take in the next message. What is still under way then are tensors of the group's device."""
+
+
+def medium_of(route: Route) -> Medium:
+    """Returns queues where all ranks share a host, on which they agreed when the group was made."""
+    if route.context.fake:
+        return FakeMedium(route)
+    memory = route.context.host_memory
+    channels = None if memory is None else memory.channels
+    return RouteMedium(route) if channels is None else QueueMedium(route, channels)
+
+
+def _counted(reader: Reader, call: UserCall | None) -> str:
+    if reader.is_list:
+        return _RECEIVED_LIST if call is None else _BROADCAST_LIST
+    return _RECEIVED if call is None else _BROADCAST
+
+
+class FakeMedium(Medium):
+    """Sends nowhere, and receives nothing: for torch's `fake` backend."""
+
+    takes_many = True
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        self.route.count(outgoing.counted or SENT)
+        return []
+
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        self.route.count(outgoing.counted or _BROADCAST)
+
+    def start_receive(self, reader: Reader) -> None:
+        raise UnsupportedError(
+            f"a message of rank {reader.src} needs that rank, but {self.route.context} is of torch's fake backend: "
+            f"only rank {self.route.context.rank} exists; use a backend such as gloo, or simulate()"
+        )
+
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
+        self.start_receive(reader)
+        return ()
+
+
+# Each part a transfer of its own.
+
+
+class _ByTransfers(Medium):
+    """Carries tensors as transfers of the group's route, which are counted as parts of a message."""
+
+    route: Route
+
+    def _receive_part(self, x: Tensor, src: int, call: UserCall | None, counted: str, kind: int = _BODY) -> Handle:
+        if call is None:
+            return self.route.start("irecv_", x, src, self.route.context.tag(kind), part_of=counted)
+        return self.route.start("ibroadcast_", x, src, part_of=counted, method=call.method)
+
+
+class RouteMedium(_ByTransfers):
+    """Sends each part as a transfer of its own, over the transport of the group's tensors.
+
+    A tensor without elements is no part: the head describes it.
+    """
+
+    takes_many = False
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        rest = [] if outgoing.rest is None else [outgoing.rest]
+        pieces = [(outgoing.frame, _FRAME), *((piece, _BODY) for piece in [*rest, *_parts_of(outgoing.tensors)])]
+        tag = self.route.context.tag
+        name = outgoing.counted or SENT
+        parts = [self.route.start("isend", piece, dst, tag(kind), part_of=name) for piece, kind in pieces]
+        self.route.count(name)
+        return parts
+
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        route, src, method = self.route, self.route.context.rank, call.method
+        # First, and waited for, the head or its beginning, by which ranks in another call notice.
+        name = outgoing.counted or _BROADCAST
+        if sized_bytes := self.sized_bytes:
+            head, pieces = wire.packed(outgoing, min(sized_bytes, _MOST_PACKED_BYTES))
+            route.run("broadcast_sized", None, head, src, len(head), part_of=name, method=method)
+            route.count(name, 0, max(FRAME_BYTES, len(head)))
+            parts = self._broadcast_each(pieces, src, name, method)
+        else:
+            frame = outgoing.frame
+            route.run("broadcast_", frame, frame, src, part_of=name, method=method)
+            pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
+            parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
+        for part in parts:
+            part.wait()
+        route.count(name)
+
+    @property
+    def sized_bytes(self) -> int:
+        """Returns up to how many bytes a message to all is one transfer; 0 where none is."""
+        return next((each.sized_bytes for each in self.route.communicators if each.sized_bytes), 0)
+
+    def _broadcast_each(self, tensors: Sequence[Tensor], src: int, name: str, method: str) -> list[Handle]:
+        """Broadcasts those of the CPU one after the other, as communicators do that know hosts; starts the others."""
+        parts = []
+        for tensor in _parts_of(tensors):
+            if tensor.device.type == "cpu":
+                self.route.run("broadcast_", tensor, tensor, src, part_of=name, method=method)
+            else:
+                parts.append(self.route.start("ibroadcast_", tensor, src, part_of=name, method=method))
+        return parts
+
+    def start_receive(self, reader: Reader) -> None:
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
+        reader.posted = frame, self._receive_part(frame, reader.src, None, _counted(reader, None), _FRAME)
+
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
+        route, src, name = self.route, reader.src, _counted(reader, call)
+        if call is not None and self.sized_bytes:
+            return self._receive_packed(reader, call, name)
+        if call is None and reader.posted is None:
+            self.start_receive(reader)
+        route.check_usable()  # after a failure, or the end, of the group nothing more comes
+        if call is None:
+            frame, posted = reader.posted
+            posted.wait()
+        else:
+            frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
+            route.run("broadcast_", frame, frame, src, part_of=name, method=call.method)
+        route.count(name)
+        header = wire.parse_frame(frame, route.context, src)
+        rest = wire.rest_buffer(header)
+        if rest is not None:
+            self._receive_part(rest, src, call, name).wait()
+        received = _parts_of(reader.take_head(header, wire.body_of(header, frame, rest)))
+        parts = [self._receive_part(tensor, src, call, name) for tensor in received]
+        for part, tensor in zip(parts, received, strict=True):
+            if tensor.device.type == "cpu":  # others by who wants them: on the caller's stream, not on this thread's
+                part.wait()
+        return parts
+
+    def _receive_packed(self, reader: Reader, call: UserCall, name: str) -> list[Handle]:
+        """Receives a message to all that is one transfer of its head, and of its CPU tensors if they are small."""
+        route, src, method = self.route, reader.src, call.method
+        route.check_usable()
+        most_bytes = HEADER_BYTES + settings.MAX_METADATA_BYTES.get() + _MOST_PACKED_BYTES
+        data = route.run("broadcast_sized", None, None, src, most_bytes, part_of=name, method=method)
+        route.count(name, 1, max(FRAME_BYTES, len(data)))
+        header, body, packed = wire.unpacked(data, route.context, src)
+        tensors = reader.take_head(header, body, packed.numel() or None)
+        on_cpu, on_device = split_by_device(tensors)
+        if not packed.numel():
+            return self._broadcast_each(tensors, src, name, method)
+        for tensor, piece in zip(on_cpu, packed.split([tensor.nbytes for tensor in on_cpu]), strict=True):
+            as_bytes(tensor).copy_(piece)
+        return [self._receive_part(tensor, src, call, name) for tensor in _parts_of(on_device)]
+
+
+def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
+# One message of a queue.
+
+
+class QueueMedium(_ByTransfers):
+    """Carries head and CPU tensors in one piece through shared memory.
+
+    Where the library serves the group it records and counts messages itself; else they are recorded here.
+    """
+
+    takes_many = True
+
+    def __init__(self, route: Route, channels: Channels) -> None:
+        self.route = route
+        self.channels = channels
+        self._open: set[tuple[int, bool]] = set()
+        collectives = route.context.collectives
+        self._group = getattr(collectives, "number", 0)
+        self._objects = codec_values.use_library()  # which is there where the queues are
+        is_on_host = route.context.device.type == "cpu" and not route.context.simulated
+        self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
+
+    def post(self, obj: object, dst: int, call: UserCall | None, cut: Cut) -> Outgoing | bool:
+        past, key, limit = self.past_python, self.route.context.key, settings.MAX_METADATA_BYTES.get()
+        if past is None:
+            return False
+        if call is None:
+            outcome = past.send_object(key, dst, transfer_number("send_tensor_dict"), obj, limit, *cut)
+        else:
+            outcome = past.broadcast_object(key, message_word(call.method, call.root), obj, limit)
+        return outcome == DONE or (outcome == NO_ROOM and wire.of_packed(self._objects.packed(), cut))
+
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        route, started = self.route, time.monotonic()
+        name = outgoing.counted or SENT
+        on_cpu, on_device = split_by_device(outgoing.tensors)
+        route.check_usable()
+        route.check_recordable(name)
+        try:
+            work = self.channels.sender(dst, MESSAGES).isend(Message(outgoing.head, on_cpu, 0, outgoing.more or b""))
+        except Exception as error:
+            self._note_sent(outgoing, name, dst, started)
+            raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
+        # It waited for nobody: the receiver has it a moment earlier.
+        record = self._note_sent(outgoing, name, dst, started)
+        parts: list[Handle] = []
+        if work.is_completed():
+            record.ended_s = time.monotonic()
+        else:
+            parts.append(Handle(route, record, work, outgoing.frame))
+        return parts + self._start_sending(on_device, dst, None, name)
+
+    def send(self, outgoing: Outgoing, dst: int) -> None:
+        for part in self._write(outgoing, dst, None):
+            part.wait()
+
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        for part in self._write(outgoing, None, call):
+            part.wait()
+
+    def _write(self, outgoing: Outgoing, dst: int | None, call: UserCall | None) -> list[Handle]:
+        """Sends head and CPU tensors, and starts to send the others."""
+        route, started, is_to_all = self.route, time.monotonic(), call is not None
+        name = outgoing.counted or (_BROADCAST if is_to_all else SENT)
+        operation = "send" if call is None else call.method
+        on_cpu, on_device = split_by_device(outgoing.tensors)
+        route.check_usable()
+        route.check_recordable(name)
+        number = self.channels.begin_broadcast() if is_to_all else 0
+        record = self._note_sent(outgoing, name, -1 if dst is None else dst, started, call)
+        try:
+            with waiting_for(route.context, record):
+                if call is not None:
+                    self.announce(call)
+                message = Message(outgoing.head, on_cpu, number, outgoing.more or b"")
+                self.channels.sender(dst, MESSAGES).send(message, operation)
+        except Exception as error:
+            raise route.failure_of(error, operation, started)  # noqa: B904  (the same error, noted by the route)
+        record.ended_s = time.monotonic()
+        return self._start_sending(on_device, dst, call, name)
+
+    def _start_sending(
+        self, tensors: Sequence[Tensor], dst: int | None, call: UserCall | None, name: str
+    ) -> list[Handle]:
+        route = self.route
+        if call is None:
+            return [route.start("isend", x, dst, route.context.tag(_BODY), part_of=name) for x in tensors]
+        src, method = route.context.rank, call.method
+        return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
+
+    def announce(self, call: UserCall) -> None:
+        """Takes the call's place among the group's collectives: ranks that are in another one find out, as does this.
+
+        The queue itself can't tell: a rank that is in a collective doesn't look there.
+        """
+        if (collectives := self.route.context.collectives) is not None:
+            collectives.announce(call.root, self.channels.spin_ns, call)
+
+    def _note_sent(
+        self, outgoing: Outgoing, name: str, dst: int, started_s: float, call: UserCall | None = None
+    ) -> Operation:
+        """Records and counts a message that is sent."""
+        record = self.route.note(name, None, call, peer=dst, started_s=started_s)
+        self.route.count(name, 1, outgoing.counted_bytes)
+        return record
+
+    def start_receive(self, reader: Reader) -> None:
+        self.route.check_usable()
+        self.route.check_recordable(_counted(reader, None))
+        receiver = self.channels.receiver(reader.src, MESSAGES)
+        if receiver.is_held_here:  # a handler of signals, whose message would be another call's
+            raise receiver.in_a_handler("recv")
+        receiver.reserve(1)
+
+    def end_receive(self, reader: Reader) -> None:
+        self.channels.receiver(reader.src, MESSAGES).reserve(-1)
+
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
+        src, past, key = reader.src, self.past_python, self.route.context.key
+        on_device: list[Tensor] = []
+
+        def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
+            """Takes in the head of a message that the library can't make an object of."""
+            on_cpu, others = split_by_device(reader.take_bytes(head, head_bytes, tensor_bytes))
+            on_device.extend(others)
+            return pieces_of(on_cpu)[0] or b""
+
+        found: Any = NotImplemented
+        if past is not None:
+            end = src, call is not None
+            if end not in self._open:
+                self.channels.receiver(src, MESSAGES, broadcast=end[1])
+                self._open.add(end)
+            if call is None:
+                found = past.receive_value(key, src, transfer_number("recv_tensor_dict"), *reader.wanted, take)
+            else:
+                found = past.receive_broadcast_value(key, message_word(call.method, src), *reader.wanted, take)
+        if found is NotImplemented:
+            with nullcontext() if call is None else self.route.alone(call):
+                found = self._receive_recorded(reader, call, take)
+        if found is not take:
+            reader.take_object(found)
+            return ()
+        return [self._receive_part(x, src, call, _counted(reader, call)) for x in on_device]
+
+    def _receive_recorded(self, reader: Reader, call: UserCall | None, take: Any) -> Any:
+        """Receives a message that is recorded here; raises why the library has not received it."""
+        route, name, operation = self.route, _counted(reader, call), "recv" if call is None else call.method
+        route.check_usable()
+        route.check_recordable(name)
+        receiver = self.channels.receiver(reader.src, MESSAGES, broadcast=call is not None)
+        if receiver.is_held_here:
+            raise receiver.in_a_handler(operation)
+        number = 0 if call is None else self.channels.begin_broadcast()
+        record = route.note(name, None, call, peer=-1 if call is not None else reader.src)
+        with waiting_for(route.context, record), receiver.lock:
+            self._check(receiver, call, operation)
+            if call is not None and not receiver.has_found:  # else that call has announced itself
+                self.announce(call)
+            timeout_s = receiver.members.timeout_s
+            try:
+                receive = self._objects.past_python.receive_at
+                found = receive(receiver.end, number, timeout_s, self._group, *reader.wanted, take)
+            except RemoteError:  # a whole message
+                self._end(record, name, receiver)
+                raise
+            if found is NotImplemented:
+                self._check(receiver, call, operation)
+                raise receiver.mismatch(  # a writer, who doesn't wait for its readers, can't notice
+                    f"this rank is in the group's message number {number} to all ranks, and rank {reader.src} sent "
+                    f"its number {receiver.fingerprint}; another `src`, or another order of calls, was given on some "
+                    "rank",
+                    operation,
+                )
+            self._end(record, name, receiver)
+        return found
+
+    def _end(self, record: Operation, name: str, receiver: Receiver) -> None:
+        """Counts a message, which has come."""
+        record.ended_s = time.monotonic()
+        head_bytes, tensor_bytes = receiver.found_bytes
+        self.route.count(name, 1, max(FRAME_BYTES, head_bytes) + tensor_bytes)
+
+    def _check(self, receiver: Receiver, call: UserCall | None, operation: str) -> None:
+        """Raises the failure of a receive, also of one that the library has recorded."""
+        try:
+            receiver.check(operation)
+        except CollectiveMismatchError as error:  # as another rank tells, which knows its own call
+            collectives = self.route.context.collectives
+            if call is not None and collectives is not None:
+                try:
+                    collectives.call("compare", user_call=call)
+                except CollectiveMismatchError as named:  # both calls
+                    raise named from error
+            raise

@@ -1,0 +1,181 @@
+"""What is made of a message that comes: tensors for its head, and of these an object or a list.
+
+A medium (see `media`) brings the message and calls `take_head`, has the tensors filled, and then `build` gives the
+object. What the library makes of a message by itself it hands over by `take_object` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import settings
+from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
+from device_communicators.routing.route import Route
+from parallel_state.messages import buffers, wire
+from parallel_state.messages.all_gather_group import AllGatherGroup
+from parallel_state.messages.buffers import Buffers
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec.types import TensorMetadata
+from parallel_state.messages.wire import NOTHING, Header
+
+
+class Owner(Protocol):
+    """As much of a group's messenger as its readers need."""
+
+    route: Route
+    allow_pickle: bool
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+
+
+class Reader:
+    """Makes the object of one message from rank `src`."""
+
+    is_list = False
+    posted: Any = None
+    """What a medium has begun for a receive that was started."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        src: int,
+        group: AllGatherGroup | None = None,
+        out: Buffers | None = None,
+        views: bool = False,
+        *,
+        gathers: bool = True,
+    ) -> None:
+        """`gathers`: slices may be gathered as soon as they have come; else in `build` alone."""
+        self.src = src
+        self._owner = owner
+        self._group = group
+        self._out = out
+        self._object: Any = NOTHING
+        self._message: codec.Message | None = None
+        self._sliced: list[bool] = []
+        self._tensors: list[Tensor] = []
+        gather: Callable[[Tensor, list[int]], Tensor] | None = None
+        slices, given = 0, None
+        if group is not None and gathers:
+            slices, gather = group.world_size, self._gather
+        if out is not None and type(out.tensors) is dict:
+            given = out.tensors
+        self.wanted: tuple[Any, ...] = (settings.MAX_METADATA_BYTES.get(), slices, gather, given, views, None, 0)
+        """What the library is told, see `Received` in csrc/messages_api.cpp."""
+
+    def take_object(self, found: Any) -> None:
+        self._object = found
+
+    def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
+        """As `take_head`, of header and body in one piece, or the beginning of a head that has `head_bytes`."""
+        header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)
+        return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
+
+    def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
+        """Returns the tensors that are to be filled. Raises RemoteError where the sender could not encode its value.
+
+        `tensor_bytes`: of those on the CPU, where it is known how many have come.
+        """
+        owner, src, context = self._owner, self.src, self._owner.route.context
+        if header.is_error:
+            raise wire.remote_error(body, context, src)
+        self._message, self._sliced = wire.read_body(header, body, context, src, owner.allow_pickle)
+        group = self._group
+        if any(self._sliced) and (group is None or header.slices != group.world_size):
+            raise CollectiveMismatchError(
+                f"sender and receiver must pass all-gather groups of one size, but rank {src} of {context} cut its "
+                f"tensors into {header.slices} slices and this rank's all_gather_group has "
+                f"{'no' if group is None else group.world_size} ranks; pass the same all_gather_group on both sides",
+                group=context.name,
+                rank=context.rank,
+            )
+        tensors = self._message.tensors
+        parts = [header.slices if is_cut else 1 for is_cut in self._sliced]
+        if tensor_bytes is not None:
+            expected = sum([x.nbytes // n for x, n in zip(tensors, parts, strict=True) if x.device_type == "cpu"])
+            if expected != tensor_bytes:
+                found = f"{tensor_bytes} bytes of tensors follow its metadata, which tells of {expected}"
+                raise wire.not_a_message(found, context, src)
+        self._tensors = [allocate(owner, each, src, n) for each, n in zip(tensors, parts, strict=True)]
+        return self._tensors
+
+    def build(self) -> Any:
+        """Returns the object, with the caller's buffers where there are some."""
+        value, out = self._object, self._out
+        if value is NOTHING:
+            value = self._build()
+        return value if out is None else buffers.place(self._owner.route.context, self.src, value, out)
+
+    def _build(self) -> Any:
+        message = self._message
+        if message is None:
+            raise RuntimeError("the message has not arrived")
+        for index, is_cut in enumerate(self._sliced):
+            if is_cut:
+                self._tensors[index] = self._gather(self._tensors[index], message.tensors[index].shape)
+        return wire.build(message, self._tensors, self._owner.route.context, self.src)
+
+    def _gather(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x if self._group is None else self._group.all_gather(x, dim=0).view(shape)
+
+
+class ListReader(Reader):
+    """Fills a list of CPU tensors, whose head is known beforehand; or makes them, of these sizes, as views at best."""
+
+    is_list = True
+
+    def __init__(
+        self,
+        owner: Owner,
+        src: int,
+        head: bytes,
+        tensors: Sequence[Tensor] | None,
+        made: Sequence[TensorMetadata] = (),
+        form: int = 0,
+    ) -> None:
+        """`form`: the address of the `Form` of what is `made`."""
+        super().__init__(owner, src)
+        self._head = head
+        self._given = tensors
+        self._made = made
+        self.wanted = (self.wanted[0], 0, None, None, tensors is None, head, form)
+
+    def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
+        if header.is_error:
+            raise wire.remote_error(body, self._owner.route.context, self.src)
+        wire.check_list(self._head, header, body, self._owner.route.context, self.src)
+        if self._given is None:
+            self._tensors = [self._owner.empty(each.shape, each.dtype) for each in self._made]
+        else:
+            self._tensors = list(self._given)
+        return self._tensors
+
+    def build(self) -> Any:
+        return self._tensors if self._object is NOTHING else self._object
+
+
+def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) -> Tensor:
+    """Allocates a tensor, or a flat slice of one; on this rank's device of the sender's device type."""
+    context = owner.route.context
+    shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
+    device = wire.CPU
+    try:
+        device = wire.device_for(metadata.device_type, context.device)
+        if device is wire.CPU:
+            return owner.empty(shape, metadata.dtype)
+        return torch.empty(shape, dtype=metadata.dtype, device=device)
+    except GroupDestroyedError:  # by another thread
+        raise
+    except Exception as error:  # its bytes stay in the way of whatever comes next
+        raise CommunicationError(
+            f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
+            f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
+            group=context.name,
+            rank=context.rank,
+            suspect_ranks=[context.ranks[src]],
+        ) from error
