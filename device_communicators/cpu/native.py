@@ -48,7 +48,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 15
+_VERSION = 16
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -147,7 +147,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_transfers_new": (c_void_p, (c_void_p, c_int, c_int, POINTER(c_int64))),
     "ps_transfers_delete": (None, (c_void_p,)),
     "ps_transfers_serve": (None, (c_void_p, c_uint64, c_double)),
-    "ps_transfers_interrupt": (None, (c_void_p, c_uint64, c_int)),
     "ps_transfers_failure": (c_int, (c_void_p, POINTER(c_int64))),
     "ps_transfers_is_inside": (c_int, (c_void_p, c_int, c_int)),
     "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),

@@ -6,11 +6,13 @@ process' progress thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import threading
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from device_communicators.base.errors import (
     CommunicationError,
     GroupDestroyedError,
     MessageDecodeError,
+    UsageError,
 )
 from device_communicators.base.limits import describe_address_space
 from device_communicators.base.member import LOST
@@ -110,6 +113,7 @@ class _Functions:
 
     def __init__(self, library: NativeLibrary) -> None:
         self.start = library.method("ps_transfers_starting")
+        self.run = library.method("ps_transfers_running")
         self.wait = library.method("ps_transfers_waiting")
         self.is_done = library.method("ps_transfers_done")
 
@@ -140,51 +144,87 @@ class Transfers:
         self._address: int = library.ps_transfers_new(liveness, members.rank, len(members.ranks), words)
         self._failure: CommunicationError | GroupDestroyedError | None = None
         self._is_free = False
+        self._waits: set[tuple[int, int, int]] = set()
+        """Waits: their threads, whether they send, and their peers."""
         if group:
             library.ps_transfers_serve(self._address, group, min(members.timeout_s, _LONGEST_S))
 
     def isend(self, x: Tensor, dst: int) -> Work:
         """Starts to send a contiguous CPU tensor. Done at once if the ring has room for it."""
-        return self._started(1, x, dst, 0)
+        return self._started(1, x, dst)
 
     def irecv_(self, out: Tensor, src: int) -> Work:
         """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
-        return self._started(0, out, src, 0)
+        return self._started(0, out, src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Sends a contiguous CPU tensor, which may be changed afterwards."""
-        self._started(1, x, dst, 1).wait()
+        self._run(1, x, dst)
 
     def recv_(self, out: Tensor, src: int) -> None:
         """Receives as `irecv_`, and waits."""
-        self._started(0, out, src, 1).wait()
+        self._run(0, out, src)
 
-    def _started(self, sends: int, x: Tensor, peer: int, waits: int) -> Work:
-        number = self._functions.start(
-            self._address, sends, peer, 0, _number_of(x.dtype), x.data_ptr(), x.nbytes, waits, x
-        )
+    def _started(self, sends: int, x: Tensor, peer: int) -> Work:
+        if not sends:
+            self._refuse_inside(sends, peer)
+        number = self._functions.start(self._address, sends, peer, 0, _number_of(x.dtype), x.data_ptr(), x.nbytes, x)
         if number == _DONE:
             return DONE
-        operation = "send" if sends else "recv"
         if number == _INSIDE:
-            raise handler_error(operation, str(self.members), operation)
+            raise self._in_a_handler(sends)
         if number < 0:
             raise self._failed()
-        return _Transfer(self, number, operation)
+        return _Transfer(self, number, sends, peer)
+
+    def _run(self, sends: int, x: Tensor, peer: int) -> None:
+        with self._waiting(sends, peer):
+            status = self._functions.run(
+                self._address, sends, peer, 0, _number_of(x.dtype), x.data_ptr(), x.nbytes, x, self._timeout_us
+            )
+            if status != _ENDED:
+                self._raise(status, sends)
+
+    @contextlib.contextmanager
+    def _waiting(self, sends: int, peer: int) -> Iterator[None]:
+        self._refuse_inside(sends, peer)
+        key = (threading.get_ident(), sends, peer)
+        self._waits.add(key)
+        try:
+            yield
+        finally:
+            self._waits.discard(key)
+
+    def _refuse_inside(self, sends: int, peer: int) -> None:
+        """Raises UsageError in a handler of signals whose thread waits for the same peer, the same way."""
+        if (threading.get_ident(), sends, peer) in self._waits:
+            raise self._in_a_handler(sends)
+
+    def _in_a_handler(self, sends: int) -> UsageError:
+        operation = "send" if sends else "recv"
+        return handler_error(operation, str(self.members), operation)
+
+    @property
+    def _timeout_us(self) -> int:
+        return int(1e6 * min(self.members.timeout_s, _LONGEST_S))
 
     def is_done(self, number: int) -> bool:
         return bool(self._functions.is_done(self._address, number))
 
-    def wait(self, number: int, operation: str) -> None:
-        timeout_us = int(1e6 * min(self.members.timeout_s, _LONGEST_S))
-        status = self._functions.wait(self._address, number, timeout_us)
-        if status == _ENDED:
-            return
+    def wait(self, number: int, sends: int, peer: int) -> None:
+        if self.is_done(number):
+            status = self._functions.wait(self._address, number, 0)
+        else:
+            with self._waiting(sends, peer):
+                status = self._functions.wait(self._address, number, self._timeout_us)
+        if status != _ENDED:
+            self._raise(status, sends)
+
+    def _raise(self, status: int, sends: int) -> NoReturn:
         if status == _WAIT_INTERRUPTED:
-            self._library.ps_transfers_interrupt(self._address, number, 0)
             self._library.raise_interruption()
         if status == _WAIT_INSIDE:
-            raise handler_error(operation, str(self.members), operation)
+            raise self._in_a_handler(sends)
         raise self._failed()
 
     def _failed(self) -> CommunicationError | GroupDestroyedError:
@@ -217,13 +257,14 @@ class Transfers:
 class _Transfer:
     """A work."""
 
-    def __init__(self, transfers: Transfers, number: int, operation: str) -> None:
+    def __init__(self, transfers: Transfers, number: int, sends: int, peer: int) -> None:
         self._transfers = transfers
         self._number = number
-        self._operation = operation
+        self._sends = sends
+        self._peer = peer
 
     def is_completed(self) -> bool:
         return self._transfers.is_done(self._number)
 
     def wait(self) -> None:
-        self._transfers.wait(self._number, self._operation)
+        self._transfers.wait(self._number, self._sends, self._peer)

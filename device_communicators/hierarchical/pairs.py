@@ -4,8 +4,8 @@ A message says what the sender's call is: where the receiver's differs, nothing 
 sender of up to ANSWERED_BYTES is done once the kernel has it; of more once the receiver has said what its call is. What
 the receiver has no room for before its call (PARALLEL_STATE_EARLY_BYTES) is sent when it has said so, however small.
 
-Any thread may wait, and several at once: each moves what it can. What was started and isn't waited for is moved by a
-thread of its own after a moment. A signal's handler may interrupt a thread anywhere, in the middle of a message too, so
+Any thread may wait, and several at once: each moves what it can. The process' progress thread moves what was started
+and isn't waited for. A signal's handler may interrupt a thread anywhere, in the middle of a message too, so
 it can't send or receive in the group that it interrupts.
 """
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, InvalidArgumentError
-from device_communicators.base.helper_threads import run_in_thread
 from device_communicators.calls.user_call import begin_sending, handler_error
 from device_communicators.calls.work import TransferError
 from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams, part_of
@@ -30,7 +29,6 @@ from device_communicators.routing.failures import died
 
 ANSWERED_BYTES = 64 << 10
 """`kAnsweredBytes` of csrc/streams.cpp."""
-_UNWAITED_S = 0.02
 _FIRST_KIND = 16
 MOST_TAG = ((1 << 32) - 1 - _FIRST_KIND) // 2
 """A message and its answer have kinds of 32 bits of their own for each tag."""
@@ -42,11 +40,8 @@ class Pairs:
     def __init__(self, context: GroupContext, streams: Streams) -> None:
         self.context = context
         self.streams = streams
-        self._lock = threading.Lock()
         self._inside: dict[int, str] = {}
         """By thread: the operation that it is in."""
-        self._is_moved = False
-        """True while a thread moves what nobody waits for."""
 
     def isend(self, x: Tensor, dst: int, tag: int) -> PairTransfer:
         with _Inside(self, "send"):
@@ -81,31 +76,6 @@ class Pairs:
                 self.end_sending()
         finally:
             self._inside.pop(threading.get_ident(), None)
-
-    def keep_moving(self) -> None:
-        """Has a thread move what has been started, for as long as that isn't done."""
-        with self._lock:
-            begun, self._is_moved = self._is_moved, True
-        if not begun:
-            run_in_thread(self._move_on)
-
-    def _move_on(self) -> None:
-        try:
-            self._move_what_is_left()
-        except BaseException:
-            self._is_moved = False
-            raise
-
-    def _move_what_is_left(self) -> None:
-        time.sleep(_UNWAITED_S)  # most callers wait soon
-        streams = self.streams
-        while True:
-            if streams.drive(SLICE_S):
-                time.sleep(_UNWAITED_S)  # others move it
-            with self._lock:
-                self._is_moved = streams.has_left
-                if not self._is_moved:
-                    return
 
     def end_sending(self) -> None:
         self.streams.end_sending()
@@ -158,7 +128,7 @@ class PairTransfer:
     def begin(self) -> PairTransfer:
         """Has it moved on while nobody waits."""
         if not self.is_completed():
-            self._pairs.keep_moving()
+            self._pairs.streams.keep_moving()
         return self
 
     def run_in_this_thread(self) -> None:

@@ -109,9 +109,8 @@ class _Functions:
         self.send_pair = method("pair_sending")
         self.receive_pair = method("pair_receiving")
         self.wait = method("waiting")
-        self.drive = method("driving")
+        self.keep_moving = method("keeping_moving")
         self.flush = method("flushing")
-        self.has_left = method("has_left")
         self.rank_of = method("rank_of")
         self.found = method("found")
         self.frame = method("frame")
@@ -255,14 +254,9 @@ class Streams:
         """Returns the other rank's text where that isn't the one of this transfer, which is done; once."""
         return self.functions.found(self.address, number)
 
-    def drive(self, slice_s: float) -> bool:
-        """Moves what nobody waits for, for so long at most. Returns True at once where somebody waits."""
-        return self.functions.drive(self.address, int(1e6 * slice_s)) > 0
-
-    @property
-    def has_left(self) -> bool:
-        """Returns True if anything is to be sent or received still."""
-        return bool(self.functions.has_left(self.address))
+    def keep_moving(self) -> None:
+        """Has the process' progress thread move what nobody waits for, until nothing is to be sent or received."""
+        self.functions.keep_moving(self.address)
 
     def is_done(self, number: int) -> bool:
         return self.functions.rank_of(self.address, number) < 0

@@ -101,12 +101,6 @@ _SURVEY_S = 0.2  # between two looks at ranks beyond the first missing one
 _LOOKED_AT_PER_S = 1024
 
 
-class WorldStore(ControlStore):
-    """The store in rank 0's control plane."""
-
-    served_by = 0
-
-
 class Met(NamedTuple):
     """The result of a meeting."""
 
@@ -718,9 +712,11 @@ class _Meeting:
         )
 
 
-def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> WorldStore:
+def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore:
+    """Returns the store in rank 0's control plane."""
     address = endpoint.host, endpoint.port
-    store = WorldStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
+    store = ControlStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
+    store.served_by = 0
     store.access = f"a token that the ranks received from {met_at}"
     return store
 

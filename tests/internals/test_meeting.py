@@ -21,6 +21,7 @@ from device_communicators.base.errors import (
     PeerDiedError,
     RendezvousError,
 )
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu.watching import listen
 from device_communicators.liveness.health import Watcher
 from parallel_state.startup import interfaces, rendezvous
@@ -184,7 +185,7 @@ def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: py
         meeting.places = {meeting.place.rank: meeting.own_place}
     store_at = rendezvous._store_at
 
-    def refused(endpoint: rendezvous.Endpoint, timeout_s: float, met_at: str) -> rendezvous.WorldStore:
+    def refused(endpoint: rendezvous.Endpoint, timeout_s: float, met_at: str) -> ControlStore:
         port = 1 if threading.current_thread().name == "far" else endpoint.port
         return store_at(endpoint._replace(host="127.0.0.1", port=port), timeout_s, met_at)
 

@@ -497,7 +497,8 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 cut = draw.choice((1, 31, 32, 33, 1000, 65_536, 200_000))
                 sent += far.send(model.stream[sent : sent + cut])
-            here.drive(0.0)
+            here.functions.wait(here.address, 0, True, *(number for number, *_ in expected))
+            here.flush()
             with contextlib.suppress(BlockingIOError):  # answers to large messages, as the protocol has them
                 answers += len(far.recv(1 << 20))
             if sent == len(model.stream):

@@ -79,6 +79,23 @@ def _threads_at_rest() -> list[str]:
     return sorted(new)
 
 
+def _threads_of_started_transfers() -> tuple[int, list[float]]:
+    """Returns how many threads move transfers of three groups that nobody waits for, and what came."""
+    ps.init_distributed_environment(timeout=DEADLINE_S)
+    ps.initialize_model_parallel(2)
+    groups = [ps.get_tp_group().make_sub_group(range(2)) for _ in range(3)]
+    other, large = 1 - groups[0].rank, 2 << 20
+    received = [group.irecv((large,), torch.float32, other) for group in groups]
+    ps.get_tp_group().barrier()
+    sent = [group.isend(torch.full((large,), float(at)), other) for at, group in enumerate(groups)]
+    _until(lambda: all(each.is_completed() for each in (*received, *sent)))
+    threads = list(_tasks().values()).count("ps-transfers")
+    values = [each.wait()[-1].item() for each in received if each.is_completed()]
+    ps.get_tp_group().barrier()
+    ps.destroy_distributed_environment()
+    return threads, values
+
+
 def _names_over_torch() -> tuple[list[str], dict[str, str]]:
     before = _tasks()
     dist.init_process_group("parallel_state")
@@ -136,6 +153,12 @@ def test_a_rank_has_few_threads(shared_memory: bool) -> None:
 
 def test_threads_of_the_torch_backend() -> None:
     _check(ps.launch(_names_over_torch, 2, timeout=DEADLINE_S), {"ps-lane", "ps-transfers"})
+
+
+def test_one_thread_moves_what_nobody_waits_for() -> None:
+    for threads, values in ps.launch(_threads_of_started_transfers, 2, timeout=DEADLINE_S):
+        assert values == [0.0, 1.0, 2.0]
+        assert threads == 1
 
 
 def test_a_long_name_is_cut() -> None:

@@ -25,6 +25,8 @@ class Matcher {
 
   explicit Matcher(int sources) : by_source_(static_cast<std::size_t>(sources)) {}
 
+  void add_sources(int sources) { by_source_.resize(std::max(by_source_.size(), static_cast<std::size_t>(sources))); }
+
   // Returns the oldest held message for the receive; without one the receive is posted.
   std::optional<Message> post(int source, Tag tag, const Receive& receive) {
     Side* const from = source == kAnySource ? oldest_with(tag) : &side(source);
@@ -81,8 +83,8 @@ class Matcher {
     for (const auto& item : side(source).messages) visit(item.what);
   }
 
-  // Forgets the receives that wait for this source alone, and its messages.
-  void clear(int source) { side(source) = Side(); }
+  // Forgets the receives of this source alone.
+  void clear_receives(int source) { side(source).receives.clear(); }
   void clear() {
     any_source_.clear();
     for (Side& each : by_source_) each = Side();

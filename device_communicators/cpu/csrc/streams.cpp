@@ -24,6 +24,7 @@ constexpr std::size_t kBufferBytes = 64 << 10;
 // Enough for the splits of an all_to_all: 16 bytes for each rank of a host and each of a group of up to 256.
 constexpr std::uint32_t kMostTextBytes = 1 << 20;
 constexpr std::uint64_t kAnsweredBytes = 64 << 10;  // ANSWERED_BYTES of pairs.py
+constexpr char kNoMemory[] = "there was no memory for a message";
 constexpr int kPiecesAtOnce = 16;
 constexpr std::int64_t kTwoWaitNs = 1'000'000;
 
@@ -171,29 +172,20 @@ void Stream::read_last() {
 }
 
 void Stream::receive(std::uint32_t kind, Transfer* transfer, bool is_answer) {
-  receives_[kind].push_back({transfer, is_answer});
+  const Incoming incoming{transfer, is_answer};
+  const auto found = all_.matcher_.post(rank, kind, incoming);
+  if (found && (*found)->is_whole) return deliver(incoming, **found);
+  if (found) (*found)->receiver = incoming;
   ++receiving_;
-  match_early(kind);
 }
 
-void Stream::match_early(std::uint32_t kind) {
-  auto& early = early_[kind];
-  auto& receives = receives_[kind];
-  while (!early.empty() && !receives.empty()) {
-    const Early message = std::move(early.front());
-    const Incoming incoming = receives.front();
-    early.pop_front();
-    receives.pop_front();
-    --receiving_;
-    if (message.announced) {
-      ask(incoming.transfer, kind, message.text, message.bytes);
-      continue;
-    }
-    char* to = nullptr;
-    if (!match(incoming, kind, message.text, message.bytes, &to)) return;
-    if (to != nullptr && message.bytes > 0) std::memcpy(to, message.body.get(), message.bytes);
-    all_.part_done(incoming.transfer);
-  }
+// Gives a message that came early to its receive.
+void Stream::deliver(const Incoming& incoming, const Early& message) {
+  if (message.announced) return ask(incoming.transfer, message.kind, message.text, message.bytes);
+  char* to = nullptr;
+  if (!match(incoming, message.kind, message.text, message.bytes, &to)) return;
+  if (to != nullptr && message.bytes > 0) std::memcpy(to, message.body.get(), message.bytes);
+  all_.part_done(incoming.transfer);
 }
 
 void Stream::take_frame(Transfer* transfer) {
@@ -243,10 +235,12 @@ void Stream::end_message() {
   reading_ = nullptr;
   if (counted_) --receiving_;
   counted_ = false;
-  if (is_early_) {
-    is_early_ = false;
-    early_[early_kind_].push_back(std::move(early_body_));
-    match_early(early_kind_);
+  if (early_ != nullptr) {
+    const Message message = std::exchange(early_, nullptr);
+    message->is_whole = true;
+    if (!message->receiver) return;
+    --receiving_;
+    deliver(*message->receiver, *message);
   } else if (transfer != nullptr) {
     all_.part_done(transfer);
   }
@@ -354,8 +348,11 @@ void Stream::parse() {
     }
     received_bytes_ = number_at<std::uint64_t>(head + 4);
     if (announced) {
-      early_[kind].push_back({std::move(text), nullptr, bytes, true});
-      match_early(kind);
+      const auto message = std::make_shared<Early>(Early{kind, std::move(text), bytes, true, nullptr, true, {}});
+      if (const auto incoming = all_.matcher_.arrive(rank, kind, [&] { return message; })) {
+        --receiving_;
+        deliver(*incoming, *message);
+      }
     } else if (asked_for) {
       begin_asked(kind, bytes);
     } else {
@@ -392,26 +389,21 @@ void Stream::begin_asked(std::uint32_t kind, std::uint64_t bytes) {
 }
 
 void Stream::begin_body(std::uint32_t kind, std::string text, std::uint64_t bytes) {
-  auto& receives = receives_[kind];
-  if (receives.empty()) {
-    early_body_ = {std::move(text), nullptr, bytes, false};
-    if (bytes <= PTRDIFF_MAX) early_body_.body.reset(new (std::nothrow) char[bytes]);
-    if (early_body_.body == nullptr) {
-      return fail("there is no memory for " + std::to_string(bytes) + " bytes that came before they were asked for");
-    }
-    is_early_ = true;
-    early_kind_ = kind;
-    expect(early_body_.body.get(), bytes);
-    return;
+  const auto incoming = all_.matcher_.arrive(rank, kind, [&] {
+    early_ = std::make_shared<Early>(Early{kind, text, bytes, false, nullptr, false, {}});
+    if (bytes <= PTRDIFF_MAX) early_->body.reset(new (std::nothrow) char[bytes]);
+    return early_;
+  });
+  if (!incoming) {
+    if (early_->body != nullptr) return expect(early_->body.get(), bytes);
+    return fail("there is no memory for " + std::to_string(bytes) + " bytes that came before they were asked for");
   }
-  const Incoming incoming = receives.front();
-  receives.pop_front();
   char* to = nullptr;
-  if (!match(incoming, kind, text, bytes, &to)) {
+  if (!match(*incoming, kind, text, bytes, &to)) {
     --receiving_;
     return;
   }
-  reading_ = incoming.transfer;
+  reading_ = incoming->transfer;
   counted_ = true;
   expect(to, bytes);
 }
@@ -490,10 +482,11 @@ void Stream::forget() {
   drop_sends();
   for (Stripe& stripe : stripes_) stripe.missing = 0;
   stripes_left_ = 0;
-  receives_.clear();
+  all_.matcher_.clear_receives(rank);
   asked_.clear();
   receiving_ = 0;
-  in_body_ = counted_ = is_early_ = false;
+  in_body_ = counted_ = false;
+  early_ = nullptr;
   place_ = nullptr;
   reading_ = nullptr;
 }
@@ -518,6 +511,7 @@ void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
   streams_.push_back(std::make_unique<Stream>(*this, rank, descriptor, early_bytes));
   if (by_rank_.size() <= static_cast<std::size_t>(rank)) by_rank_.resize(static_cast<std::size_t>(rank) + 1);
   by_rank_[static_cast<std::size_t>(rank)] = streams_.back().get();
+  matcher_.add_sources(rank + 1);
 }
 
 void Streams::add_stripe(int rank, int descriptor) {
@@ -561,7 +555,7 @@ bool Streams::await(std::uint64_t number) {
 
 // `await_all` marks the streams that are awaited; it returns kLook to go on, or what came of it.
 template <typename Awaited>
-std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all) {
+std::int64_t Streams::run(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all) {
   std::int64_t now = now_ns();
   const std::int64_t until = now + slice_ns, spin_until = now + spin_ns_;
   const Waiting waiting{waiters_};
@@ -580,19 +574,7 @@ std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slic
       late_ = first == streams_.end() ? -1 : (*first)->rank;
       return kLook;
     }
-    bool moved = false;
-    for (const auto& stream : streams_) {
-      if (!stream->error_.empty()) continue;
-      const bool sends = stream->is_sending();
-      const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
-      if (sends) moved |= stream->write();
-      if (stream->is_broken()) {
-        stream->read_last();
-        moved = true;
-      } else if (reads) {
-        moved |= stream->read();
-      }
-    }
+    const bool moved = step(all);
     now = now_ns();
     late = now >= until;
     if (moved || late) continue;
@@ -603,6 +585,24 @@ std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slic
     }
     if (!sleep(lock, until - now, all)) return kLook;
   }
+}
+
+// Moves what can be moved without waiting: of all connections, or of those that send or are awaited.
+bool Streams::step(bool all) {
+  bool moved = false;
+  for (const auto& stream : streams_) {
+    if (!stream->error_.empty()) continue;
+    const bool sends = stream->is_sending();
+    const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
+    if (sends) moved |= stream->write();
+    if (stream->is_broken()) {
+      stream->read_last();
+      moved = true;
+    } else if (reads) {
+      moved |= stream->read();
+    }
+  }
+  return moved;
 }
 
 // Returns false if a signal came: Python runs its handler between two slices.
@@ -673,7 +673,7 @@ std::int64_t Streams::send_frames(const std::string& head, std::vector<Part>& pa
 std::int64_t Streams::meet(std::int64_t slice_ns, const std::string& head, bool take, std::vector<Part>& parts) {
   if (is_foreign() || head.size() < kMarks) return kFailed;
   std::unique_lock<std::mutex> lock(mutex_);
-  return move(lock, slice_ns, false, [&] { return take_frames(head, take, parts, nullptr); });
+  return run(lock, slice_ns, false, [&] { return take_frames(head, take, parts, nullptr); });
 }
 
 std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, std::vector<Part>& sent,
@@ -686,7 +686,7 @@ std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, s
     if (first < 0) return first;
     phase_ = Phase::kFrames;
   }
-  const std::int64_t outcome = move(lock, slice_ns, false, [&]() -> std::int64_t {
+  const std::int64_t outcome = run(lock, slice_ns, false, [&]() -> std::int64_t {
     if (phase_ == Phase::kFrames) {
       const std::int64_t taken = take_frames(head, true, received, &exchanged_);
       if (taken < 0) return taken;
@@ -749,23 +749,23 @@ std::int64_t Streams::receive_pair(Part& part, std::uint32_t kind, std::string t
 std::int64_t Streams::wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers) {
   if (is_foreign()) return kFailed;
   std::unique_lock<std::mutex> lock(mutex_);
-  return move(lock, slice_ns, all, [&]() -> std::int64_t {
+  return run(lock, slice_ns, all, [&]() -> std::int64_t {
     bool missing = false;
     for (const std::uint64_t number : numbers) missing |= await(number);
     return missing ? kLook : 0;
   });
 }
 
-std::int64_t Streams::drive(std::int64_t slice_ns) {
-  if (is_foreign()) return 0;
-  std::unique_lock<std::mutex> lock(mutex_);
-  return move(lock, slice_ns, true, [&]() -> std::int64_t {
-    if (waiters_ > 1) return 1;
-    for (const auto& stream : streams_) {
-      if (stream->error_.empty() && (stream->is_sending() || stream->is_receiving())) return kLook;
-    }
-    return 0;
-  });
+bool Streams::move() {
+  if (is_foreign()) return false;
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock || waiters_ > 0) return false;
+  try {
+    return step(true);
+  } catch (const std::bad_alloc&) {
+    for (const auto& stream : streams_) stream->fail(kNoMemory);
+    return false;
+  }
 }
 
 bool Streams::has_left() {
@@ -868,9 +868,8 @@ void Streams::facts(int rank, std::uint64_t* out) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Stream& stream = *at(rank);
   out[0] = 0;
-  for (const auto& [kind, messages] : stream.early_) {
-    for (const auto& message : messages) out[0] += message.announced ? 0 : message.bytes;
-  }
+  matcher_.for_each_held(rank,
+                         [out](const Stream::Message& message) { out[0] += message->announced ? 0 : message->bytes; });
   out[1] = stream.sent_bytes_;
   out[2] = stream.received_bytes_;
   out[3] = stream.taken_bytes_;

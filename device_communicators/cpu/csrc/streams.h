@@ -15,9 +15,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "matcher.h"
+#include "progress.h"
 
 namespace parallel_state {
 
@@ -95,13 +99,17 @@ class Stream {
     bool is_answer;
   };
   struct Early {
+    std::uint32_t kind;
     std::string text;
-    std::unique_ptr<char[]> body;  // null for what was announced
     std::uint64_t bytes;
     bool announced;
+    std::unique_ptr<char[]> body;  // null for what was announced
+    bool is_whole;
+    std::optional<Incoming> receiver;  // of a body that isn't whole yet
   };
+  using Message = std::shared_ptr<Early>;
 
-  void match_early(std::uint32_t kind);
+  void deliver(const Incoming& incoming, const Early& message);
   void begin_body(std::uint32_t kind, std::string text, std::uint64_t bytes);
   void begin_asked(std::uint32_t kind, std::uint64_t bytes);
   void ask(Transfer* transfer, std::uint32_t kind, const std::string& text, std::uint64_t bytes);
@@ -130,10 +138,8 @@ class Stream {
   std::string broken_;      // nothing more can be written, for this reason; there may be something to read
   bool to_forget_ = false;  // it has an error, and may still know bodies
   std::deque<Outgoing> sends_;
-  std::map<std::uint32_t, std::deque<Incoming>> receives_;
   std::map<std::uint32_t, std::deque<Transfer*>> asked_;
-  std::map<std::uint32_t, std::deque<Early>> early_;
-  int receiving_ = 0;  // what is in `receives_` and `asked_`, and what is being read of these
+  int receiving_ = 0;  // posted receives, what is in `asked_`, and what is being read of these
   const std::uint64_t early_limit_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once, and what of that the other side has received
   std::uint64_t taken_bytes_ = 0;                      // received by this side of what came at once
@@ -144,9 +150,7 @@ class Stream {
   std::uint64_t missing_ = 0;
   Transfer* reading_ = nullptr;  // the receive that it is of
   bool counted_ = false;         // whether that is one of `receiving_`
-  bool is_early_ = false;
-  std::uint32_t early_kind_ = 0;
-  Early early_body_;
+  Message early_;                // whose body is being read
   bool has_frame_ = false;
   std::string frame_;  // magic and digest
   std::string frame_text_;
@@ -161,7 +165,7 @@ struct Part {
   void* owner = nullptr;  // the caller has it held; null once a transfer has it
 };
 
-class Streams {
+class Streams final : public Movable, public std::enable_shared_from_this<Streams> {
  public:
   // What came of a call, where it isn't a number from 0 on.
   static constexpr std::int64_t kLook = -1;    // a slice of time has passed
@@ -187,8 +191,8 @@ class Streams {
   // Moves what can be moved until the transfers are done: of the connections that they are of, and that send; if `all`,
   // of all.
   std::int64_t wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers);
-  // The same for what nobody waits for; at once where somebody waits.
-  std::int64_t drive(std::int64_t slice_ns);
+  bool move() override;  // what nobody waits for
+  bool has_left() override;
   void flush();
 
   // The owners that no transfer needs any more.
@@ -196,7 +200,6 @@ class Streams {
   bool is_foreign() const;  // whether this is a forked process's copy, of which all calls are refused
   int late();               // the lowest rank that the last call waited for in vain
   int rank_of(std::uint64_t number);
-  bool has_left();  // whether anything is to be moved
   std::string found(std::uint64_t number);
   bool frame(int rank, std::string* out);
   void take_frame(int rank);
@@ -205,6 +208,8 @@ class Streams {
   void end_sending(int rank);  // -1: of all
   void close();
   void facts(int rank, std::uint64_t* out);
+
+  std::shared_ptr<Streams> itself;  // until `ps_streams_delete`
 
  private:
   friend class Stream;
@@ -221,7 +226,8 @@ class Streams {
   std::int64_t take_frames(const std::string& head, bool take, std::vector<Part>& parts,
                            std::vector<std::uint64_t>* numbers);
   template <typename Awaited>
-  std::int64_t move(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all);
+  std::int64_t run(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all);
+  bool step(bool all);
   bool sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all);
 
   std::mutex mutex_;
@@ -230,6 +236,7 @@ class Streams {
   const int generation_;
   std::vector<std::unique_ptr<Stream>> streams_;  // ascending by rank
   std::vector<Stream*> by_rank_;
+  Matcher<Stream::Incoming, Stream::Message> matcher_{0};  // tags are the messages' kinds
   std::unordered_map<std::uint64_t, Pending> pending_;
   std::unordered_map<std::uint64_t, std::string> found_;
   std::uint64_t numbers_ = 0;

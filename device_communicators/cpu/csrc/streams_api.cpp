@@ -91,7 +91,9 @@ void* unlocked_text(Streams& streams, Function function) {
 extern "C" {
 
 void* ps_streams_new(std::int64_t spin_ns, std::uint64_t striped_bytes) {
-  return new (std::nothrow) Streams(spin_ns, striped_bytes);
+  const auto made = std::make_shared<Streams>(spin_ns, striped_bytes);
+  made->itself = made;
+  return made.get();
 }
 
 void ps_streams_add(void* streams, int rank, int descriptor, std::uint64_t early_bytes) {
@@ -105,7 +107,7 @@ void ps_streams_add_stripe(void* streams, int rank, int descriptor) {
 // Not in a process that was forked, where another thread may have been changing it.
 void ps_streams_delete(void* streams) {
   auto* const found = static_cast<Streams*>(streams);
-  if (found != nullptr && !found->is_foreign()) delete found;
+  if (found != nullptr && !found->is_foreign()) const auto last = std::exchange(found->itself, nullptr);
 }
 
 void ps_streams_end_sending(void* streams, int rank) { static_cast<Streams*>(streams)->end_sending(rank); }
@@ -185,11 +187,11 @@ void* ps_streams_waiting(void*, void* const* given, std::ptrdiff_t count) {  // 
   return unlocked(streams, [&] { return streams.wait(slice_ns, all, numbers); });
 }
 
-void* ps_streams_driving(void*, void* const* given, std::ptrdiff_t count) {  // streams, slice
-  if (count != 2) return nullptr;
+// Has the process' progress thread move what nobody waits for, until nothing is left.
+void* ps_streams_keeping_moving(void*, void* const* given, std::ptrdiff_t count) {  // streams
+  if (count != 1) return nullptr;
   Streams& streams = streams_of(given[0]);
-  const std::int64_t slice_ns = slice_of(given[1]);
-  return unlocked(streams, [&] { return streams.drive(slice_ns); });
+  return unlocked(streams, [&]() -> std::int64_t { return keep_moving(streams.shared_from_this()), 0; });
 }
 
 void* ps_streams_flushing(void*, void* const* given, std::ptrdiff_t count) {  // streams
@@ -208,13 +210,6 @@ void* ps_streams_late(void*, void* const* given, std::ptrdiff_t count) {  // str
   if (count != 1) return nullptr;
   Streams& streams = streams_of(given[0]);
   return unlocked(streams, [&]() -> std::int64_t { return streams.late(); });
-}
-
-// Whether anything is to be moved.
-void* ps_streams_has_left(void*, void* const* given, std::ptrdiff_t count) {  // streams
-  if (count != 1) return nullptr;
-  Streams& streams = streams_of(given[0]);
-  return unlocked(streams, [&]() -> std::int64_t { return streams.has_left() ? 1 : 0; });
 }
 
 // The rank of a transfer that isn't done, or -1.

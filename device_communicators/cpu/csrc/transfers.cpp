@@ -456,6 +456,7 @@ bool Transfers::is_done(Number number) {
 }
 
 bool Transfers::failure(TransferFailure* found) {
+  if (is_foreign()) return found->status = TransferFailure::kClosed, true;
   const std::lock_guard<std::mutex> lock(mutex_);
   *found = failure_;
   if (!has_failed() && closed_) found->status = TransferFailure::kClosed;

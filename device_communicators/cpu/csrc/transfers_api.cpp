@@ -62,6 +62,27 @@ void* unlocked(Function function) {
   return has_memory ? calling.make_integer(outcome) : calling.no_memory();
 }
 
+std::shared_ptr<Transfers> shared(void* integer) {
+  return *static_cast<std::shared_ptr<Transfers>*>(pointer_of(integer));
+}
+
+double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
+
+// transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
+TransferCall call_of(void* const* given, void* owner) {
+  const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
+  calling.hold(owner);
+  return {integer(2),          integer(1), integer(3), integer(4), pointer_of(given[5]),
+          number_of(given[6]), 0,          &kPython,   owner};
+}
+
+// A wait that a signal's handler broke off has ended its transfer when this returns.
+int wait_for(Transfers& transfers, Transfers::Number number, double timeout_s) {
+  const int outcome = transfers.wait(number, timeout_s, true);
+  if (outcome == kInterruptedTransfer) transfers.interrupt(number, false);
+  return outcome;
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -117,29 +138,40 @@ int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(
 // 0 where a thread is in a queue still: then its memory must stay.
 int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
 
-// transfers, sends, peer, tag, dtype, address, bytes, whether the caller waits at once, owner of the memory.
+// transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
 void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 8) return nullptr;
+  const TransferCall call = call_of(given, given[7]);
+  const std::shared_ptr<Transfers> transfers = shared(given[0]);
+  return unlocked([&] { return transfers->start(call, false); });
+}
+
+// The same and its timeout in us; waits, and returns how the wait ended.
+void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
-  const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
-  calling.hold(given[8]);
-  const TransferCall call{integer(2),          integer(1), integer(3), integer(4), pointer_of(given[5]),
-                          number_of(given[6]), 0,          &kPython,   given[8]};
-  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
-  const bool waits = integer(7) != 0;
-  return unlocked([&] { return transfers->start(call, waits); });
+  const TransferCall call = call_of(given, given[7]);
+  const std::shared_ptr<Transfers> transfers = shared(given[0]);
+  const double timeout_s = seconds_of(given[8]);
+  return unlocked([&]() -> std::int64_t {
+    const std::int64_t number = transfers->start(call, true);
+    if (number == kInsideTransfer) return kInsideWait;
+    if (number == kRefusedTransfer) return kFailedTransfer;
+    return number == kDoneTransfer ? kEndedTransfer
+                                   : wait_for(*transfers, static_cast<Transfers::Number>(number), timeout_s);
+  });
 }
 
 void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number, timeout in us
   if (count != 3) return nullptr;
-  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const std::shared_ptr<Transfers> transfers = shared(given[0]);
   const std::uint64_t number = number_of(given[1]);
-  const double timeout_s = static_cast<double>(number_of(given[2])) / 1e6;
-  return unlocked([&] { return static_cast<std::int64_t>(transfers->wait(number, timeout_s, true)); });
+  const double timeout_s = seconds_of(given[2]);
+  return unlocked([&]() -> std::int64_t { return wait_for(*transfers, number, timeout_s); });
 }
 
 void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number
   if (count != 2) return nullptr;
-  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const std::shared_ptr<Transfers> transfers = shared(given[0]);
   const std::uint64_t number = number_of(given[1]);
   return unlocked([&]() -> std::int64_t { return transfers->is_done(number) ? 1 : 0; });
 }
