@@ -89,12 +89,12 @@ def _no_shared_memory(context: GroupContext) -> str | None:
         return "the gloo group is made at its first use"
     if memory.problem is not None:
         return memory.problem
-    return None if memory.on_one_host else f"its ranks are on {len(memory.hosts)} hosts"
+    return None if memory.in_one_segment else memory.apart or f"its ranks are on {len(memory.hosts)} hosts"
 
 
 def _no_hosts(context: GroupContext) -> str | None:
     memory = context.host_memory
-    if memory is None or memory.problem is not None or memory.on_one_host:
+    if memory is None or memory.problem is not None or memory.in_one_segment:
         return _no_shared_memory(context) or "its ranks are on one host"
     return None
 
@@ -142,7 +142,7 @@ def _no_peers(context: GroupContext) -> str | None:
     if context.size > MAX_RANKS:
         return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
     memory = context.host_memory
-    if memory is not None and memory.problem is not None:
+    if memory is not None and (memory.problem is not None or memory.apart):
         return None  # not needed: `peer.thresholds` asks the drivers whether all GPUs are on one host
     return _no_shared_memory(context)
 
@@ -178,11 +178,11 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row("fake", "device_communicators.process_group.device", "FakeGroupCommunicator", fake=True),
     Row(
-        "shared_memory", "device_communicators.hierarchical.shared_memory", "SharedMemoryCommunicator",
+        "shared_memory", "device_communicators.cpu_communicator", "CpuCommunicator",
         partial=True, unfit=_no_shared_memory,
     ),
     Row(
-        "hierarchical", "device_communicators.hierarchical.communicator", "HierarchicalCommunicator",
+        "hierarchical", "device_communicators.cpu_communicator", "CpuCommunicator",
         partial=True, several_hosts=True, unfit=_no_hosts,
     ),
     Row(
@@ -198,7 +198,7 @@ CATALOG: tuple[Row, ...] = (
         "device_group", "device_communicators.process_group.device", "DeviceGroupCommunicator",
         Paths("registered op, on torch's streams", "the same op", "recorded, by torch"), "accelerator",
     ),
-    Row("process_group", "device_communicators.process_group.checked", "ProcessGroupCommunicator"),
+    Row("process_group", "device_communicators.process_group.gloo", "ProcessGroupCommunicator"),
 )  # fmt: skip
 """In the order in which a route tries them. What `paths` says is alike for every group."""
 
@@ -227,8 +227,6 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
                 paths.append((row.name, ways.eager, ways.compiled, ways.captured or "not recordable: the host does it"))
         if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
             logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
-    for made in communicators:
-        made.beside(communicators)
     _warn_of_no_shared_memory(context)
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     return Route(context, communicators, refusals, _aligned(paths))
@@ -248,8 +246,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _warn_of_no_shared_memory(context: GroupContext) -> None:
-    """Logs once why ranks of one host go over gloo, unless somebody has chosen that, or the system has no other way."""
-    problem = None if context.host_memory is None else context.host_memory.problem
+    """Logs once why ranks of one host share no memory, unless somebody chose that or the system has no other way."""
+    memory = context.host_memory
+    problem = None if memory is None else memory.problem or memory.apart or None
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
     # Other ranks' choices and troubles come with their rank.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
@@ -257,7 +256,10 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
     if problem is None or is_told or sys.platform != "linux":
         return
     _WARNED.add(problem)
-    logger.warning("%s goes without shared memory, which is several times faster than gloo: %s", context, problem)
+    instead = "gloo" if memory is not None and memory.problem else "connections"
+    logger.warning(
+        "%s goes without shared memory, which is several times faster than %s: %s", context, instead, problem
+    )
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:

@@ -34,6 +34,7 @@ COLLECTED = "TESTS_COLLECTED_FILE"
 _WITHDRAWN = "withdrawn:"
 _TRANSPORTS = {
     "shared memory": ("shared memory", "shared_memory"),
+    "connections": ("connections",),
     "gloo": ("gloo", "process_group"),
     "hosts": ("two hosts", "hierarchical", "hosts", "test_links.py", "row_50"),
     "simulated": ("simulated",),

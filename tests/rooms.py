@@ -23,8 +23,9 @@ LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "hierarchical": ("routing",),
     "nccl": ("cuda",),
     "peer": ("machine",),
-    "c10d": ("hierarchical",),
-    "catalog": ("peer", "nccl", "hierarchical", "process_group", "simulated", "machine"),
+    "cpu_communicator": ("hierarchical",),
+    "c10d": ("routing",),
+    "catalog": ("peer", "nccl", "cpu_communicator", "process_group", "simulated", "machine"),
 }
 
 UPPER_ROOMS: dict[str, tuple[str, ...]] = {

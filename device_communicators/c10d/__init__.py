@@ -1,6 +1,6 @@
-"""torch.distributed's backend "parallel_state": collectives and transfers of CPU tensors over a host's shared memory.
+"""torch.distributed's backend "parallel_state": collectives of CPU tensors, and transfers within a host.
 
-May import `hierarchical`, `cpu` and what is below them; only `parallel_state`, which registers it, imports it.
+May import `routing`, `cpu` and what is below them; only `parallel_state`, which registers it, imports it.
 """
 
 from device_communicators.c10d.registration import register

@@ -1,7 +1,7 @@
 """Makes a backend of torch.distributed for one group: finds who shares memory, and loads the compiled class.
 
 The ranks find out over the control plane who shares memory with whom, so a group on one host needs no connection of its
-own. Over several hosts it has the library's transport between hosts. What neither carries goes to a gloo backend, whose
+own. Over several hosts they make connections for the collectives. What neither carries goes to a gloo backend, whose
 connections are made as they are needed.
 """
 
@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import os
 import sys
 import time
 import weakref
@@ -70,7 +71,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
             if world.over_gloo:
                 return _over_gloo(world, store, members, timeout)
         if size > 1:
-            memory.attach(world.watcher, sorted(world.domain.ranks))
+            address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
+            memory.attach(world.watcher, sorted(world.domain.ranks), address=address)
             if begins:
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
@@ -88,7 +90,6 @@ def create(options: Any, backend_options: Any = None) -> Any:
         library="" if collectives is None else str(collectives.library.path),
         group=0 if collectives is None else collectives.number,
         places=group.places(),
-        spans_hosts=group.hosts is not None,
         timeout=timeout,
         python=group,
     )

@@ -1,4 +1,4 @@
-"""One group of the backend, as the compiled class calls it: its errors, gloo, and the transport between hosts.
+"""One group of the backend, as the compiled class calls it: its errors, and gloo.
 
 What gloo alone carries goes to a gloo backend of the same ranks, which is made when it is first needed on one host, and
 with the group over several.
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from device_communicators.base.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
@@ -33,12 +32,11 @@ from device_communicators.base.helper_threads import Call, HelperThread
 from device_communicators.base.member import LOST
 from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout
 from device_communicators.c10d.world import World
-from device_communicators.calls.user_call import UserCall, set_current_call
+from device_communicators.calls.work import TransferError
 from device_communicators.cpu import native
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.transfers import Failed, failure_of
-from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S, UnmetError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
@@ -56,8 +54,6 @@ from device_communicators.routing.waiting import Watched, abandon
 _COLLECTIVE_INTERRUPTED = 5
 """`kInterrupted` in csrc/group.h."""
 _NOBODYS_TAG = (1 << 31) - 1
-_PLACES = 9
-"""Words of `TransferPlaces`."""
 
 
 def as_torch_error(error: BaseException) -> BaseException:
@@ -126,14 +122,9 @@ class Group:
         with contextlib.suppress(native.NativeUnavailableError):
             self.signal_pipe = native.load().signal_pipe
         self._gloo: Any = None
-        self.hosts: Any = None
-        """Carries collectives of a group over several hosts."""
-        if len(members.ranks) > 1 and self.collectives is None:
+        if len(members.ranks) > 1 and not memory.in_one_segment:  # between hosts gloo carries transfers
             self._gloo = self.make_gloo()
             self._connect_gloo()
-            if memory.problem is None and len(memory.hosts) < len(members.ranks):
-                address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
-                self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo), address)
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[], None] = lambda: None
         """Has the compiled backend refuse all later calls with `failed`; set by it."""
@@ -143,8 +134,7 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns those of the group, where it is on one host."""
-        return self._memory.collectives if self._memory.on_one_host else None
+        return self._memory.collectives
 
     def _note_death(self) -> None:
         if self._context.deaths():
@@ -166,8 +156,6 @@ class Group:
             return
         if self._note_death in self._world.watcher.on_death:
             self._world.watcher.on_death.remove(self._note_death)
-        if self.hosts is not None:
-            self.hosts.close()
         self._gloo = None
         if self._memory.collectives is not None and not self.has_crashed:
             self._memory.collectives.leave()
@@ -175,9 +163,9 @@ class Group:
             self._world.close()
 
     def places(self) -> tuple[int, ...]:
-        """Returns the places of the queues between ranks: the words of `TransferPlaces` in csrc/transfers.h."""
+        """Returns the places of the queues between ranks, the words of `TransferPlaces` in csrc/transfers.h, if any."""
         channels = self._memory.channels
-        return (0,) * _PLACES if channels is None else channels.transfer_places
+        return () if channels is None else channels.transfer_places
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Takes the group's new timeout, which the compiled backend has been given."""
@@ -195,7 +183,10 @@ class Group:
         if collectives is None:
             return self._members.destroyed()
         collectives.set_timeout(timeout_s)
-        return self._failed(collectives.failure(status, method, elapsed_s), method, elapsed_s)
+        found = collectives.failure(status, method, elapsed_s)
+        if isinstance(found, TransferError):
+            return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
+        return self._failed(found, method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
         """Returns the error for a call that begins after a failure, or after a death that no call has met."""
@@ -240,13 +231,19 @@ class Group:
         said = RuntimeError(text)
         if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
             return None
+        return self._transport_error(said, operation, peer, elapsed_s, "over gloo")
+
+    def _transport_error(
+        self, said: RuntimeError, operation: str, peer: int, elapsed_s: float, where: str
+    ) -> BaseException:
+        """Returns the error for what a transport said of a call."""
         started = time.monotonic() - elapsed_s
         if self._context.deaths():  # for which this rank itself has closed gloo's connections, as if by a time-out
             return self._failed(died(self._context, operation, started), operation, elapsed_s)
-        kind = kind_of_failure(text)
+        kind = kind_of_failure(str(said))
         error: CommunicationError = self._context.failure(
             kind,
-            f"{operation} of {self._context} failed after {elapsed_s:.3f} s over gloo: {plain(said)}. {LOST}; "
+            f"{operation} of {self._context} failed after {elapsed_s:.3f} s {where}: {plain(said)}. {LOST}; "
             f"{ADVICE[kind]}",
             operation,
             suspect_ranks=(self._context.ranks[peer],) if peer >= 0 else (),
@@ -256,34 +253,6 @@ class Group:
         if kind is not CollectiveTimeoutError:
             error = attributed(self._context, operation, started, error)
         return self._failed(error, operation, elapsed_s)
-
-    def over_hosts(
-        self, operation: str, out: Tensor, x: Tensor, reduction: str, root: int, timeout_s: float
-    ) -> BaseException | None:
-        """Runs a collective of contiguous tensors over the hosts; returns what went wrong."""
-        hosts, started = self.hosts, time.monotonic()
-        if hosts is None:
-            return self._members.destroyed()
-        is_barrier = operation == "barrier"
-        call = UserCall(operation, None if is_barrier else x.dtype, () if is_barrier else tuple(x.shape))
-        before = set_current_call(call._replace(reduce_op=reduction or None, root=root))
-        try:
-            hosts.set_timeout(timeout_s)
-            if operation == "all_reduce":
-                hosts.flat_all_reduce_(x, reduction)
-            elif operation == "reduce_scatter":
-                hosts.flat_reduce_scatter(out, x, reduction)
-            elif operation == "all_gather":
-                hosts.flat_all_gather(out, x)
-            elif operation == "broadcast":
-                hosts.ibroadcast_(x, root)
-            else:
-                hosts.barrier()
-        except CommunicationError as error:
-            return self._failed(error, operation, time.monotonic() - started)
-        finally:
-            set_current_call(before)
-        return None
 
     def usage_error(self, text: str) -> BaseException:
         return ForkedError(f"{self._members}: {text}")

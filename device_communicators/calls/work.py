@@ -27,6 +27,14 @@ class _Done:
 DONE = _Done()
 
 
+class TransferError(RuntimeError):
+    """A failure of a transport in a transfer with `peer`, a rank in the group; the text is the transport's."""
+
+    def __init__(self, text: str, peer: int) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
 class ContinuedWork:
     """A work, and what this rank does once with its result."""
 

@@ -1,4 +1,4 @@
-"""The memory of one host, shared by its ranks: segments, collectives, message queues, arenas; their C++ in `csrc/`.
+"""CPU tensors of processes: segments, connections, collectives, message queues, arenas; their C++ in `csrc/`.
 
-May import `calls`, `liveness` and what is below them; the communicators over it lie in `hierarchical`.
+May import `calls`, `liveness` and what is below them; the communicator over it is `cpu_communicator`.
 """

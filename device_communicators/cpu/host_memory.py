@@ -5,6 +5,9 @@ a fact of the group from its beginning, the same on every rank. Each rank makes 
 and tells it to the others; those who can open it share its maker's memory, which is the evidence, whatever the hosts
 are called. All work in the segment of a host's lowest rank, in which each of them backs its own slots with memory: the
 kernel takes it from the NUMA node that the asking process runs on. Then all names are taken away again.
+
+The ranks that work in one segment are a *memory domain*, which the collectives treat as a host. A rank whose memory
+can't be shared is a domain by itself, as is each rank of a host without room for the segment.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from device_communicators.base import cores, limits, settings
-from device_communicators.base.errors import ConfigMismatchError
+from device_communicators.base.errors import ConfigMismatchError, format_ranks
 from device_communicators.base.host import process_domain
 from device_communicators.base.limits import describe_address_space
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
+from device_communicators.cpu.connections import Connections, Meeting, connect
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
@@ -36,6 +40,10 @@ MAX_RANKS = 64  # csrc/group.h
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
+MOST_MESHED = 256
+"""Groups of more ranks have no connections but those of the domains' first ranks."""
+MESHED_UNASKED = 32
+"""Groups of more ranks have connections between each two ranks if each rank has descriptors left for them."""
 _MOST_AREAS = 4  # a sum that goes along more of them comes late
 
 
@@ -48,18 +56,25 @@ class HostMemory:
         self.cores: tuple[int, ...] = ()
         """Of the group's ranks on this host: on which cores each may run, a bit each."""
         self.areas: tuple[cores.Area, ...] = ()
-        """Of the same ranks: the NUMA node and the cache that its cores have in common."""
+        """Of the ranks in this domain: the NUMA node and the cache that its cores have in common."""
         self.area_ranks = 0
         """Ranks of each NUMA node, or cache, where they are on several; 0: collectives don't go by them."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
+        self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
+        self.domains: tuple[tuple[int, ...], ...] = ()
+        """Ranks in the group by the segment that they work in, in the order of the first ranks."""
+        self.apart = ""
+        """The reason that ranks of one host are in several domains, equal on all ranks; empty where none are."""
         self.problem: str | None = "it isn't attached yet"
-        """The reason that no rank of the group uses shared memory, equal on all; None where all with a neighbour do."""
+        """The reason that the group has no compiled collectives, equal on all ranks; None where it has them."""
         self.collectives: NativeGroup | None = None
-        """Of this host's ranks; None where this rank is alone on its host, or where there is a problem."""
+        """None where there is a problem."""
+        self.is_meshed = False
+        """True if each rank has a connection to each rank of other domains; else only the domains' first ranks do."""
         self.channels: Channels | None = None
         """The message queues; None where the ranks are on several hosts."""
         self.debug = False
@@ -75,9 +90,14 @@ class HostMemory:
         return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
 
     @property
-    def on_one_host(self) -> bool:
+    def domain_ranks(self) -> tuple[int, ...]:
+        """Returns the ranks in the group that work in this rank's segment, ascending."""
+        return next((domain for domain in self.domains if self.members.rank in domain), (self.members.rank,))
+
+    @property
+    def in_one_segment(self) -> bool:
         """Returns True if all ranks of the group work in one segment."""
-        return self.problem is None and len(self.hosts) == 1
+        return self.problem is None and len(self.domains) == 1
 
     def attach(
         self,
@@ -85,14 +105,18 @@ class HostMemory:
         watched: Sequence[int] = (),
         cpu_group: Any = None,
         purpose: str = "shared memory",
+        address: str | None = None,
     ) -> None:
-        """Finds out who shares memory, and maps it. All ranks call it. Raises as `Watcher.gather` does.
+        """Finds out who shares memory, maps it, and connects what shares none. All ranks call it.
 
         The deadline is that of the start. The death of a rank of `watched`, by default the group's, ends the wait.
         `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
+        `address`: at which other hosts reach this rank; None for that which gloo tells them. Raises as `Watcher.gather`
+        and `connect` do, and ConfigMismatchError if a setting differs that must not.
         """
         if self.attached:
             return
+        self._address = address
         watcher, members = watcher or Watcher(), self.members
         deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get())
 
@@ -105,28 +129,96 @@ class HostMemory:
 
         with contextlib.ExitStack() as stack:
             self._attach(_Meeting(members, stack, gather))
+        if self.collectives is not None and len(self.domains) > 1:
+            try:
+                self._span(self.collectives, watcher, watched or members.ranks, gather)
+            except BaseException:
+                self.close()
+                raise
         self.attached = True
+
+    def _span(
+        self,
+        collectives: NativeGroup,
+        watcher: Watcher,
+        watched: Sequence[int],
+        gather: Callable[[str, bytes], list[bytes]],
+    ) -> None:
+        """Connects the domains. Every rank calls it."""
+        rank, size = self.members.rank, len(self.members.ranks)
+        rounded = self._agreed(settings.ROUND_BETWEEN_HOSTS.name, self.rounding)
+        others = [other for domain in self.domains if rank not in domain for other in domain]
+        self.is_meshed = size <= MOST_MESHED and (
+            size <= MESHED_UNASKED or self._all_have_descriptors(len(others) + size, gather)
+        )
+        leaders = [domain[0] for domain in self.domains]
+        if not self.is_meshed:
+            others = [other for other in others if other in leaders] if rank in leaders else []
+        connections = self.connect(functools.partial(gather, "connect"), watcher, watched, others)
+        host_of_rank = [next(i for i, domain in enumerate(self.domains) if each in domain) for each in range(size)]
+        collectives.span(host_of_rank, connections, meshed=self.is_meshed, rounded=rounded)
+        watcher.connections[collectives] = self.members.ranks
+
+    def connect(
+        self,
+        gather: Callable[[bytes], list[bytes]],
+        watcher: Watcher | None,
+        watched: Iterable[int],
+        peers: Sequence[int],
+    ) -> Connections:
+        """Connects this rank to `peers`; see `connections.connect`. Every rank calls it."""
+        members = self.members
+        timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
+        meeting = Meeting(members, members.ranks, gather, watcher or Watcher(), tuple(watched), timeout_s)
+        return connect(meeting, members.rank, peers, self._address)
+
+    def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
+        """Returns the ranks' value of a setting. Raises ConfigMismatchError on all of them where they have two."""
+        members = self.members
+        if len(set(values)) > 1:
+            sides = [
+                [members.ranks[rank] for rank, value in enumerate(values) if value is side] for side in (True, False)
+            ]
+            raise ConfigMismatchError(
+                f"{setting} must be the same on all ranks of {members}, but is on for global ranks "
+                f"{format_ranks(sides[0])} and off for {format_ranks(sides[1])}; set it on all of them, or on none"
+            )
+        return values[0]
+
+    def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
+        """Returns True on all ranks if each can open `needed` files. Every rank of the group calls it."""
+        shortage = limits.descriptor_shortage(needed)
+        if shortage:
+            logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
+        return not any(map(int, gather("descriptors", b"%d" % bool(shortage))))
 
     def _attach(self, meeting: _Meeting) -> None:
         members = self.members
         meeting.exchange_segments()
         memory = meeting.map_memory()
         try:
-            self.hosts, self.problem = meeting.agree()
+            self.hosts, self.domains = meeting.agree()
         except BaseException:
             if memory is not None:
                 memory.unmap()
             raise
+        self.problem, self.apart = meeting.problem, meeting.apart
+        if memory is not None and len(self.domain_ranks) == 1:
+            memory.unmap()
+            memory = None
         self.pids = meeting.pids()
         self.debug = meeting.debug
         self.rounding = meeting.rounding()
-        self.cores = meeting.core_masks()
-        self.areas = meeting.areas()
+        self.cores = meeting.core_masks(self.local_ranks)
+        self.areas = meeting.areas(self.domain_ranks)
         per_area = cores.ranks_per_area(self.areas, meeting.areas_by)
         self.area_ranks = per_area if per_area * _MOST_AREAS >= len(self.areas) else 0
-        self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
-        if memory is not None and self.problem is None:
-            self.collectives = memory.hand_over(members, meeting.local_ranks, self.waiting)
+        self.waiting = wait_policy(meeting.core_masks(self.domain_ranks), self._neighbours or self.cores)
+        if memory is None and self.problem is None:
+            number = native.load().ps_group_new(None, 0, 0, 1, *self.waiting, members.timeout_s)
+            self.collectives = NativeGroup(native.load(), number, members)
+        elif memory is not None:
+            self.collectives = memory.hand_over(members, self.domain_ranks, self.waiting)
             if self.area_ranks:
                 memory.library.ps_group_areas(self.collectives.number, self.area_ranks, -1)
             if memory.queues is not None:
@@ -138,19 +230,29 @@ class HostMemory:
                     *message_wait_policy(*self.waiting),
                     self.collectives.number,
                 )
-        elif memory is not None:
-            memory.unmap()
 
     def __str__(self) -> str:
         if self.problem is not None:
             return f"not used, {self.problem}"
         if self.collectives is None:
-            return "this rank is alone on its host"
+            return "the group was closed"
         library = self.collectives.library
         waits = "spin" if self.waiting[1] == 0 else "spin briefly, yield"
         ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
-        size, set_ = self.collectives.size, library.ps_instruction_set().decode()
+        size, set_ = len(self.domain_ranks), library.ps_instruction_set().decode()
         return f"{size} ranks, {set_}, {ops}; waits: {waits}, sleep; {self._describe_cores()}"
+
+    def describe_ways(self) -> str:
+        """Returns the transports of the collectives, for `explain`."""
+        if self.in_one_segment:
+            return f"a shared segment: {self}"
+        hosts = ", ".join(
+            f"host {number}: ranks {format_ranks(ranks)}{' (this one)' if self.members.rank in ranks else ''}"
+            for number, ranks in enumerate(self.domains)
+        )
+        between = "ranks of different hosts" if self.is_meshed else "the hosts' first ranks"
+        apart = f" ({self.apart})" if self.apart else ""
+        return f"shared memory within a host{apart}, TCP between {between}; {hosts}; {self}"
 
     def _describe_cores(self) -> str:
         if len(set(self.cores)) == 1:
@@ -164,8 +266,7 @@ class HostMemory:
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
         """Has the control plane end waits in this memory at deaths in `domain`. Without one they end at deadlines."""
         if self.collectives is not None:
-            ranks = [self.members.ranks[rank] for rank in self.local_ranks]
-            watcher.end_waits_of(self.collectives.number, ranks, domain.ranks)
+            watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def close(self) -> None:
         """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
@@ -213,7 +314,7 @@ class _Memory:
         if self.arenas:
             bases = (ctypes.c_void_p * len(self.arenas))(*self.arenas)
             self.library.ps_group_arenas(number, bases, self.arena_bytes, self.descriptor, self.arenas_at)
-        return NativeGroup(self.library, number, members, local_ranks)
+        return NativeGroup(self.library, number, members)
 
     def unmap(self) -> None:
         if self.address:
@@ -267,7 +368,12 @@ class _Meeting:
         self._gather = gather
         self.members = members
         self.problem: str | None = None
+        """The reason that a rank has no library."""
+        self.apart = ""
+        """The reason that this rank, or after `agree` any rank, shares no memory with ranks of its host."""
         self.local_ranks: tuple[int, ...] = (members.rank,)
+        self._sharing: tuple[int, ...] = (members.rank,)
+        """The ranks whose segment this rank works in, unless one of them can't."""
         self._stack = stack  # segments are closed, and their names taken away, at its end
         self._opened: dict[int, Segment] = {}
         self._facts: list[dict[str, Any]] = []
@@ -277,15 +383,18 @@ class _Meeting:
         rank = self.members.rank
         name = ""
         try:
+            native.load()
+        except native.NativeUnavailableError as error:
+            self.problem = limits.with_shortage(error, DIRECTORY)
+        try:
             mine = self._opened[rank] = Segment.make()
             self._stack.callback(mine.close)
             self._stack.callback(mine.unlink)
             name = mine.name
-            if not settings.SHARED_MEMORY.get():
-                raise native.NativeUnavailableError(f"{settings.SHARED_MEMORY.name} is off")
-            native.load()
-        except (native.NativeUnavailableError, SegmentError) as error:
-            self.problem = limits.with_shortage(error, DIRECTORY)
+        except SegmentError as error:
+            self.apart = limits.with_shortage(error, DIRECTORY)
+        if not settings.SHARED_MEMORY.get():
+            self.apart = f"{settings.SHARED_MEMORY.name} is off"
         self._facts = self._exchange(
             "segments",
             {
@@ -300,10 +409,11 @@ class _Meeting:
                 "beats": [settings.HEARTBEAT_S.get(), settings.HEARTBEAT_LIMIT_S.get()],
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
+                "apart": bool(self.apart),
             },
         )
         self._compare_beats()
-        self.problem = self.problem or self._others_problem(self._facts)
+        self.problem = self.problem or _first_reason(self._facts, "problem")
         self._open_others()
 
     def _compare_beats(self) -> None:
@@ -324,36 +434,40 @@ class _Meeting:
             try:
                 segment = Segment.open(facts["name"])
             except SegmentError as error:
-                self.problem = self.problem or limits.with_shortage(error, DIRECTORY)
+                self.apart = self.apart or limits.with_shortage(error, DIRECTORY)
                 continue
             if segment is not None:
                 self._stack.callback(segment.close)
                 self._opened[rank] = segment
         self.local_ranks = tuple(sorted(self._opened)) or self.local_ranks
-        if self.problem is None and len(self.local_ranks) > MAX_RANKS:
-            self.problem = f"{len(self.local_ranks)} of its ranks are on one host, more than {MAX_RANKS}"
+        if self.problem is None and not self.apart:
+            sharing = [rank for rank in self.local_ranks if not self._facts[rank]["apart"]]
+            at = sharing.index(self.members.rank) // MAX_RANKS * MAX_RANKS
+            self._sharing = tuple(sharing[at : at + MAX_RANKS])
+            if len(sharing) > MAX_RANKS:
+                self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Maps the host's memory; None for a rank that is alone.
+        """Maps the domain's memory; None for a rank that is alone.
 
         The segment of the lowest rank begins with what the collectives work in. After that many bytes each rank's
         segment is memory for its tensors, which grows as it is used; at the end of the first one's are the message
         queues, if the whole group is here.
         """
-        if self.problem is not None or len(self.local_ranks) == 1:
+        if len(self._sharing) == 1:
             return None
         try:
             return self._map_memory()
         except (SegmentError, OSError) as error:
-            self.problem = limits.with_shortage(error, DIRECTORY)
+            self.apart, self._sharing = limits.with_shortage(error, DIRECTORY), (self.members.rank,)
             return None
 
     def _map_memory(self) -> _Memory:
         library, own = native.load(), self._opened[self.members.rank]
         if settings.HUGE_PAGES.get():
             _want_huge_pages(library)
-        memory = _Memory(library, mapped_bytes(library, len(self.local_ranks)))
-        capacity = min(self._facts[rank]["symmetric_bytes"] for rank in self.local_ranks) & -_PAGE_BYTES
+        memory = _Memory(library, mapped_bytes(library, len(self._sharing)))
+        capacity = min(self._facts[rank]["symmetric_bytes"] for rank in self._sharing) & -_PAGE_BYTES
         try:
             self._map_all(memory, own, capacity)
         except BaseException:
@@ -362,31 +476,36 @@ class _Meeting:
         return memory
 
     def _map_all(self, memory: _Memory, own: Segment, capacity: int) -> None:
-        library, first, count = memory.library, self._opened[self.local_ranks[0]], len(self.local_ranks)
+        library, first, count = memory.library, self._opened[self._sharing[0]], len(self._sharing)
         own.resize(memory.arenas_at + capacity)
         memory.address = memory.map(first, memory.size_bytes, 0)
-        back_slots(library, first, memory.address, self.local_ranks.index(self.members.rank), count)
+        back_slots(library, first, memory.address, self._sharing.index(self.members.rank), count)
         if count == len(self.members.ranks):
             memory.queues = QueueMemory(memory.library, first, memory.arenas_at + capacity, count, first is own)
         if capacity:
             memory.arena_bytes = capacity
-            for rank in self.local_ranks:
+            for rank in self._sharing:
                 memory.arenas.append(memory.map(self._opened[rank], _PAGE_BYTES, memory.arenas_at))
             if not memory.library.ps_has_populate():
                 memory.descriptor = own.descriptor
 
-    def agree(self) -> tuple[tuple[tuple[int, ...], ...], str | None]:
-        """Returns the hosts, and the reason if any rank can't share memory."""
-        first, count = self.local_ranks[0], len(self.local_ranks)
-        facts = self._exchange("hosts", {"first": first, "count": count, "problem": self.problem})
+    def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Returns the hosts, and the domains: ranks of a host that share a segment say the same, or each is alone."""
+        first, sharing = self.local_ranks[0], self._sharing
+        facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
         hosts = tuple(
             tuple(rank for rank, each in enumerate(facts) if each["first"] == first)
             for first in sorted({each["first"] for each in facts})
         )
-        problem = self.problem or self._others_problem(facts)
-        if problem is None and any(facts[rank]["count"] != len(host) for host in hosts for rank in host):
-            problem = "some of its ranks see memory that others of their host don't"
-        return hosts, problem
+        said = [tuple(each["sharing"]) for each in facts]
+        found = {
+            sharing if all(said[other] == sharing for other in sharing) else (rank,)
+            for rank, sharing in enumerate(said)
+        }
+        self.apart = self.apart or _first_reason(facts, "apart") or ""
+        if self.problem is None and not self.apart and len(found) > len(hosts):
+            self.apart = "some of its ranks see memory that others of their host don't"
+        return hosts, tuple(sorted(found))
 
     @property
     def debug(self) -> bool:
@@ -395,15 +514,15 @@ class _Meeting:
     def rounding(self) -> tuple[bool, ...]:
         return tuple(facts["rounding"] for facts in self._facts)
 
-    def core_masks(self) -> tuple[int, ...]:
-        return tuple(int(self._facts[rank]["cores"], 16) for rank in self.local_ranks)
+    def core_masks(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(int(self._facts[rank]["cores"], 16) for rank in ranks)
 
     @property
     def areas_by(self) -> str:
         return str(self._facts[self.local_ranks[0]]["areas_by"])
 
-    def areas(self) -> tuple[cores.Area, ...]:
-        return tuple(cores.Area(*self._facts[rank]["area"]) for rank in self.local_ranks)
+    def areas(self, ranks: Sequence[int]) -> tuple[cores.Area, ...]:
+        return tuple(cores.Area(*self._facts[rank]["area"]) for rank in ranks)
 
     def pids(self) -> tuple[int, ...]:
         own = self._facts[self.members.rank]["processes"]
@@ -411,13 +530,14 @@ class _Meeting:
             self._facts[rank]["pid"] if self._facts[rank]["processes"] == own != "" else -1 for rank in self.local_ranks
         )
 
-    def _others_problem(self, facts: list[dict[str, Any]]) -> str | None:
-        found = next(((rank, each["problem"]) for rank, each in enumerate(facts) if each["problem"]), None)
-        return None if found is None else f"rank {found[0]} of the group: {found[1]}"
-
     def _exchange(self, step: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns every rank's facts."""
         return [json.loads(each) for each in self._gather(step, json.dumps(mine).encode())]
+
+
+def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
+    """Returns the reason that the lowest rank with one has given under `key`."""
+    return next((f"rank {rank} of the group: {each[key]}" for rank, each in enumerate(facts) if each[key]), None)
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:

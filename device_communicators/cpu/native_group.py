@@ -1,8 +1,9 @@
-"""The C++ collectives of those ranks of a group that share a host: one call each, and what became of it as an error."""
+"""The compiled collectives of a group, within a host and between hosts: one call each, and its failure as an error."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,13 @@ from device_communicators.calls.user_call import (
     method_of,
     overlap_error,
 )
+from device_communicators.calls.work import TransferError
+from device_communicators.cpu.connections import Connections
 from device_communicators.cpu.native import NativeLibrary
 
-_TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAPPED = 1, 2, 3, 4, 5, 7, 8, 9
+_TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED = 1, 2, 3, 4, 5
+_FAILED, _BUSY, _UNMAPPED, _BROKEN, _TOO_LARGE = 7, 8, 9, 10, 11
+"""`Status` in csrc/group.h."""
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                  11: "bool", 15: "bfloat16"}  # fmt: skip
 """c10::ScalarType."""
@@ -96,26 +101,45 @@ class Members(GroupMember):
 
 
 class NativeGroup:
-    """The C++ collectives of the ranks of one host; ranks here are positions among them."""
+    """The compiled collectives of a group."""
 
-    def __init__(self, library: NativeLibrary, number: int, members: Members, local_ranks: tuple[int, ...]) -> None:
+    def __init__(self, library: NativeLibrary, number: int, members: Members) -> None:
         self.library = library
         self.number = number
         self.members = members
-        self.local_ranks = local_ranks
-        """Ranks in the group, ascending."""
+        self.connections = Connections({}, {})
+        """To ranks on other hosts; the compiled group owns their descriptors."""
+        self._lock = threading.Lock()
         self._served: set[str] = set()
         self._failed_with = _FAILED
-        if len(local_ranks) < len(members.ranks):
-            library.ps_group_be_part(number)
+
+    def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
+        """Has the group span hosts, before its first call; takes over the descriptors of `connections`.
+
+        `meshed`: each rank has a connection to each rank of other hosts; else the first ranks of the hosts do.
+        `rounded`: sums of bfloat16 are rounded before they travel.
+        """
+        self.connections = connections
+        ends = [(rank, each.fileno()) for rank, sockets in connections.sockets.items() for each in sockets]
+        peers = (ctypes.c_int * len(ends))(*(rank for rank, _ in ends))
+        descriptors = (ctypes.c_int * len(ends))(*(descriptor for _, descriptor in ends))
+        hosts = (ctypes.c_int * self.size)(*host_of_rank)
+        self.library.ps_group_span(
+            self.number, self.rank, self.size, hosts, peers, descriptors, len(ends), meshed, rounded
+        )
 
     @property
     def size(self) -> int:
-        return len(self.local_ranks)
+        return len(self.members.ranks)
 
     @property
     def rank(self) -> int:
-        return self.local_ranks.index(self.members.rank)
+        return self.members.rank
+
+    def silent_peers(self, limit_s: float) -> list[int]:
+        """See `Connections.silent_peers`."""
+        with self._lock:  # else descriptors may be closed meanwhile
+            return self.connections.silent_peers(limit_s)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Gives the calls that follow this timeout; errors say it."""
@@ -133,6 +157,19 @@ class NativeGroup:
         status = getattr(self.library, f"ps_{operation}")(self.number, *user_call.words, *args)
         if status != 0:
             self._fail(status, user_call, started)
+
+    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
+        """Returns the bytes of `src`, whose number the others don't know. Raises as `call`."""
+        found, size = ctypes.c_void_p(), ctypes.c_uint64()
+        given = (None, 0) if x is None else (x.data_ptr(), x.nbytes)
+        self.call("broadcast_sized", *given, src, most_bytes, ctypes.byref(found), ctypes.byref(size))
+        if x is not None and src == self.rank:
+            return x
+        out = torch.empty(size.value, dtype=torch.uint8, device="cpu")
+        if found.value:
+            ctypes.memmove(out.data_ptr(), found.value, size.value)
+            self.library.ps_free(found)
+        return out
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
         """Takes the place of a message to all ranks among the calls; others wait for `src`. Raises as `call`."""
@@ -160,7 +197,8 @@ class NativeGroup:
         """Returns True while a call is under way."""
         return bool(self.library.ps_group_is_busy(self.number))
 
-    def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError:
+    def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
+        """Returns the error for a status that isn't 0; TransferError for a connection that broke."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -171,10 +209,30 @@ class NativeGroup:
         if status == _PEER_DIED and words[0] == OUTSIDE:
             return outsider_died(members, operation, elapsed_s)
         place, elapsed_us, reporter, *misfit = words[:7]
-        suspect = members.ranks[self.local_ranks[place]] if place >= 0 else -1
+        suspect = members.ranks[place] if place >= 0 else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
+        if reporter >= 0 and status == _BROKEN:  # a death can be known there first
+            with_whom = f" with global rank {suspect}" if suspect >= 0 else ""
+            text = f"global rank {members.ranks[reporter]} gave up: a connection{with_whom} was closed by peer"
+            return TransferError(text, place if place >= 0 else reporter)
+        if reporter >= 0 and status == _MISMATCH and (words[7] or misfit[0] >= 0):
+            who = members.ranks[reporter]
+            difference = self._difference(list(words), f"global rank {who}", suspect, misfit)
+            blamed = who if suspect in (-1, members.ranks[members.rank]) else suspect
+            facts = {"elapsed_s": elapsed_s, "timeout_s": members.timeout_s}
+            return members.mismatch(operation, difference, (blamed,), **facts)
         if reporter >= 0:
-            return given_up(members, operation, suspect, elapsed_s, status, members.ranks[self.local_ranks[reporter]])
+            return given_up(members, operation, suspect, elapsed_s, status, members.ranks[reporter])
+        if status == _BROKEN:
+            self._failed_with = status
+            return TransferError(self._failure_text(), max(place, 0))
+        if status == _TOO_LARGE:
+            _, _, sent, expected = misfit
+            return _failure(
+                members, CommunicationError, operation, suspect, elapsed_s,
+                f"{operation} of {members}: global rank {suspect} sends {sent} bytes, more than {expected}. {LOST}; "
+                "send less at once",
+            )  # fmt: skip
         if status == _INTERRUPTED:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
@@ -191,16 +249,22 @@ class NativeGroup:
         if status == _TIMED_OUT:
             return timed_out(members, operation, suspect, elapsed_s)
         if status == _PEER_DIED:
-            has_left = place >= 0 and self.has_left(self.local_ranks[place])
+            has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
-        difference, facts = self._difference(list(words), suspect, misfit), {"elapsed_s": elapsed_s}
+        difference, facts = self._difference(list(words), "this rank", suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
-    def _difference(self, words: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
-        """Returns how this rank's call differs from the suspect's, in words."""
+    def _failure_text(self) -> str:
+        """Returns what a connection's end said."""
+        text = ctypes.create_string_buffer(512)
+        self.library.ps_group_failure_text(self.number, text, len(text))
+        return text.value.decode(errors="replace")
+
+    def _difference(self, words: Sequence[int], who: str, suspect: int, misfit: Sequence[int]) -> str:
+        """Returns how the call of `who` differs from the suspect's, in words."""
         src, dst, sent, expected = misfit
         if src >= 0:
-            ranks = [self.members.ranks[self.local_ranks[place]] for place in (src, dst)]
+            ranks = [self.members.ranks[place] for place in (src, dst)]
             return (
                 f"all ranks' splits must match, but global rank {ranks[0]} sends {sent} bytes to global rank "
                 f"{ranks[1]}, which expects {expected}"
@@ -209,7 +273,7 @@ class NativeGroup:
             in_words(word, shape, parts[:count])
             for word, shape, count, *parts in (words[7 : 10 + _PARTS], words[10 + _PARTS :])
         )
-        return f"this rank is in {own}, global rank {suspect} in {other}"
+        return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
         """Lets the registered ops that are called with `key` come here without Python, where the library has them.
@@ -231,14 +295,14 @@ class NativeGroup:
 
     def meter(self) -> Meter:
         """Returns what calls took while they were measured: see `ps_measure_calls`."""
-        words = (ctypes.c_uint64 * (3 * _METHODS + _PARTS))()
+        words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
             method_of(number): Taken(words[3 * number], words[3 * number + 1] / 1e9, words[3 * number + 2] / 1e9)
             for number in range(_METHODS)
             if words[3 * number]
         }
-        last = {self.members.ranks[rank]: words[3 * _METHODS + place] for place, rank in enumerate(self.local_ranks)}
+        last = {rank: words[3 * _METHODS + place] for place, rank in enumerate(self.members.ranks)}
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
@@ -280,11 +344,11 @@ class NativeGroup:
         return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
-        """Tells the ranks of this host that this one has failed: they needn't wait for it until their deadline."""
+        """Tells the other ranks that this one has failed: they needn't wait for it until their deadline."""
         kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
         kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
-        local = {self.members.ranks[rank]: place for place, rank in enumerate(self.local_ranks)}
-        suspect = next((local[rank] for rank in error.suspect_ranks if rank in local), -1)
+        places = {rank: place for place, rank in enumerate(self.members.ranks)}
+        suspect = next((places[rank] for rank in error.suspect_ranks if rank in places), -1)
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
@@ -296,15 +360,17 @@ class NativeGroup:
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
-        """Returns True if a rank of the group, which is on this host, went on purpose."""
-        return bool(self.library.ps_group_has_left(self.number, self.local_ranks.index(rank)))
+        """Returns True if a rank of the group went on purpose, as it said."""
+        return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
         """Ends the group; its memory goes with the last call that is still under way. Twice is fine."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
-        self.library.ps_group_close(self.number)
+        with self._lock:
+            self.connections.release()
+            self.library.ps_group_close(self.number)
 
     def __del__(self) -> None:
         self.close()

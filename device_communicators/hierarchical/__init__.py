@@ -1,4 +1,4 @@
-"""Communicators of CPU tensors: over one host's shared memory; over several hosts, whose first ranks are connected.
+"""Sends and receives of CPU tensors between ranks that share no memory, over a connection of each two.
 
 May import `routing` and what is below it.
 """

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, InvalidArgumentError
 from device_communicators.calls.user_call import begin_sending, handler_error
+from device_communicators.calls.work import TransferError
 from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams, part_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
-from device_communicators.routing.waiting import TransferError
 
 ANSWERED_BYTES = 64 << 10
 """`kAnsweredBytes` of csrc/streams.cpp."""

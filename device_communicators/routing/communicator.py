@@ -107,7 +107,7 @@ class GroupContext(GroupMember):
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns the shared memory's collectives among the group's ranks on this host, if there are any."""
+        """Returns the group's compiled collectives, if there are any."""
         return None if self.host_memory is None else self.host_memory.collectives
 
     @property
@@ -179,7 +179,7 @@ class GroupContext(GroupMember):
 class Communicator(ABC):
     """One way to move the bytes of one group; see the module's text for what to implement."""
 
-    name: ClassVar[str]
+    name: str
     picks_by_size: ClassVar[bool] = False
     """True if `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
     carries_the_device: ClassVar[bool] = False
@@ -208,9 +208,6 @@ class Communicator(ABC):
 
         Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
         """
-
-    def beside(self, communicators: Sequence[Communicator]) -> None:
-        """Takes note of the route's communicators: those before it may carry what must be compared with its calls."""
 
     def set_up(self, *, divisible: bool = False) -> None:
         """Makes now what the first call would make, and so that it can be divided. Every rank of the group calls it."""
@@ -250,6 +247,9 @@ class Communicator(ABC):
     def op_server(self) -> NativeGroup | None:
         """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
         return None
+
+    def abandon(self) -> None:
+        """Ends this rank's transfers after a failure of the group, so that peers don't wait for it."""
 
     def close(self) -> None:
         """Frees what the communicator made itself; process groups belong to `parallel_state.process_groups.pool`."""

@@ -192,9 +192,25 @@ def _verdict_of_all(
         first, through = half
         who = ", ".join(f"global rank {context.ranks[rank]}" for rank in through)
         found.args = (f"{found.args[0]}. {first.call} number {first.sequence} had ended on {who}, not on the others",)
-    elif different := [rank for rank, report in sorted(reports.items()) if report != own]:
-        return _mismatch(context, own, reports, different, failure)
+    else:
+        reports = _at_first(reports)
+        own = reports[context.rank]
+        if different := [rank for rank, report in sorted(reports.items()) if report != own]:
+            return _mismatch(context, own, reports, different, failure)
     return found
+
+
+def _at_first(reports: dict[int, Report]) -> dict[int, Report]:
+    """Returns the calls of the lowest sequence number of any rank, or `reports` where a rank's isn't known.
+
+    A rank that doesn't wait for others in a call can be in the next one when the others fail.
+    """
+    first = min(report.sequence for report in reports.values())
+    calls = {
+        rank: report.call if report.sequence == first else report.before * (report.sequence == first + 1)
+        for rank, report in reports.items()
+    }
+    return {rank: Report(first, call) for rank, call in calls.items()} if all(calls.values()) else reports
 
 
 def _mismatch(

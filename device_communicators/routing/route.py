@@ -51,6 +51,7 @@ from device_communicators.calls.user_call import (
     set_current_call,
     transfer_method,
 )
+from device_communicators.calls.work import TransferError
 from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, method_of
@@ -68,7 +69,6 @@ from device_communicators.routing.failures import (
 from device_communicators.routing.reports import add_calls, explained, publish
 from device_communicators.routing.started import Handle
 from device_communicators.routing.states import waiting_for
-from device_communicators.routing.waiting import TransferError
 
 if TYPE_CHECKING:
     from device_communicators.cpu.native_group import NativeGroup
@@ -571,7 +571,7 @@ class Route:
     @property
     def _spans_hosts(self) -> bool:
         memory = self.context.host_memory
-        return memory is not None and len(memory.hosts) > 1
+        return memory is not None and len(memory.domains) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
         """Returns `failure` of an operation, with what the other ranks say of where they are."""
@@ -591,6 +591,8 @@ class Route:
             failure.recent = tuple(map(str, self.operations()[-_RECENT:]))
             if self.context.collectives is not None and not isinstance(failure, PeerDiedError):
                 self.context.collectives.give_up(failure)
+            for communicator in self.communicators:
+                communicator.abandon()
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from device_communicators.base.errors import CommunicationError
 from device_communicators.base.helper_threads import run_in_thread
-from device_communicators.calls.work import Work
+from device_communicators.calls.work import TransferError, Work
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
@@ -88,14 +88,6 @@ class Watched:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-class TransferError(RuntimeError):
-    """An error that torch raised for a transfer with `peer`, a rank in the group."""
-
-    def __init__(self, text: str, peer: int) -> None:
-        super().__init__(text)
-        self.peer = peer
 
 
 class ByThread:

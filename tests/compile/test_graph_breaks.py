@@ -308,7 +308,7 @@ def _wrong_of(rows: Mapping[str, Call], group: Group, backend: str) -> dict[str,
 
 
 def _methods_body(transport: str, backend: str, names: Sequence[str]) -> dict[str, str]:
-    off = "off" if transport == "gloo" else None
+    off = "off" if transport == "connections" else None
     with environment(PARALLEL_STATE_SHARED_MEMORY=off, PARALLEL_STATE_TIMEOUT_S="20"), world(2):
         return _wrong_of({name: CALLS[name] for name in names}, ps.get_tp_group(), backend)
 
@@ -320,8 +320,8 @@ HOST_CALLS = [name for name, call in CALLS.items() if call.advice is not None]
     ("backend", "transport", "names"),
     [
         ("eager", "shared_memory", list(CALLS)),
-        pytest.param("eager", "gloo", HOST_CALLS, marks=pytest.mark.long),  # graphs break above the transport
-        ("aot_eager", "gloo", THIN),
+        pytest.param("eager", "connections", HOST_CALLS, marks=pytest.mark.long),  # graphs break above the transport
+        ("aot_eager", "connections", THIN),
         ("inductor", "shared_memory", THIN[:3]),
     ],
 )

@@ -35,7 +35,7 @@ OPS = {
     "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT,
 }  # fmt: skip
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-ROUTES = {"shared memory": None, "gloo": "off"}
+ROUTES = {"shared memory": None, "connections": "off"}
 CPU = torch.device("cpu")
 
 

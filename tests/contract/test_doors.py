@@ -7,7 +7,8 @@ whole numbers, so that a sum has one right answer. Dtypes, shapes and strides ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
+from device_communicators.cpu import native
 from parallel_state.compat import sglang, vllm
 from tests.contract.attempts import environment, world
 from tests.contract.test_compat_sglang import PLAIN
@@ -25,7 +27,9 @@ from tests.workers import WorkerPool
 
 SIZE = 3
 SHAPE = (6, SIZE)
-TRANSPORTS = {"shared memory": "shared_memory", "gloo": "process_group", "hosts": "hierarchical"}
+TRANSPORTS = {
+    "shared memory": "shared_memory", "connections": "hierarchical", "hosts": "hierarchical", "gloo": "process_group",
+}  # fmt: skip
 """With the row of the catalog that carries the group."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "send")
 Call = Callable[[Tensor], Tensor]
@@ -204,9 +208,26 @@ CASES = {
 }
 
 
-def _through_all(shared_memory: str) -> Found:
+@contextlib.contextmanager
+def _over(transport: str) -> Iterator[None]:
+    """Gives the ranks' groups a transport; gloo carries those of ranks without the compiled part."""
+
+    def unavailable() -> Any:
+        raise native.NativeUnavailableError("a test wants gloo")
+
+    load = native.load
+    try:
+        if transport == "gloo":
+            native.load = unavailable
+        with environment(PARALLEL_STATE_SHARED_MEMORY="off" if transport == "connections" else "on"):
+            yield
+    finally:
+        native.load = load
+
+
+def _through_all(transport: str) -> Found:
     found = {}
-    with environment(PARALLEL_STATE_SHARED_MEMORY=shared_memory):
+    with _over(transport):
         with world(SIZE) as group:
             row = ps.get_tp_group().route.communicators[0].name
             for door, calls in _doors().items():
@@ -246,7 +267,7 @@ def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
             pool = request.getfixturevalue("on_hosts")((0, 0, 1))
         else:
             pool = request.getfixturevalue("pools")(SIZE)
-        found[transport] = pool.run(_through_all, "off" if transport == "gloo" else "on", timeout_s=120.0)
+        found[transport] = pool.run(_through_all, transport, timeout_s=120.0)
         return found[transport]
 
     return of

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,12 +28,12 @@ from tests.contract.attempts import Outcome, attempt, world
 from tests.extent import LONG
 from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
 from tests.internals.host_faults import (
-    LEAST_CHUNK_ELEMENTS,
     as_without_descriptors,
-    at_chunk,
     connections_of,
     is_meshed,
+    moved_bytes,
     sent_bytes,
+    when_moved,
 )
 from tests.programs import FORK_SERVERS, Program
 
@@ -565,23 +566,29 @@ def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(
         assert outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
 
 
-def _dying_in(stage: str, victim: int) -> Outcome:
-    """All-reduces in lanes, within the third of which a rank ends at a stage of a chunk."""
+LARGE_COUNT = 1 << 21
+
+
+def _dying_in(share: float, victim: int) -> Outcome:
+    """All-reduces in lanes, within the third of which a rank ends when this share of its bytes has moved."""
     with world(_world_size()):
         group = ps.get_tp_group()
+        before = moved_bytes(group)
+        group.all_reduce(torch.ones(LARGE_COUNT))
         if group.rank == victim:
-            at_chunk(stage, 2 * 8 + 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            each = moved_bytes(group) - before
+            when_moved(group, before + (2 + share) * each, lambda: os.kill(os.getpid(), signal.SIGKILL))
         for _ in range(50):
-            outcome = attempt(group.all_reduce, torch.ones(8 * LEAST_CHUNK_ELEMENTS))
+            outcome = attempt(group.all_reduce, torch.ones(LARGE_COUNT))
             if outcome.kind != "ok":
                 break
         return outcome
 
 
-@pytest.mark.parametrize(("stage", "victim"), [("reduce", 1), ("send", 0), ("combine", 3), ("share", 2)])
-def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, stage: str, victim: int) -> None:
+@pytest.mark.parametrize(("share", "victim"), [(0.1, 1), (0.3, 0), (0.6, 3), (0.9, 2)])
+def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, share: float, victim: int) -> None:
     with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="20") as ranks:
-        outcomes = ranks.survivors(_dying_in, stage, victim, timeout_s=60.0)
+        outcomes = ranks.survivors(_dying_in, share, victim, timeout_s=60.0)
     assert outcomes.keys() == {0, 1, 2, 3} - {victim}
     for rank, outcome in outcomes.items():
         assert outcome.kind == "PeerDiedError" and outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
@@ -772,3 +779,22 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
             hosts.limit(0, None)
         assert 0.15 < slow < 2.0
         assert max(ranks.run(_send_once, 250_000, tp=3)) < slow
+
+
+def _frames_of_a_call() -> list[str]:
+    """Returns the modules of the Python frames of an all_reduce, in order."""
+    group, x, found = ps.get_tp_group(), torch.ones(2048), list[str]()
+    for _ in range(3):
+        group.all_reduce(x)
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_globals["__name__"]) if event == "call" else None)
+    try:
+        group.all_reduce(x)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_call_over_hosts_passes_the_same_stops_as_on_one(hosts: Hosts, on_hosts: OnHosts) -> None:
+    (near, *_), (far, *_) = (on_hosts(placement).run(_frames_of_a_call, tp=2) for placement in ((0, 0), (0, 1)))
+    assert 0 < len(far) <= 8, far
+    assert far == near

@@ -20,11 +20,11 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 120.0
-ROUTES = ("shared memory", "python", "gloo")
+ROUTES = ("shared memory", "python", "connections")
 
 
 def _settings(route: str) -> dict[str, str]:
-    return {"PARALLEL_STATE_SHARED_MEMORY": "off"} if route == "gloo" else {}
+    return {"PARALLEL_STATE_SHARED_MEMORY": "off"} if route == "connections" else {}
 
 
 def _operations(route: str) -> list[tuple[int, str, str, tuple[int, ...], bool]]:
@@ -81,7 +81,7 @@ def _hangs(route: str, folder: str) -> tuple[str, tuple[str, ...]]:
         return told.kind, ()
 
 
-@pytest.mark.parametrize("route", ["shared memory", "gloo"])
+@pytest.mark.parametrize("route", ["shared memory", "connections"])
 def test_records_tell_who_is_missing(
     pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], route: str
 ) -> None:
@@ -151,7 +151,7 @@ def _different(which: str, route: str) -> tuple[str, str]:
         return told.kind, told.text
 
 
-@pytest.mark.parametrize("route", ["shared memory", "gloo"])
+@pytest.mark.parametrize("route", ["shared memory", "connections"])
 @pytest.mark.parametrize("which", ["size", "shape", "dtype", "op", "operation", "src"])
 def test_calls_are_compared_in_debug_mode(pools: Pools, which: str, route: str) -> None:
     for kind, text in pools(2).run(_different, which, route, timeout_s=DEADLINE_S):

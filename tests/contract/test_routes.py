@@ -27,7 +27,7 @@ from device_communicators import (
 from device_communicators.base.errors import GroupDestroyedError, UnsupportedError
 from device_communicators.cpu import native
 from device_communicators.cpu.native import NativeLibrary
-from device_communicators.process_group.checked import ProcessGroupCommunicator
+from device_communicators.process_group.gloo import ProcessGroupCommunicator
 from parallel_state.messages.messenger import Messenger
 from tests.contract.attempts import environment, world
 from tests.contract.carriers import Carrier, Member, twin_of
@@ -324,7 +324,7 @@ def test_the_catalog_is_a_table_of_communicators() -> None:
     assert not CATALOG[-1].partial and CATALOG[-1].device == "any"
     for row in CATALOG:
         assert issubclass(row.load(), Communicator)
-        assert row.load().name == row.name
+        assert row.load().name == ("shared_memory" if row.several_hosts else row.name), "one class for both"
 
 
 def _carries_something_body(member: Member) -> None:
@@ -435,7 +435,8 @@ def test_gloo_within_a_host_is_warned_of_once_unless_it_was_chosen(
     pools: Pools, reason: str | None, variables: dict[str, str], warns: bool
 ) -> None:
     (first, route), *others = pools(2).run(_warnings, reason, variables)
-    assert route == (["shared_memory", "process_group"] if reason is None and not variables else ["process_group"])
+    carrier = {(None, False): ["shared_memory"], (None, True): ["hierarchical"]}.get((reason, bool(variables)), [])
+    assert route == [*carrier, "process_group"]
     assert all(not told for told, _ in others), "one rank says it for all"
     assert len(first) == warns, first
     if warns:
@@ -449,4 +450,4 @@ def _only_one_has_chosen() -> tuple[list[str], list[str]]:
 
 
 def test_another_ranks_choice_is_no_news(pools: Pools) -> None:
-    assert pools(2).run(_only_one_has_chosen) == [([], ["process_group"])] * 2
+    assert pools(2).run(_only_one_has_chosen) == [([], ["hierarchical", "process_group"])] * 2

@@ -33,7 +33,7 @@ from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, OPERATIONS, calls_o
 from tests.hosts import Hosts
 from tests.workers import WorkerPool
 
-TRANSPORTS = ("shared memory", "gloo", "two hosts")
+TRANSPORTS = ("shared memory", "connections", "two hosts")
 STAY_S = 15.0
 LAYOUTS = tuple(
     (tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2, 4) for dp in (1, 2, 4) if 3 <= tp * pp * dp <= 8 if tp * pp > 1

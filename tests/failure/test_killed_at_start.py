@@ -99,7 +99,7 @@ def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memo
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("transport", ["shared memory", "gloo", "two hosts"])
+@pytest.mark.parametrize("transport", ["shared memory", "connections", "two hosts"])
 def test_row_41_killed_while_it_starts(
     transport: str, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
@@ -107,7 +107,7 @@ def test_row_41_killed_while_it_starts(
     problem = hosts.problem() if transport == "two hosts" else None
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
-    shared_memory = "off" if transport == "gloo" else "on"
+    shared_memory = "off" if transport == "connections" else "on"
     results = folder_of_results(tmp_path)
     with ExitStack() as stack:
         made = stack.enter_context(hosts.Hosts(2)) if transport == "two hosts" else None

@@ -146,7 +146,7 @@ def test_a_handler_that_ends_the_world_in_a_receive_past_python(ranks: Ranks, ca
 
 
 def _late(operation: str) -> Outcome:
-    with world_over("gloo", timeout_s=T_S) as group:
+    with world_over("connections", timeout_s=T_S) as group:
         group.barrier()
         if group.rank == 1:
             time.sleep(T_S + 2.5)
@@ -173,7 +173,7 @@ def test_the_other_one_of_two_is_named(tmp_path: Path, operation: str) -> None:
 
 
 def _sub_group_with_a_dead_rank() -> Outcome:
-    with world_over("gloo", timeout_s=20.0) as group:
+    with world_over("connections", timeout_s=20.0) as group:
         group.barrier()
         if group.rank == 3:
             kill_me()

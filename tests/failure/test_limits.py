@@ -154,7 +154,7 @@ def test_launch_at_limits_that_let_it_start_nothing() -> None:
         assert line.startswith("told ") and f"this process may have {number} descriptors" in line, line
         assert "raise the limit (`ulimit -n" in line
     # A kernel that counts files in memory, too, lets no rank report.
-    assert "may write files of 0 bytes" in lines[-1] or lines[-1].startswith("found [(2.0, 'process_group', 1)"), lines
+    assert "may write files of 0 bytes" in lines[-1] or lines[-1].startswith("found [(2.0, 'hierarchical', 1)"), lines
 
 
 IMPORTS = """
@@ -245,11 +245,11 @@ def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> Non
 
 @needs_mounts
 def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
-    """The ranks go over gloo, and the first says why."""
+    """The ranks go over connections, and the first says why."""
     fill = "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 65536 /dev/zero > /dev/shm/full 2>/dev/null"
     tmp = "mkdir full; mount -t tmpfs -o size=16k tmpfs full; head -c 65536 /dev/zero > full/full 2>/dev/null; true"
     printed, said = _told_by(_launch_two_in_own_mounts, f"cd {tmp_path}; {fill}; {tmp}", TMPDIR=str(tmp_path / "full"))
-    assert printed.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), printed + said
+    assert printed.startswith("found [(2.0, 'hierarchical', 1), (2.0, 'hierarchical', 1)]"), printed + said
     assert "space ran out: /dev/shm has 0 of 64 KiB free" in said and "--shm-size" in said, said
 
 

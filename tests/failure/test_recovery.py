@@ -103,7 +103,7 @@ def _check(results: dict[int, list[Any]], route: str, sizes: list[int]) -> None:
             assert kind == "PeerDiedError" and seconds < 1.0 + SLACK_S
             assert facts["again_s"] < AGAIN_S + SLACK_S, facts
             assert facts["size"] == size
-            assert facts["carrier"] == ("process_group" if route == "gloo" else "shared_memory")
+            assert facts["carrier"] == ("hierarchical" if route == "connections" else "shared_memory")
         assert leaving_s < SLACK_S
     ranks = [told[-2]["rank"] for _, told in sorted(results.items())]
     assert ranks == list(range(sizes[-1]))
@@ -212,7 +212,7 @@ else:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
     sys.exit()
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-ps.init_distributed_environment(backend="gloo")
+ps.init_distributed_environment(backend="connections")
 ps.initialize_model_parallel(2, 2)
 world = ps.get_world_group()
 for _ in range(3):

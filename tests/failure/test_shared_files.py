@@ -264,14 +264,14 @@ def test_row_29_more_is_wanted_than_there_is(small_host: hosts.Hosts) -> None:
 
 
 def test_row_29_no_room_for_anything() -> None:
-    """The group goes over gloo, and `explain` has the reason."""
+    """The group goes over connections, and `explain` has the reason."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"a host with a /dev/shm of its own can't be made: {problem}")
     with hosts.Hosts([hosts.Host(shared_memory=TINY)]) as made, made.ranks([0, 0, 0, 0]) as ranks:
         for facts in ranks.run(_want_much, WANTED_OF_TINY_BYTES, timeout_s=DEADLINE_S):
             assert facts["right"]
-            assert facts["carried by"] == "process_group"
+            assert facts["carried by"] == "hierarchical"
             assert "/dev/shm has no room" in facts["explained"], facts["explained"]
 
 

@@ -60,7 +60,7 @@ def _cases(route: str) -> list[tuple[str, str]]:
 
 
 def _differ(route: str, cases: list[tuple[str, str]]) -> list[Outcome]:
-    over = "gloo" if route == "gloo" else "shared memory"
+    over = "connections" if route == "connections" else "shared memory"
     with world_over(over, timeout_s=TIMEOUT_S) as world:
         found = [in_a_group(over, world, TRANSFERS[one] if world.rank == 0 else METHODS[other]) for one, other in cases]
         time.sleep(2.0)  # others may ask the store still, which is rank 0's, or its host's
@@ -72,7 +72,7 @@ def pool_of() -> Iterator[Callable[[str], Any]]:
     pools: dict[str, Any] = {}
     four = Ranks(SIZE)
     four.run(int, timeout_s=DEADLINE_S)
-    pools["gloo"] = pools["shared memory"] = four
+    pools["connections"] = pools["shared memory"] = four
     if problem() is None:
         with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
             ranks.run(int, timeout_s=DEADLINE_S)
@@ -102,20 +102,21 @@ LONG_WAIT_S = 2.0
 
 
 def _others_come_later() -> Outcome:
-    with world_over("gloo", timeout_s=TIMEOUT_S) as world:
+    with world_over("connections", timeout_s=TIMEOUT_S) as world:
 
         def call(group: ps.GroupCoordinator) -> object:
             return TRANSFERS["recv"](group) if group.rank == 0 else METHODS["all_gather"](group)
 
-        told = in_a_group("gloo", world, call, LONG_WAIT_S if world.rank else 0.0)
+        told = in_a_group("connections", world, call, LONG_WAIT_S if world.rank else 0.0)
         time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)  # others ask rank 0's store
         return told
 
 
 def test_row_09_a_wait_that_has_failed_is_told_to_those_that_came_later(pool_of: Callable[[str], Any]) -> None:
-    """Though the rank has been in no call since."""
-    for rank, told in enumerate(pool_of("gloo").run(_others_come_later, timeout_s=DEADLINE_S)):
-        assert told.kind == "CollectiveTimeoutError", (rank, told)
+    """Though the rank has been in no call since. Connections end with its wait, so the others needn't wait as long."""
+    for rank, told in enumerate(pool_of("connections").run(_others_come_later, timeout_s=DEADLINE_S)):
+        kinds = ("CollectiveTimeoutError",) if rank == 0 else ("CollectiveTimeoutError", "CommunicationError")
+        assert told.kind in kinds, (rank, told)
         assert rank == 0 or re.search(r"global rank 0 is in recv\(", told.text), (rank, told)
 
 
@@ -131,7 +132,7 @@ def _later(call: Callable[[], object]) -> threading.Thread:
 
 def _legitimate(route: str) -> list[Outcome]:
     """Waits that look alike, and end."""
-    with world_over("gloo" if route == "gloo" else "shared memory", timeout_s=LONG_TIMEOUT_S) as world:
+    with world_over("connections" if route == "connections" else "shared memory", timeout_s=LONG_TIMEOUT_S) as world:
         rank, x, found = world.rank, torch.ones(4), []
         pair = world.make_sub_group([1, 2])
         # Another thread sends what rank 0 waits for, while all others are in the collective.

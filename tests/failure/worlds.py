@@ -32,7 +32,7 @@ def some(of_all: Sequence[T], count: int) -> Sequence[T]:
     return of_all if LONG else of_all[:count]
 
 
-ROUTES = ("shared memory", "gloo")
+ROUTES = ("shared memory", "connections")
 
 
 def on_routes(values: Sequence[T]) -> list[tuple[T, str]]:
@@ -45,7 +45,7 @@ DEADLINE_S = 40.0
 
 
 def settings_of(route: str) -> dict[str, str | None]:
-    return {"PARALLEL_STATE_SHARED_MEMORY": "off" if route == "gloo" else None}
+    return {"PARALLEL_STATE_SHARED_MEMORY": "off" if route == "connections" else None}
 
 
 @contextmanager

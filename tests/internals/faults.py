@@ -13,7 +13,7 @@ from device_communicators.c10d import world as c10d_world
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
-from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
+from device_communicators.cpu_communicator import CpuCommunicator
 from device_communicators.liveness.health import Watcher
 from parallel_state import GroupCoordinator, ParallelGroups, state
 from parallel_state.groups import world
@@ -46,7 +46,7 @@ ENDS: dict[str, Place] = {
     f"{owner.__name__}.{name}": (owner, name)
     for owner, name in (
         (Messenger, "close"),
-        (SharedMemoryCommunicator, "close"),
+        (CpuCommunicator, "close"),
         (Channels, "close"),
         (HostMemory, "close"),
         (pool.ProcessGroupPool, "release"),

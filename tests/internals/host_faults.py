@@ -2,79 +2,99 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import socket
+import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from device_communicators import GroupContext
 from device_communicators.base import limits
-from device_communicators.hierarchical import hosts, lanes
-from device_communicators.hierarchical.communicator import LEAST_CHUNK_ELEMENTS
+from device_communicators.cpu import host_memory
+from device_communicators.cpu.host_memory import HostMemory
 from parallel_state import GroupCoordinator
 
-__all__ = ["LEAST_CHUNK_ELEMENTS", "as_without_descriptors", "at_chunk", "connections_of", "is_meshed", "sent_bytes",
-           "when_connecting"]  # fmt: skip
+_BYTES = struct.Struct("=120x8xQ64xQ")
+"""Offsets in Linux' tcp_info: tcpi_bytes_received and tcpi_bytes_sent."""
 
 
-def _first(group: GroupCoordinator) -> Any:
-    return group.route.communicators[0]
+def _memory(group: GroupCoordinator) -> HostMemory:
+    memory = group.context.host_memory
+    assert memory is not None
+    return memory
 
 
 def connections_of(group: GroupCoordinator) -> dict[int, list[Any]]:
-    """Returns the sockets by which this rank reaches others, by rank."""
-    return {rank: list(each) for rank, each in _first(group).hosts.leaders._streams.sockets.items()}
+    """Returns the sockets by which this rank reaches others in collectives, by rank."""
+    collectives = _memory(group).collectives
+    assert collectives is not None
+    return {rank: list(each) for rank, each in collectives.connections.sockets.items()}
+
+
+def _moved(connection: socket.socket) -> tuple[int, int]:
+    """Returns the bytes that were received and sent, some of them twice where the network lost them."""
+    with contextlib.suppress(OSError):
+        received, sent = _BYTES.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size))
+        return received, sent
+    return 0, 0
 
 
 def sent_bytes(group: GroupCoordinator) -> dict[int, int]:
     """Returns how many bytes were sent to each of those ranks so far."""
-    found = _first(group).hosts.leaders._streams
-    return {rank: found.facts(rank)[1] for rank in found.sockets}
+    return {rank: sum(_moved(each)[1] for each in sockets) for rank, sockets in connections_of(group).items()}
+
+
+def moved_bytes(group: GroupCoordinator) -> int:
+    """Returns how many bytes this rank's connections have moved so far, both ways."""
+    return sum(sum(_moved(each)) for sockets in connections_of(group).values() for each in sockets)
 
 
 def is_meshed(group: GroupCoordinator) -> bool:
     """Returns True if each rank has connections to each rank of other hosts."""
-    return bool(_first(group).hosts.is_meshed)
+    return _memory(group).is_meshed
 
 
 @contextmanager
 def as_without_descriptors(is_victim: bool) -> Iterator[None]:
     """Two ranks a host want a mesh without asking, and a victim has no descriptor for it."""
-    shortage, unasked = limits.descriptor_shortage, hosts.MESHED_UNASKED
+    shortage, unasked = limits.descriptor_shortage, host_memory.MESHED_UNASKED
     if is_victim:
         limits.descriptor_shortage = lambda needed: "none left"
-    hosts.MESHED_UNASKED = 2
+    host_memory.MESHED_UNASKED = 2
     try:
         yield
     finally:
-        limits.descriptor_shortage, hosts.MESHED_UNASKED = shortage, unasked
+        limits.descriptor_shortage, host_memory.MESHED_UNASKED = shortage, unasked
 
 
-def at_chunk(stage: str, number: int, then: Callable[[], object]) -> None:
-    """Has this process call `then` when the chunk of this number, from 0, comes to a stage of a call in lanes."""
-    run, calls = getattr(lanes._Chunk, stage), itertools.count()
+def when_moved(group: GroupCoordinator, size_bytes: float, then: Callable[[], object]) -> None:
+    """Has a thread call `then` once this rank's connections have moved so many bytes in all."""
 
-    def run_or(*args: object) -> object:
-        if next(calls) == number:
-            then()
-        return run(*args)
+    def wait() -> None:
+        while moved_bytes(group) < size_bytes:
+            time.sleep(0)
+        then()
 
-    setattr(lanes._Chunk, stage, run_or)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager
 def when_connecting(then: Callable[[], object]) -> Iterator[None]:
     """Calls `then` once the ranks of a group have said where they listen."""
-    gather = GroupContext.gather
+    connect = host_memory.connect
 
-    def and_then(context: GroupContext, record: bytes, operation: str) -> list[bytes]:
-        found = gather(context, record, operation)
-        if operation == "connect":
+    def connect_and_then(meeting: Any, *args: Any) -> Any:
+        def gather(record: bytes) -> list[bytes]:
+            found = meeting.gather(record)
             then()
-        return found
+            return found
 
-    GroupContext.gather = and_then  # type: ignore[method-assign]
+        return connect(meeting._replace(gather=gather), *args)
+
+    host_memory.connect = connect_and_then
     try:
         yield
     finally:
-        GroupContext.gather = gather  # type: ignore[method-assign]
+        host_memory.connect = connect

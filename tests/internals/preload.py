@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest  # noqa: F401
 
+from device_communicators import cpu_communicator  # noqa: F401
 from device_communicators.c10d import creation, world  # noqa: F401
 from device_communicators.cpu import plain_tree  # noqa: F401
-from device_communicators.hierarchical import communicator, hosts, leaders, shared_memory  # noqa: F401
-from device_communicators.process_group import checked, plain, started_calls  # noqa: F401
+from device_communicators.process_group import gloo, plain  # noqa: F401
 from tests.contract import attempts  # noqa: F401
 from tests.failure import worlds  # noqa: F401
 

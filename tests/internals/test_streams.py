@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from device_communicators.cpu import native
-from device_communicators.hierarchical import streams
+from device_communicators.cpu import connections, native
 from device_communicators.hierarchical.streams import _HEAD as HEAD
 from device_communicators.hierarchical.streams import Frame, FramesDiffer, Part, StreamError, Streams, head_of, part_of
 
@@ -280,7 +279,7 @@ def three() -> Iterator[tuple[Streams, dict[int, Streams]]]:
 
 def test_strangers_hold_nobody_up() -> None:
     """Silent ones, one with another token, one who leaves; and who is expected, whose words come one by one."""
-    context = SimpleNamespace(deaths=lambda: False)
+    meeting = SimpleNamespace(has_lost_a_rank=lambda: False)
     token, made, began = bytes(range(16)), dict[tuple[int, int], socket.socket](), time.monotonic()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
@@ -301,11 +300,11 @@ def test_strangers_hold_nobody_up() -> None:
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        streams._accept(context, [listener], token, [(3, 1)], made, began + LIMIT_S)  # type: ignore[arg-type]
+        connections._accept(meeting, [listener], token, [(3, 1)], made, began + LIMIT_S)  # type: ignore[arg-type]
         speaker.join()
         assert list(made) == [(3, 1)] and made[3, 1].getpeername() == peer.getsockname()
         made[3, 1].close()
-    assert time.monotonic() - began < 10 * streams._STRANGER_S, "each of twenty would take as long"
+    assert time.monotonic() - began < 10 * connections._STRANGER_S, "each of twenty would take as long"
 
 
 def test_who_has_sent_all_may_go(three: tuple[Streams, dict[int, Streams]]) -> None:

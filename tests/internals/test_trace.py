@@ -21,7 +21,7 @@ LATE_S = 0.2
 
 
 def _traced(route: str, folder: str) -> list[str]:
-    with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "gloo" else None), world(4):
+    with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "connections" else None), world(4):
         group = ps.get_tp_group()
         group.barrier()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, ps.trace(folder):
@@ -37,7 +37,7 @@ def _traced(route: str, folder: str) -> list[str]:
         return [event.name for event in profile.events() if event.name.startswith("parallel_state.")]
 
 
-@pytest.mark.parametrize("route", ["shared memory", "gloo"])
+@pytest.mark.parametrize("route", ["shared memory", "connections"])
 def test_a_late_rank_is_seen(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], route: str) -> None:
     profiled = pools(4).run(_traced, route, str(tmp_path), timeout_s=DEADLINE_S)
     assert command.main([str(tmp_path)]) == 0

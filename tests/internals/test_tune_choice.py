@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.hierarchical.shared_memory import SharedMemoryCommunicator
+from device_communicators.cpu_communicator import CpuCommunicator
 from device_communicators.peer.thresholds import Conditions, load
 from device_communicators.process_group.device import DeviceGroupCommunicator
 from parallel_state import __main__ as commands
@@ -134,7 +134,7 @@ def test_a_row_takes_the_place_of_one_with_the_same_conditions(tmp_path: Path) -
 
 def test_on_gpus_nobody_is_compared_with_who_carries_only_tensors_of_the_host() -> None:
     context: Any = SimpleNamespace(device=torch.device("cuda", 0), size=2)
-    host, nccl = object.__new__(SharedMemoryCommunicator), object.__new__(DeviceGroupCommunicator)
+    host, nccl = object.__new__(CpuCommunicator), object.__new__(DeviceGroupCommunicator)
     host.context = nccl.context = context
     assert other_of([host, nccl], "cuda") is nccl
     with pytest.raises(TuneError, match="nothing to compare with: no communicator carries tensors on cuda"):

@@ -63,16 +63,6 @@ bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   }
 }
 
-const char* name_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum: return "sum";
-    case ReduceOp::kMax: return "max";
-    case ReduceOp::kMin: return "min";
-    case ReduceOp::kProduct: return "product";
-    default: return "avg";
-  }
-}
-
 // As user_call.py numbers reductions, with those that only torch knows behind them.
 int number_of(RedOp op) {
   switch (op) {
@@ -365,17 +355,16 @@ Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& out
 }  // namespace
 
 Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
-                 const std::vector<std::int64_t>& places, bool spans_hosts, std::chrono::milliseconds timeout,
-                 Callbacks callbacks)
+                 const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout, Callbacks callbacks)
     : c10d::Backend(rank, size),
       library_(std::move(library)),
       group_(group),
-      spans_hosts_(spans_hosts),
+      shares_memory_(!places.empty()),
       options_(c10::make_intrusive<Options>(timeout)),
       callbacks_(std::move(callbacks)),
       made_in_(fork_generation()) {
   lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption);
-  if (shares_memory()) pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
+  if (shares_memory_) pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
   init();
 }
 
@@ -492,7 +481,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   auto run = [this, timeout_s, body = std::move(body)]() mutable {
     const Below below;
     timeout_s_ = timeout_s;
-    if (shares_memory()) library_->group_timeout(group_, timeout_s);
+    if (is_native()) library_->group_timeout(group_, timeout_s);
     body();
   };
   if (!is_async && !coalescing_ && lane_->begin_inline()) {
@@ -534,12 +523,6 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Sta
   return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name, std::move(averaged), size_));
 }
 
-void Backend::over_hosts(const char* operation, const Tensor& output, const Tensor& input, const char* reduction,
-                         int root) {
-  const std::exception_ptr error = callbacks_.over_hosts(operation, output, input, reduction, root, timeout_s_);
-  if (error != nullptr) std::rethrow_exception(error);
-}
-
 Backend::Started Backend::kept(Started work) {
   if (coalescing_) coalesced_.push_back(work);
   return work;
@@ -554,10 +537,6 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int roo
   if (!native_of(x.scalar_type(), op, &how)) {
     reduce_by_gathering(x, op);
     return;
-  }
-  if (spans_hosts_) {
-    const Tensor plain = x.scalar_type() == at::kBool ? x.view(at::kByte) : x;
-    return over_hosts("all_reduce", plain, plain, name_of(how.op));
   }
   const auto started = Clock::now();
   const Told told = tell(root < 0 ? Method::kAllReduceInPlace : kReduceMethod, x, number_of(op), root);
@@ -625,7 +604,7 @@ Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
 }
 
 Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (!shares_memory()) {
+  if (is_on_gloo()) {
     return by_gloo(OpType::_ALLREDUCE_SPARSE, "all_reduce", -1,
                    [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, options); });
   }
@@ -694,14 +673,10 @@ Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   const auto run = [this, x, root] {
     if (size_ == 1) return;
     const Tensor flat = x.contiguous();
-    if (spans_hosts_) {
-      over_hosts("broadcast", flat, flat, "", root);
-    } else {
-      const auto started = Clock::now();
-      const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
-      done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root),
-           "broadcast", started);
-    }
+    const auto started = Clock::now();
+    const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
+    done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root), "broadcast",
+         started);
     if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
   };
   constexpr Kind kKind = {OpType::BROADCAST, "broadcast", "parallel_state:broadcast"};
@@ -719,8 +694,6 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
   const Tensor in = apart_from_whole(input.contiguous(), out, rank_);
   if (size_ == 1) {
     out.view({-1}).copy_(in.view({-1}));
-  } else if (spans_hosts_) {
-    over_hosts("all_gather", out, in);
   } else {
     const auto started = Clock::now();
     const Told told = tell(Method::kAllGather, in);
@@ -747,7 +720,6 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
     bytes[rank] = outputs[rank].nbytes();
     is_even = is_even && bytes[rank] == in.nbytes();
   }
-  if (spans_hosts_) return all_gather_padded(outputs, in, bytes);
   if (!direct) staged = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options().dtype(at::kByte));
   std::size_t offset = 0;
   static char nowhere;
@@ -771,22 +743,6 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
       output.copy_(staged.slice(0, begin, end).view(output.scalar_type()).view(output.sizes()));
     }
     offset += bytes[rank];
-  }
-}
-
-// Over hosts: what is shorter than the longest part travels with something behind it.
-void Backend::all_gather_padded(const Tensors& outputs, const Tensor& in, const std::vector<std::size_t>& bytes) {
-  const auto longest = static_cast<std::int64_t>(*std::max_element(bytes.begin(), bytes.end()));
-  const at::TensorOptions plain = in.options().dtype(at::kByte);
-  const auto own = static_cast<std::int64_t>(in.nbytes());
-  const Tensor mine = at::zeros({longest}, plain), all = at::empty({size_, longest}, plain);
-  if (own != 0) mine.slice(0, 0, own).copy_(as_bytes(in));
-  over_hosts("all_gather", all, mine);
-  for (int rank = 0; rank < size_; ++rank) {
-    const Tensor& output = outputs[rank];
-    if (bytes[rank] == 0) continue;
-    const Tensor part = all[rank].slice(0, 0, static_cast<std::int64_t>(bytes[rank])).clone();
-    output.copy_(part.view(output.scalar_type()).view(output.sizes()));
   }
 }
 
@@ -920,39 +876,38 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
           "gather needs outputs of the input's ", x.numel(), " × ", x.scalar_type(), ", but got ", output.numel(),
           " × ", output.scalar_type());
   }
-  if (!shares_memory() && size_ > 1) {
+  if (is_on_gloo()) {
     return by_gloo(OpType::GATHER, "gather", -1,
                    [&](c10d::Backend& gloo) { return gloo.gather(outputs, inputs, options); });
   }
-  return submit({OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
-                [this, x, out, root] {
-                  const Tensor in = apart(x, out, rank_);
-                  Tensors staged;
-                  for (const Tensor& output : out) {
-                    staged.push_back(output.is_contiguous() ? output : at::empty(output.sizes(), output.options()));
-                  }
-                  if (size_ > 1) {
-                    static char nowhere;
-                    std::vector<void*> to(size_, nullptr);
-                    const std::vector<std::size_t> bytes(size_, in.nbytes());
-                    for (std::size_t rank = 0; rank < staged.size(); ++rank) {
-                      to[rank] =
-                          staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
-                    }
-                    const auto started = Clock::now();
-                    const Told told = tell(kGatherMethod, in, -1, root);
-                    done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(),
-                                           static_cast<int>(root)),
-                         "gather", started);
-                  }
-                  for (std::size_t rank = 0; rank < staged.size(); ++rank) {
-                    if (static_cast<int>(rank) == rank_) {
-                      out[rank].copy_(in.view(out[rank].sizes()));
-                    } else if (!staged[rank].is_same(out[rank])) {
-                      out[rank].copy_(staged[rank]);
-                    }
-                  }
-                });
+  return submit(
+      {OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
+      [this, x, out, root] {
+        const Tensor in = apart(x, out, rank_);
+        Tensors staged;
+        for (const Tensor& output : out) {
+          staged.push_back(output.is_contiguous() ? output : at::empty(output.sizes(), output.options()));
+        }
+        if (size_ > 1) {
+          static char nowhere;
+          std::vector<void*> to(size_, nullptr);
+          const std::vector<std::size_t> bytes(size_, in.nbytes());
+          for (std::size_t rank = 0; rank < staged.size(); ++rank) {
+            to[rank] = staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
+          }
+          const auto started = Clock::now();
+          const Told told = tell(kGatherMethod, in, -1, root);
+          done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(), root),
+               "gather", started);
+        }
+        for (std::size_t rank = 0; rank < staged.size(); ++rank) {
+          if (static_cast<int>(rank) == rank_) {
+            out[rank].copy_(in.view(out[rank].sizes()));
+          } else if (!staged[rank].is_same(out[rank])) {
+            out[rank].copy_(staged[rank]);
+          }
+        }
+      });
 }
 
 Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
@@ -968,7 +923,7 @@ Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
     check(input.numel() == x.numel() && input.scalar_type() == x.scalar_type(), "scatter needs inputs of the output's ",
           x.numel(), " × ", x.scalar_type(), ", but got ", input.numel(), " × ", input.scalar_type());
   }
-  if (!shares_memory() && size_ > 1) {
+  if (is_on_gloo()) {
     return by_gloo(OpType::SCATTER, "scatter", -1,
                    [&](c10d::Backend& gloo) { return gloo.scatter(outputs, inputs, options); });
   }
@@ -1005,17 +960,11 @@ void Backend::reduce_scatter_into(const Tensor& output, const Tensor& input, con
     return;
   }
   const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-  if (spans_hosts_) {
-    const bool is_bool = in.scalar_type() == at::kBool;
-    over_hosts("reduce_scatter", is_bool ? out.view(at::kByte) : out, is_bool ? in.view(at::kByte) : in,
-               name_of(how.op));
-  } else {
-    const auto started = Clock::now();
-    const Told told = tell(Method::kReduceScatter, in, number_of(op));
-    done(library_->reduce_scatter(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
-                                  out.numel(), static_cast<int>(how.dtype), static_cast<int>(how.op)),
-         "reduce_scatter", started);
-  }
+  const auto started = Clock::now();
+  const Told told = tell(Method::kReduceScatter, in, number_of(op));
+  done(library_->reduce_scatter(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
+                                out.numel(), static_cast<int>(how.dtype), static_cast<int>(how.op)),
+       "reduce_scatter", started);
   if (!out.is_same(output)) output.copy_(out);
 }
 
@@ -1124,7 +1073,7 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
   };
   const auto in_bytes = bytes_by_rank(input, input_splits, "input"),
              out_bytes = bytes_by_rank(output, output_splits, "output");
-  if (!shares_memory() && size_ > 1) {
+  if (is_on_gloo()) {
     return by_gloo(OpType::ALLTOALL_BASE, kMethod, -1, [&](c10d::Backend& gloo) {
       return gloo.alltoall_base(output, input, output_splits, input_splits, options);
     });
@@ -1153,7 +1102,7 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
         outputs.size());
   for (const Tensor& each : inputs) check_dense(each, kMethod);
   for (const Tensor& each : outputs) check_dense(each, kMethod);
-  if (!shares_memory() && size_ > 1) {
+  if (is_on_gloo()) {
     return by_gloo(OpType::ALLTOALL, "all_to_all", -1,
                    [&](c10d::Backend& gloo) { return gloo.alltoall(outputs, inputs, options); });
   }
@@ -1195,7 +1144,6 @@ Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
   return submit({OpType::BARRIER, "barrier", "parallel_state:barrier"}, {}, {}, options.asyncOp, options.timeout,
                 [this] {
                   if (size_ == 1) return;
-                  if (spans_hosts_) return over_hosts("barrier", {}, {});
                   const auto started = Clock::now();
                   const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
                   done(library_->barrier(group_, told.word, told.shape), "barrier", started);
@@ -1235,21 +1183,21 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
 }
 
 Backend::Started Backend::send(Tensors& tensors, int dst, int tag) {
-  if (!shares_memory()) {
+  if (!shares_memory_) {
     return by_gloo(OpType::SEND, "send", dst, [&](c10d::Backend& gloo) { return gloo.send(tensors, dst, tag); });
   }
   return transfer({OpType::SEND, "send", "parallel_state:send"}, tensors, dst, tag);
 }
 
 Backend::Started Backend::recv(Tensors& tensors, int src, int tag) {
-  if (!shares_memory()) {
+  if (!shares_memory_) {
     return by_gloo(OpType::RECV, "recv", src, [&](c10d::Backend& gloo) { return gloo.recv(tensors, src, tag); });
   }
   return transfer({OpType::RECV, "recv", "parallel_state:recv"}, tensors, src, tag);
 }
 
 Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
-  if (!shares_memory()) {
+  if (!shares_memory_) {
     return by_gloo(OpType::RECVANYSOURCE, "recv", -1,
                    [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
   }
@@ -1360,7 +1308,7 @@ void Backend::end(bool in_order) {
   }
   const auto deadline = Clock::now() + (in_order ? kShutdownGrace : std::chrono::seconds(0));
   const bool done = in_order && lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
-  if (!done && shares_memory()) library_->group_doom(group_);
+  if (!done && is_native()) library_->group_doom(group_);
   // First what the thread may be waiting in, and only then the thread.
   const auto error =
       error_of(in_order ? "the group was destroyed while the call was under way" : "the group was aborted");
@@ -1369,10 +1317,7 @@ void Backend::end(bool in_order) {
     const std::lock_guard<std::mutex> lock(gloo_mutex_);
     gloo = gloo_;
   }
-  if (!done) {
-    if (spans_hosts_) callbacks_.leave();
-    if (gloo) gloo->abort();
-  }
+  if (!done && gloo) gloo->abort();
   lane_->close(error);
   if (pairs_) pairs_->close(error);
   callbacks_.leave();

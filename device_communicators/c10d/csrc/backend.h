@@ -29,10 +29,6 @@ struct Callbacks {
   std::function<void(const std::function<void()>&)> without_interpreter;
   // The error for what gloo said of a call; null where it isn't of the transport. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
-  // Runs a collective of contiguous tensors over the group's hosts; returns what went wrong, or null.
-  std::function<std::exception_ptr(const char* operation, const at::Tensor& output, const at::Tensor& input,
-                                   const char* reduction, int root, double timeout_s)>
-      over_hosts;
   std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // tells Python the group's new one
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                                   std::chrono::milliseconds timeout, const std::string& name)>
@@ -51,11 +47,10 @@ class Backend : public c10d::Backend {
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
-  // `group` is the number of the shared-memory group, 0 where there is none; `library` may be null then.
-  // `spans_hosts`: the callback `over_hosts` carries collectives.
+  // `group` is the number of the library's group, 0 where there is none; `library` may be null then. `places`: empty
+  // where the ranks are on several hosts, whose transfers gloo carries.
   Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
-          const std::vector<std::int64_t>& places, bool spans_hosts, std::chrono::milliseconds timeout,
-          Callbacks callbacks);
+          const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }
@@ -126,13 +121,11 @@ class Backend : public c10d::Backend {
   // `averaged`: tensors that hold sums when gloo is done, and averages when the returned work is.
   template <typename Start>
   Started by_gloo(c10d::OpType type, const char* method, int peer, Start start, Tensors averaged = {});
-  void over_hosts(const char* operation, const at::Tensor& output, const at::Tensor& input, const char* reduction = "",
-                  int root = -1);
 
   // Whether this process was forked from the one that made this: it has the memory, but is no rank.
   bool is_forked_child() const { return made_in_ != fork_generation(); }
-  bool shares_memory() const { return group_ != 0; }
-  bool is_on_gloo() const { return size_ > 1 && !shares_memory() && !spans_hosts_; }
+  bool is_native() const { return group_ != 0; }
+  bool is_on_gloo() const { return size_ > 1 && !is_native(); }
   const c10::intrusive_ptr<c10d::Backend>& gloo();
   void check_usable(const char* method);
   template <typename... Parts>
@@ -154,12 +147,11 @@ class Backend : public c10d::Backend {
   at::Tensor gather_rows(const Tensors& tensors);
   void all_gather_into(const at::Tensor& output, const at::Tensor& input);
   void all_gather_list(const Tensors& outputs, const at::Tensor& input);
-  void all_gather_padded(const Tensors& outputs, const at::Tensor& in, const std::vector<std::size_t>& bytes);
   void reduce_scatter_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
 
   const std::shared_ptr<const Library> library_;
   const std::uint64_t group_;
-  const bool spans_hosts_;
+  const bool shares_memory_;  // all ranks, so that transfers have queues
   const c10::intrusive_ptr<Options> options_;
   Callbacks callbacks_;
   const int made_in_;

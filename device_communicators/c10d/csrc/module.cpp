@@ -113,12 +113,6 @@ Callbacks callbacks_of(const py::object& python) {
   made.gloo_error = [owner](const char* text, const char* method, int peer, double elapsed_s) {
     return python_error(text, [&] { return owner->attr("gloo_error")(text, method, peer, elapsed_s); });
   };
-  made.over_hosts = [owner](const char* operation, const at::Tensor& output, const at::Tensor& input,
-                            const char* reduction, int root, double timeout_s) {
-    return python_error("a collective over hosts failed", [&] {
-      return owner->attr("over_hosts")(operation, output, input, reduction, root, timeout_s);
-    });
-  };
   made.set_timeout = [owner](std::chrono::milliseconds timeout) {
     const py::gil_scoped_acquire gil;
     owner->attr("set_timeout")(timeout);
@@ -142,11 +136,11 @@ Callbacks callbacks_of(const py::object& python) {
 
 c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, std::vector<std::uint64_t> global_ranks,
                                  const std::string& library, std::uint64_t group,
-                                 const std::vector<std::int64_t>& places, bool spans_hosts,
-                                 std::chrono::milliseconds timeout, const py::object& python) {
+                                 const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout,
+                                 const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places,
-                                                                           spans_hosts, timeout, callbacks_of(python));
+  c10::intrusive_ptr<Backend> made =
+      c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places, timeout, callbacks_of(python));
   made->options()->group_name = name;
   made->options()->global_ranks_in_group = std::move(global_ranks);
   made->options()->apply_timeout = [weak = c10::weak_intrusive_ptr<Backend>(made)](std::chrono::milliseconds timeout) {
@@ -192,6 +186,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
       module, "ResolvingBackend");  // the class that `make` returns
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
-             py::arg("library"), py::arg("group"), py::arg("places"), py::arg("spans_hosts"), py::arg("timeout"),
-             py::arg("python"));
+             py::arg("library"), py::arg("group"), py::arg("places"), py::arg("timeout"), py::arg("python"));
 }

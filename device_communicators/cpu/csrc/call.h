@@ -22,7 +22,8 @@ enum class Kind : std::uint64_t {
   kAllReduceAddRmsNorm,
   kMessage,
   kReduce,
-  kBroadcastSized
+  kBroadcastSized,
+  kPass
 };
 
 // What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other:
@@ -52,6 +53,15 @@ constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those 
 struct Told {
   std::uint64_t word = 0;
   std::uint64_t shape = 0;
+};
+
+// What one rank of an all_to_all sends to another, which expects something else; or the source of a broadcast_sized,
+// which sends too much. -1: there is no such pair.
+struct Misfit {
+  int from = -1;
+  int to = -1;
+  std::uint64_t sent_bytes = 0;
+  std::uint64_t expected_bytes = 0;
 };
 
 // A shape: how many dims in the upper four bits, and the dims in equal shares of the others. Of one that has no room

@@ -25,17 +25,17 @@ namespace parallel_state {
 
 // What a rank says of its call with every message of it.
 struct CallRecord {
-  static constexpr std::uint32_t kMagic = 0x31485350;  // "PSH1"
-  static constexpr std::uint32_t kBody = 1, kFailure = 2;
+  static constexpr std::uint16_t kMagic = 0x3150;  // "P1"
+  static constexpr std::uint16_t kBody = 1, kFailure = 2;
 
-  std::uint32_t magic = kMagic;
-  std::uint32_t kind = kBody;
-  std::uint64_t bytes = 0;  // of the body
+  std::uint16_t magic = kMagic;
+  std::uint16_t kind = kBody;
+  std::uint32_t sequence = 0;  // of the call
+  std::uint64_t bytes = 0;     // of the body
   std::uint64_t word = 0, shape = 0;
-  std::uint64_t history = 0;   // a digest of this call and all before
-  std::uint64_t sequence = 0;  // of the call
-  std::uint64_t sizes = 0;     // 1 + the bytes of each block of an all_to_all whose blocks are even; else 0
-  std::uint64_t earlier = 0;   // the word of the call before
+  std::uint64_t history = 0;  // a digest of this call and all before
+  std::uint64_t sizes = 0;    // 1 + the bytes of each block of an all_to_all whose blocks are even; else 0
+  std::uint64_t earlier = 0, earlier_shape = 0;  // the call before, in words
 };
 static_assert(sizeof(CallRecord) == 64, "the head of every message");
 

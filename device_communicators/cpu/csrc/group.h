@@ -54,15 +54,6 @@ struct Shown {
   int count = 0;
 };
 
-// What one rank of an all_to_all sends to another, which expects something else; or the source of a broadcast_sized,
-// which sends too much. -1: there is no such pair.
-struct Misfit {
-  int from = -1;
-  int to = -1;
-  std::uint64_t sent_bytes = 0;
-  std::uint64_t expected_bytes = 0;
-};
-
 class Group {
  public:
   Group(int rank, int size) : rank_(rank), size_(size) {}

@@ -121,9 +121,9 @@ void Handle::note(Status status, double elapsed_s) {
   // What another rank of this host found out is known already; the dead are seen by all.
   const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
   if (!is_known && status != Status::kPeerDied) {
-    const bool has_calls = status == Status::kMismatch && failure_.misfit.from < 0;
+    const bool has_calls = status == Status::kMismatch;
     liveness_.fail(static_cast<int>(status), failure_.suspect, has_calls ? failure_.expected.told : Told{},
-                   has_calls ? failure_.found.told : Told{});
+                   has_calls ? failure_.found.told : Told{}, failure_.misfit);
   }
   group_->give_up(status);
   if (arena_ != nullptr) arena_->retire();

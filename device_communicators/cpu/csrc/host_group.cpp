@@ -86,6 +86,7 @@ Status HostGroup::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     reporter_ = loss.reporter;
     expected_ = {loss.expected};
     found_ = {loss.found};
+    misfit_ = loss.misfit;
     return loss.reporter < 0 ? Status::kPeerDied : static_cast<Status>(loss.status);
   }
   return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
@@ -196,6 +197,14 @@ Status HostGroup::barrier(double timeout_s) {
   begin(timeout_s);
   const std::uint64_t call = call_of(Kind::kBarrier, 0, Method::kBarrier);
   return wait_all(publish(call), call);
+}
+
+Status HostGroup::pass(double timeout_s) {
+  begin(timeout_s);
+  const std::uint64_t call = call_of(Kind::kPass, 0, Method::kNone);
+  RETURN_IF_FAILED(reuse(0));
+  publish(call);
+  return Status::kDone;
 }
 
 Status HostGroup::announce(int src, double timeout_s, std::int64_t spin_ns) {

@@ -69,6 +69,9 @@ class HostGroup final : public Group {
   // Reduces all ranks' `in` into `out` of rank 0; as a part of a reduction if `wide`. Others don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
 
+  // Takes its place among the calls without data, and waits for nobody.
+  Status pass(double timeout_s);
+
   // The ranks' arenas, all of one capacity, for as long as the group lives. A contiguous input of all_reduce,
   // all_gather (of one row), reduce_scatter (of one row) or broadcast that lies in this rank's arena is read where it
   // lies; ranks need not be alike in that. A process that can't map another's input any more fails the call, with

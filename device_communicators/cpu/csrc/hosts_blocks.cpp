@@ -52,6 +52,7 @@ Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t byt
       send(peers_[peer++], in, bytes);
     });
     copy(lane + index_of(host_) * bytes, in, bytes);
+    RETURN_IF_FAILED(pass());
     RETURN_IF_FAILED(finish());
     return at_home(local_.all_gather(blocks, lane, index_of(hosts_), bytes, left_s()));
   }
@@ -133,6 +134,7 @@ Status HostsGroup::gatherv(void* const* outs, const std::size_t* bytes, const vo
   if (dst < 0) return gather_all(outs, bytes, in);
   if (!is_here(dst)) {
     send(dst, in, bytes[rank_]);
+    RETURN_IF_FAILED(pass());
     return finish();
   }
   if (rank_ == dst) for_remote_ranks([&](int rank) { expect(rank, outs[rank], bytes[rank]); });
@@ -187,6 +189,7 @@ Status HostsGroup::scatter(void* out, const void* in, std::size_t bytes, int src
   const auto* const blocks = static_cast<const char*>(in);
   if (!is_here(src)) {
     expect(src, out, bytes);
+    RETURN_IF_FAILED(pass());
     return finish();
   }
   if (rank_ == src) for_remote_ranks([&](int rank) { send(rank, blocks + index_of(rank) * bytes, bytes); });
@@ -285,6 +288,7 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
     return pending_.empty();
   };
   is_strange_ = false;
+  RETURN_IF_FAILED(pass());
   RETURN_IF_FAILED(wait(take_heads));
   if (is_strange_) {
     text_ = "what came is no table of sizes";

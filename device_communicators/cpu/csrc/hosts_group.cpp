@@ -155,8 +155,9 @@ void HostsGroup::begin(Kind kind, std::uint64_t size, Method method, double time
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
   record_.history = mixed(note_of_call(kind, told_, digest, reduction, root) + size + record_.history);
   ++record_.sequence;
-  record_.earlier = before_;
-  record_.word = before_ = told_.word;
+  record_.earlier = record_.word;
+  record_.earlier_shape = record_.shape;
+  record_.word = told_.word;
   record_.shape = told_.shape;
   record_.sizes = 0;
   connections_->begin(&record_);
@@ -247,14 +248,15 @@ Status HostsGroup::blame_dead() {
   return Status::kPeerDied;
 }
 
-// Whether a rank of this host has failed.
+// Whether a rank of this host has failed, or is in another call.
 Status HostsGroup::at_home_ended() {
   const Loss loss = liveness_.loss(place_);
-  if (loss.reporter < 0) return Status::kDone;
+  if (loss.reporter < 0) return is_alone() ? Status::kDone : at_home(local_.compare(left_s()));
   reporter_ = local_ranks()[static_cast<std::size_t>(loss.reporter)];
   suspect_ = loss.rank;
   expected_ = {loss.expected};
   found_ = {loss.found};
+  misfit_ = loss.misfit;
   return static_cast<Status>(loss.status);
 }
 
@@ -276,17 +278,31 @@ Status HostsGroup::blame(Link& link) {
     case Inbox::State::kForeign: text_ = "what came is no message of this version's"; return Status::kBroken;
     default: break;
   }
+  return blame_broken(link);
+}
+
+// A rank that failed in the middle of a message can't say why: another one may, or the end of the rank is told.
+Status HostsGroup::blame_broken(Link& link) {
+  for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
+    if (has_died(link.rank) || has_left(link.rank)) break;
+    for (const auto& each : connections_->links()) {
+      each->in.listen();
+      if (!each->is_in_trouble()) each->read();
+      if (each->in.state() == Inbox::State::kFailed) return blame(*each);
+    }
+    RETURN_IF_FAILED(at_home_ended());
+  }
+  suspect_ = link.rank;
   text_ = link.error();
   return has_died(link.rank) || has_left(link.rank) ? Status::kPeerDied : Status::kBroken;
 }
 
 // This rank's call and another one's: of the first sequence number at which they are known to differ.
 void HostsGroup::show_difference(const CallRecord& other) {
-  const Told own{record_.word, record_.shape}, own_before{record_.earlier, 0};
-  const Told theirs{other.word, other.shape}, theirs_before{other.earlier, 0};
+  const Told own{record_.word, record_.shape}, own_before{record_.earlier, record_.earlier_shape};
+  const Told theirs{other.word, other.shape}, theirs_before{other.earlier, other.earlier_shape};
   const bool ahead = other.sequence == record_.sequence + 1, behind = other.sequence + 1 == record_.sequence;
-  const bool before = other.sequence == record_.sequence && other.word == record_.word &&
-                      other.shape == record_.shape && other.earlier != record_.earlier;
+  const bool before = other.sequence == record_.sequence && other.word == record_.word && other.shape == record_.shape;
   expected_.told = before || behind ? own_before : own;
   found_.told = before || ahead ? theirs_before : theirs;
   expected_.count = found_.count = 0;
@@ -306,8 +322,10 @@ Status HostsGroup::at_home(Status status) {
   expected_ = local_.expected();
   found_ = local_.found();
   misfit_ = local_.misfit();
-  misfit_.from = rank_at(misfit_.from);
-  misfit_.to = rank_at(misfit_.to);
+  if (local_.reporter() < 0) {
+    misfit_.from = rank_at(misfit_.from);
+    misfit_.to = rank_at(misfit_.to);
+  }
   if (local_.reporter() >= 0) {  // who told it as a rank of the whole group
     reporter_ = rank_at(local_.reporter());
     suspect_ = local_.suspect();
@@ -342,6 +360,10 @@ Status HostsGroup::barrier(double timeout_s) {
   return is_alone() ? Status::kDone : at_home(local_.broadcast(nullptr, 0, 0, left_s()));
 }
 
+// Shows the ranks of this host which call this rank is in, before it waits for another host: so that one that isn't in
+// it is found.
+Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
+
 // The parent of this host in a binomial tree, -1 for the root, and its children.
 void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) const {
   const int place = (host_ - root + hosts_) % hosts_;
@@ -374,6 +396,7 @@ Status HostsGroup::send_to_all(char* data, std::uint64_t bytes, int src) {
   const auto pieces = std::max<std::uint64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes);
   const auto length = [&](std::uint64_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
   const bool is_root = rank_ == root, receives = host_ != root_host && is_lead();
+  if (host_ != root_host) RETURN_IF_FAILED(pass());
   peers_ = {parent == root_host ? root : parent < 0 ? rank_ : at(parent)};
   for (std::uint64_t piece = 0; piece < pieces && receives; ++piece) {
     expect(peers_[0], data + piece * kPieceBytes, length(piece));
@@ -416,6 +439,7 @@ Status HostsGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src,
     }
     return finish();
   }
+  RETURN_IF_FAILED(pass());
   if (!is_lead()) return at_home_now(nullptr, 0);
   Inbox& inbox = link(root).in;
   inbox.expect_any();

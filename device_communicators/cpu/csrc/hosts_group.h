@@ -132,6 +132,8 @@ class HostsGroup final : public Group {
   Status ends(std::int64_t now);
   Status blame(Link& link);
   Status at_home_ended();
+  Status blame_broken(Link& link);
+  Status pass();
   void show_difference(const CallRecord& other);
   Status at_home(Status status);
 
@@ -174,7 +176,6 @@ class HostsGroup final : public Group {
   std::unique_ptr<Listener> listener_;
 
   CallRecord record_;
-  std::uint64_t before_ = 0;  // the word of this rank's call before
   std::int64_t deadline_ns_ = 0, waits_until_ns_ = 0;
   std::int64_t noticed_ns_ = 0;
 

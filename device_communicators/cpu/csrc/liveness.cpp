@@ -69,8 +69,13 @@ Loss GroupLiveness::loss(int awaited) const {
     if (rank == me_ || failed == 0) continue;
     const auto word = [&](int index) { return members_[rank].calls[index].load(std::memory_order_relaxed); };
     Loss found(static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16));
-    found.expected = {word(0), word(1)};
-    found.found = {word(2), word(3)};
+    const std::uint64_t misfit = members_[rank].misfit.load(std::memory_order_relaxed);
+    if (misfit != 0) {
+      found.misfit = {static_cast<int>(misfit & 0xffffffffU) - 1, static_cast<int>(misfit >> 32) - 1, word(0), word(1)};
+    } else {
+      found.expected = {word(0), word(1)};
+      found.found = {word(2), word(3)};
+    }
     return found;
   }
   return Loss(has_left(awaited) ? awaited : -1);
@@ -81,7 +86,15 @@ void GroupLiveness::leave() {
   members_[me_].has_left.store(1, std::memory_order_release);
 }
 
-void GroupLiveness::fail(int status, int suspect, Told expected, Told found) {
+void GroupLiveness::fail(int status, int suspect, Told expected, Told found, Misfit misfit) {
+  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // the first failure has the facts
+  if (misfit.from >= 0) {
+    expected = {misfit.sent_bytes, misfit.expected_bytes};
+    found = {};
+    members_[me_].misfit.store(static_cast<std::uint64_t>(misfit.from + 1) | static_cast<std::uint64_t>(misfit.to + 1)
+                                                                                 << 32,
+                               std::memory_order_relaxed);
+  }
   int index = 0;
   for (const std::uint64_t word : {expected.word, expected.shape, found.word, found.shape}) {
     members_[me_].calls[index++].store(word, std::memory_order_relaxed);

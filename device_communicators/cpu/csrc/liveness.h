@@ -27,7 +27,9 @@ class EndListeners;
 struct alignas(64) Member {
   std::atomic<std::uint32_t> has_left{0};  // on purpose
   std::atomic<std::uint32_t> failed{0};    // 0, or 1 + suspect, above it 8 bits of the status
-  std::atomic<std::uint64_t> calls[4];  // written before `failed`: words and shapes of two calls that differ, or zeros
+  // Written before `failed`: words and shapes of two calls that differ, or a misfit: 1 + its ranks, above 32 bits the
+  // second, and the bytes that are sent and expected. Else zeros.
+  std::atomic<std::uint64_t> calls[4], misfit;
 };
 
 // What the control plane reported, in shared memory; ranks are a bit each. Bits are only ever set, by any rank.
@@ -47,6 +49,7 @@ struct Loss {
   int reporter;          // who found out, where that was another rank
   int status;            // with which status it failed there
   Told expected, found;  // the two calls, if that was a mismatch and the reporter knows them
+  Misfit misfit;
 };
 
 class Losses : public Liveness {
@@ -77,7 +80,7 @@ class GroupLiveness final : public Losses {
 
   // This rank tells the others that it goes, or that it gave up and why.
   void leave();
-  void fail(int status, int suspect, Told expected = {}, Told found = {});
+  void fail(int status, int suspect, Told expected = {}, Told found = {}, Misfit misfit = {});
   bool has_left(int rank) const;
 
   // Fails all calls of this process in the group: from any thread, for good.

@@ -1,12 +1,15 @@
-"""CPU tensors of a group whose ranks are all on one host, over its segment: the collectives of `csrc/group.h`.
+"""CPU tensors of a group of processes: the compiled collectives (cpu/csrc/group.h), within a host and between hosts.
 
-Whether the group has one is decided when it is made (`host_memory`); where it has none `explain()` says why.
+Each collective is one call of the compiled group, the same that the registered ops and direct calls make. Whether the
+ranks share memory was decided when the group was made (`host_memory`); `explain()` says why they don't. What goes from
+one rank to another has queues in shared memory, or connections (`pairs`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +20,8 @@ from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
 from device_communicators.cpu.transfers import Transfers
+from device_communicators.hierarchical.pairs import Pairs
+from device_communicators.hierarchical.streams import Streams
 from device_communicators.routing.communicator import (
     Communicator,
     GroupContext,
@@ -26,34 +31,60 @@ from device_communicators.routing.communicator import (
 )
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
+_BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scatterv")
+"""Need a connection of each two ranks on different hosts."""
+_SIZED_BYTES_TO_ONE = 1 << 20
+_SIZED_BYTES = 64 << 10
+"""Of a message's tensors, what goes with its head to one other host; to several, no more than in a broadcast."""
 
 
-class SharedMemoryCommunicator(Communicator):
-    """The ranks of one host around one segment."""
+class CpuCommunicator(Communicator):
+    """The ranks of a group around one segment, or of several such segments with connections between them.
 
-    name = "shared_memory"
+    A collective that is started, and waited for later, is done when its start returns.
+    """
+
+    name = "shared_memory"  # over several segments "hierarchical"
     tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
-        if context.host_memory is None or context.host_memory.collectives is None:
-            raise UnsupportedError(f"{context} has no shared memory")
-        self._group = context.host_memory.collectives
-        self._channels = context.host_memory.channels
+        memory = context.host_memory
+        if memory is None or memory.collectives is None:
+            raise UnsupportedError(f"{context} has no compiled collectives")
+        if not memory.in_one_segment:
+            self.name = "hierarchical"
+        self._memory = memory
+        self._group = memory.collectives
+        self._channels = memory.channels
+        self._is_meshed = memory.in_one_segment or memory.is_meshed
+        self._pairs: Pairs | None = None
+        if not memory.in_one_segment:
+            self.sized_bytes = _SIZED_BYTES_TO_ONE if len(memory.domains) == 2 else _SIZED_BYTES
+            if memory.is_meshed:
+                others = [rank for rank in range(context.size) if rank != context.rank]
+                gather = partial(context.gather, operation="connect")
+                made = memory.connect(gather, context.watcher, context.failure_ranks, others)
+                self._pairs = Pairs(context, Streams(made.sockets, memory.waiting[0] / 1e9, made.early_bytes))
+                self._connections = made
+                if context.watcher is not None:
+                    context.watcher.connections[made] = context.ranks
         self._sizes = ctypes.c_size_t * context.size
         self._pointers = ctypes.c_void_p * context.size
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != "cpu":
             return f"a tensor on {request.device_type}"
-        if request.operation in _POINT_TO_POINT and self._channels is None:
-            return "it has no send and recv"
+        if request.operation in _POINT_TO_POINT and self._channels is None and self._pairs is None:
+            return f"it has no {request.operation}"
+        if request.operation in _BETWEEN_RANKS and not self._is_meshed:
+            return f"it has no {request.operation}"
         if request.operation in REDUCING and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
         return None
 
     def __str__(self) -> str:
-        return f"CPU tensors over a shared segment: {self.context.host_memory}"
+        return f"CPU tensors over {self._memory.describe_ways()}"
 
     @property
     def op_server(self) -> NativeGroup:
@@ -103,9 +134,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         outs[self.context.rank].copy_(x)
-        self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x)
+        self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x, -1)
 
-    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor, dst: int = -1) -> None:
+    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor, dst: int) -> None:
         self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr(), dst)
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
@@ -126,25 +157,46 @@ class SharedMemoryCommunicator(Communicator):
         self._group.call("broadcast", x.data_ptr(), x.nbytes, src)
         return DONE
 
+    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
+        return self._group.broadcast_sized(x, src, most_bytes)
+
     def barrier(self) -> None:
         self._group.call("barrier")
 
+    # Between two ranks. Those of one segment have queues: only plain tensors come this way.
+
     def send(self, x: Tensor, dst: int) -> None:
-        x = x.contiguous()
-        self._transfers(self.context.tag(0)).send(x, dst)
+        x, tag = x.contiguous(), self.context.tag(0)
+        if self._pairs is not None:
+            self._pairs.send(x, dst, tag)
+        else:
+            self._transfers(tag).send(x, dst)
 
     def recv(self, out: Tensor, src: int) -> None:
-        self._transfers(self.context.tag(0)).recv_(out, src)
+        tag = self.context.tag(0)
+        if self._pairs is not None:
+            self._pairs.recv(out, src, tag)
+        else:
+            self._transfers(tag).recv_(out, src)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return self._transfers(tag).isend(x, dst)
+        return self._transfers(tag).isend(x, dst) if self._pairs is None else self._pairs.isend(x, dst, tag).begin()
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        if self._pairs is not None:
+            return self._pairs.irecv(out, src, tag).begin()
         return self._transfers(tag).irecv_(out, src)
 
     def _transfers(self, tag: int) -> Transfers:
-        """Messages have queues of their own: only plain tensors come this way."""
         begin_sending()
         if self._channels is None or tag != self.context.tag(0):
-            raise UnsupportedError(f"{self.context}: shared memory has no transfers of tag {tag}")
+            raise UnsupportedError(f"{self.context}: {self.name} has no transfers of tag {tag}")
         return self._channels.transfers
+
+    def abandon(self) -> None:
+        if self._pairs is not None:
+            self._pairs.end_sending()
+
+    def close(self) -> None:
+        if self._pairs is not None:
+            self._pairs.close()

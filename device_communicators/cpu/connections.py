@@ -1,0 +1,279 @@
+"""Makes the TCP connections between ranks of a group that share no memory, while all its ranks are here.
+
+The ranks gather addresses, ports and tokens. A connection begins with the token of the listener, the rank of the
+dialer, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to the interfaces in GLOO_SOCKET_IFNAME
+in turn, and a large body goes in stripes over all of them. What goes over them is moved by compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from device_communicators.base import limits, settings
+from device_communicators.base.errors import CollectiveTimeoutError, CommunicationError
+from device_communicators.base.host import gloo_addresses, resolve
+from device_communicators.base.member import LOST, GroupMember
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
+
+logger = logging.getLogger("parallel_state")
+
+_SLICE_S = 0.05
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
+_STRANGER_S = 2.0
+"""The time in which a connection must say whose it is; meanwhile others may."""
+_BACKLOG = 512
+_MOST_ADDRESSES = 4
+_Key = tuple[int, int]
+"""A rank, and the number of the connection to it."""
+_STRANGER: _Key = (-1, 0)
+_TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
+"""Offsets in Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
+_PROBES = 2
+"""After this many unanswered probes of a full receiver, its kernel owes an answer."""
+
+
+class Meeting(NamedTuple):
+    """The ranks of a group that connect, and how they exchange what they need for it."""
+
+    members: GroupMember
+    ranks: Sequence[int]
+    """Global, in group order."""
+    gather: Callable[[bytes], list[bytes]]
+    """Returns the record of each rank; every rank calls it."""
+    watcher: Watcher
+    watched: Sequence[int]
+    """The global ranks whose death ends the wait."""
+    timeout_s: float
+
+    def has_lost_a_rank(self) -> bool:
+        return bool(self.watcher.deaths_of(self.watched))
+
+
+class Connections:
+    """Connected sockets by rank, in the order of the other side."""
+
+    def __init__(self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int]) -> None:
+        """`early_bytes`: how much this rank may send to each other one before that receives it."""
+        self.sockets = dict(sockets)
+        self.early_bytes = dict(early_bytes)
+        self._unanswered: dict[socket.socket, float] = {}
+        """Those on which the other kernel owes an acknowledgement, and since when."""
+
+    def silent_peers(self, limit_s: float) -> list[int]:
+        """Returns the ranks whose kernel has left data sent on a connection unacknowledged for this long.
+
+        Call it several times within `limit_s`. It omits a rank that just doesn't read: its kernel still answers.
+        """
+        found, now = [], time.monotonic()
+        for rank, connections in list(self.sockets.items()):
+            for connection in connections:
+                try:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                except OSError:  # just closed
+                    continue
+                retransmits, probes, unacked, last_ack_ms = _TCP_INFO.unpack(info)
+                since = self._unanswered.get(connection, now)
+                if (not (unacked and retransmits) and probes < _PROBES) or last_ack_ms / 1000 < now - since:
+                    self._unanswered.pop(connection, None)
+                    continue
+                self._unanswered[connection] = since
+                if now - since > limit_s and rank not in found:
+                    found.append(rank)
+        return found
+
+    def close(self) -> None:
+        for connections in self.sockets.values():
+            for connection in connections:
+                connection.close()
+        self.sockets = {}
+
+    def release(self) -> None:
+        """Leaves the descriptors to the compiled group, which closes them."""
+        for connections in self.sockets.values():
+            for connection in connections:
+                connection.detach()
+        self.sockets = {}
+
+
+def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | None = None) -> Connections:
+    """Connects this rank to `peers`, to each of which it is one, too. Every rank of the group calls it.
+
+    `address`: at which others reach this rank; None for that which gloo tells them. Raises CommunicationError on all
+    ranks where one can't listen, and on those that find out why some can't be connected; as soon as a watched rank has
+    ended, the error that names it.
+    """
+    started = time.monotonic()
+    members, ranks = meeting.members, meeting.ranks
+    token, wanted = secrets.token_bytes(_TOKEN_BYTES), _connections(members, len(peers))
+    with contextlib.ExitStack() as stack:
+        listeners: list[socket.socket] = []
+        problem, at = "", ""
+        if peers:
+            try:
+                for at in (gloo_addresses() if address is None else [address])[: min(wanted, _MOST_ADDRESSES)]:
+                    if not at:
+                        raise OSError("the interface in GLOO_SOCKET_IFNAME has no address")
+                    family = resolve(at, 0)[0][0]
+                    listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
+                    listeners.append(stack.enter_context(listener))
+            except OSError as error:
+                problem = f"{at}: {error}"
+        ends = [] if problem else [each.getsockname()[:2] for each in listeners]
+        place = [ends, token.hex(), wanted, settings.EARLY_BYTES.get(), problem]
+        places = [json.loads(each) for each in meeting.gather(json.dumps(place).encode())]
+        for other, (*_, what) in enumerate(places):
+            if what:
+                text = f"global rank {ranks[other]} of {members} can't listen at {what}"
+                raise _not_connected(meeting, text, [other], started)
+        made: dict[_Key, socket.socket] = {}
+        keys = [(other, number) for other in peers for number in range(min(wanted, places[other][2]))]
+        deadline = started + meeting.timeout_s
+        other, where = -1, ""
+        try:
+            for other, number in keys:
+                if other < rank:
+                    ends_there, secret, *_ = places[other]
+                    end = ends_there[number % len(ends_there)]
+                    where = f" at {end[0]} port {end[1]}"
+                    made[other, number] = _greet(meeting, rank, end, secret, number, deadline)
+            other, where = -1, ", which " + " and ".join(f"{at} port {port}" for at, port in ends) + " is open for"
+            _accept(meeting, listeners, token, [key for key in keys if key[0] > rank], made, deadline)
+        except BaseException as error:
+            for connection in made.values():
+                connection.close()
+            if not isinstance(error, OSError):
+                raise
+            missing = [other] if other >= 0 else sorted({each for each, number in keys if (each, number) not in made})
+            names = ", ".join(str(ranks[each]) for each in missing)
+            text = f"global rank {ranks[rank]} of {members} can't be connected to global ranks {names}{where}: {error}"
+            raise _not_connected(meeting, text, missing, started) from error
+    for connection in made.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+    sockets = {other: [made[key] for key in keys if key[0] == other] for other in peers}
+    return Connections(sockets, {other: places[other][3] for other in peers})
+
+
+def _connections(members: GroupMember, peers: int) -> int:
+    """Returns how many connections to each other rank there may be: as many as are wanted, or one."""
+    wanted = settings.CONNECTIONS.get()
+    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may have as many again
+    if shortage:
+        logger.warning("%s has one connection to each rank instead of %d: %s", members, wanted, shortage)
+    return 1 if shortage else wanted
+
+
+def _not_connected(meeting: Meeting, text: str, missing: Sequence[int], started: float) -> CommunicationError:
+    """Returns the error for connections that can't be made: by whose death, if it becomes known in a moment."""
+    suspects = [meeting.ranks[rank] for rank in missing]
+    deaths = meeting.watcher.await_word_of(suspects, meeting.watched)
+    kind: type[CommunicationError] = CommunicationError
+    text += (
+        ". Open all TCP ports between the hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads to the "
+        "others"
+    )
+    if deaths:
+        kind, suspects = kind_of_deaths(deaths, CollectiveTimeoutError), [death.rank for death in deaths]
+        text = (
+            f"connect of {meeting.members} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. "
+            f"{LOST}; look at that rank's log"
+        )
+    return meeting.members.failure(kind, text, "connect", started=started, suspect_ranks=suspects)
+
+
+def _greet(meeting: Meeting, rank: int, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
+    """Makes a connection of this number to a rank that listens at `end`, an address and a port."""
+    family, kind, protocol, _, target = resolve(end[0], end[1])[0]
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(family, kind, protocol))
+        connection.setblocking(False)
+        error = connection.connect_ex(target)
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        while error == errno.EINPROGRESS:
+            if poll.poll(1000 * _SLICE_S):
+                error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            else:
+                _check_time(meeting, deadline)
+        if error:
+            raise OSError(error, os.strerror(error))
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), rank, number), socket.MSG_NOSIGNAL)
+        stack.pop_all()
+    return connection
+
+
+def _check_time(meeting: Meeting, deadline: float) -> None:
+    if meeting.has_lost_a_rank():
+        raise TimeoutError("a rank has ended")
+    if time.monotonic() > deadline:
+        raise TimeoutError("timed out")
+
+
+def _accept(
+    meeting: Meeting,
+    listeners: Sequence[socket.socket],
+    token: bytes,
+    keys: Sequence[_Key],
+    made: dict[_Key, socket.socket],
+    deadline: float,
+) -> None:
+    """Adds the connections of `keys`, all of which others make, to `made`; those of strangers end."""
+    said: dict[int, tuple[socket.socket, bytearray, float]] = {}
+    """By descriptor: who has not said whose it is, as much as it has, and until when it may."""
+    poll = select.poll()
+    open_for = {listener.fileno(): listener for listener in listeners}
+    for listener in listeners:
+        poll.register(listener, select.POLLIN)
+        listener.setblocking(False)
+    try:
+        while not all(key in made for key in keys):
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * _SLICE_S)]
+            _check_time(meeting, deadline)
+            now = time.monotonic()
+            for descriptor in ready:
+                if descriptor in open_for:
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        connection, _ = open_for[descriptor].accept()
+                        connection.setblocking(False)
+                        said[connection.fileno()] = connection, bytearray(), now + _STRANGER_S
+                        poll.register(connection, select.POLLIN)
+            for descriptor, (connection, hello, until) in list(said.items()):
+                key = _read_hello(connection, hello, token) if descriptor in ready else None
+                if key is None and now < until:
+                    continue
+                poll.unregister(descriptor)
+                del said[descriptor]
+                if key is not None and key in keys and key not in made:
+                    made[key] = connection
+                else:
+                    connection.close()
+    finally:
+        for connection, _, _ in said.values():
+            connection.close()
+
+
+def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
+    """Adds what has come to `hello`; returns whose it is, `_STRANGER` of a stranger, None if more must come."""
+    try:
+        come = connection.recv(_HELLO.size - len(hello))
+    except BlockingIOError:
+        return None
+    except OSError:
+        return _STRANGER
+    hello += come
+    if not come or len(hello) < _HELLO.size:
+        return None if come else _STRANGER
+    said, rank, number = _HELLO.unpack(hello)
+    return (rank, number) if secrets.compare_digest(said, token) else _STRANGER
