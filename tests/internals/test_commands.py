@@ -130,7 +130,7 @@ def test_ctrl_c_ends_check_and_its_ranks() -> None:
     )  # fmt: skip
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until = time.monotonic() + DEADLINE_S
-    while not children.read_text().strip() and time.monotonic() < until:  # it starts ranks by then
+    while not children.read_text(encoding="utf-8").strip() and time.monotonic() < until:  # it starts ranks by then
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)

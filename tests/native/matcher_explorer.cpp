@@ -187,7 +187,8 @@ class Explorer {
     }
     for (const Message& message : state.messages) {
       for (std::size_t number = 0; number < state.receives.size(); ++number) {
-        const bool both = state.receive_open[number] && !state.message_matched[static_cast<std::size_t>(message.number)];
+        const bool both =
+            state.receive_open[number] && !state.message_matched[static_cast<std::size_t>(message.number)];
         hold(!both || !fit(state.receives[number], message), state, "nothing that fits is left apart");
       }
     }
