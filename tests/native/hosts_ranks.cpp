@@ -543,6 +543,24 @@ void absences() {
       CHECK(failure.elapsed_s < 5);
     });
   }
+  // A rank that comes later than the deadline of another one fails, too, though it has all that it waits for; a rank
+  // that gave up outside of the group's calls, or left, is told as such.
+  for (const int kind : {0, 1, 2}) {
+    Team team;
+    team.host_of_rank = {0, 1};
+    team.timeout_s = kind == 0 ? 0.3 : 60;
+    team.run([&](Handle& handle) {
+      if (handle.rank() == 1 && kind == 0) usleep(800'000);
+      if (handle.rank() == 0 && kind == 1) handle.fail(static_cast<int>(Status::kTimedOut), 1);
+      if (handle.rank() == 0 && kind == 2) handle.leave_group();
+      if (handle.rank() == 0 && kind != 0) return;
+      const Status status =
+          run(handle, told(Method::kBarrier, 0), [](Group& group, double limit) { return group.barrier(limit); });
+      CHECK(status == (kind == 2 ? Status::kPeerDied : Status::kTimedOut));
+      CHECK(handle.failure().reporter == (handle.rank() == 0 || kind == 2 ? -1 : 0));
+      if (kind == 2) CHECK(handle.has_left(0));
+    });
+  }
   // What a rank says when it fails comes to all of other hosts.
   Team team;
   team.host_of_rank = {0, 1};

@@ -165,7 +165,7 @@ void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
 
 // This rank goes on purpose: its end, from now on, is none that the others have to be told of.
 void ps_group_leave(std::uint64_t group) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().leave();
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->leave_group();
 }
 
 // How long the calls that follow may take; by who makes them.
@@ -213,7 +213,7 @@ void ps_group_doom(std::uint64_t group) {
 
 // This rank gave up, with a status of its choice and about this one (-1: about nobody).
 void ps_group_fail(std::uint64_t group, int status, int suspect) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().fail(status, suspect);
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->fail(status, suspect);
 }
 
 // Who is in the middle of a call stays there until it ends; the memory goes with the last, and with the last tensor.

@@ -113,8 +113,12 @@ void Inbox::parse() {
       if (!is_failure_) ++done_;
       continue;
     }
-    if (state_ != State::kHead || (is_idle() && !listens_) || end_ - begin_ < sizeof head_) return;
-    std::memcpy(&head_, &buffer_[begin_], sizeof head_);
+    if (state_ != State::kHead || end_ - begin_ < sizeof head_) return;
+    CallRecord head;
+    std::memcpy(&head, &buffer_[begin_], sizeof head);
+    const bool is_failure = head.magic == CallRecord::kMagic && head.kind == CallRecord::kFailure;
+    if (is_idle() && !listens_ && !is_failure) return;
+    head_ = head;
     if (head_.magic != CallRecord::kMagic) {
       state_ = State::kForeign;
     } else if (head_.kind == CallRecord::kFailure) {
@@ -125,6 +129,8 @@ void Inbox::parse() {
       begin_ += sizeof head_;
       is_failure_ = true;
       begin_body(reinterpret_cast<char*>(&failure_), head_.bytes);
+    } else if (head_.kind == CallRecord::kLeave) {
+      state_ = State::kLeft;
     } else if (is_idle()) {
       listens_ = false;  // of a later call, which this rank won't make
     } else if (!is_same_call(*own_, head_) || (!expected_[done_].is_any && head_.bytes != expected_[done_].bytes)) {
@@ -333,6 +339,15 @@ void Link::poll_for(std::vector<pollfd>* polled) const {
   }
 }
 
+void Link::leave() {
+  if (is_sending() || broken_) return;
+  CallRecord head;
+  head.kind = CallRecord::kLeave;
+  // Best effort: without it the other side reads the end of the connection.
+  static_cast<void>(::send(descriptors_[0], &head, sizeof head, MSG_NOSIGNAL | MSG_DONTWAIT));
+  broken_ = true;
+}
+
 void Link::end(const FailureNote* why) {
   if (out_.drop() && why != nullptr && !broken_) {
     CallRecord head;
@@ -404,6 +419,17 @@ bool Connections::sleep(std::int64_t limit_ns) {
   for (const auto& link : links_) link->poll_for(&polled_);
   const int limit_ms = static_cast<int>(std::max<std::int64_t>(1, limit_ns / 1'000'000));
   return poll(polled_.data(), polled_.size(), limit_ms) < 0 && errno == EINTR;
+}
+
+Link* Connections::failed() {
+  for (const auto& link : links_) {
+    if (link->in.state() == Inbox::State::kFailed) return link.get();
+  }
+  return nullptr;
+}
+
+void Connections::leave() {
+  for (const auto& link : links_) link->leave();
 }
 
 void Connections::end(const FailureNote* why) {

@@ -26,7 +26,7 @@ namespace parallel_state {
 // What a rank says of its call with every message of it.
 struct CallRecord {
   static constexpr std::uint16_t kMagic = 0x3150;  // "P1"
-  static constexpr std::uint16_t kBody = 1, kFailure = 2;
+  static constexpr std::uint16_t kBody = 1, kFailure = 2, kLeave = 3;
 
   std::uint16_t magic = kMagic;
   std::uint16_t kind = kBody;
@@ -53,7 +53,7 @@ struct FailureNote {
 // What is received over one connection.
 class Inbox {
  public:
-  enum class State { kHead, kChosen, kBody, kDiffers, kFailed, kForeign };
+  enum class State { kHead, kChosen, kBody, kDiffers, kFailed, kLeft, kForeign };
   static constexpr std::size_t kBufferBytes = (64 << 10) + sizeof(CallRecord);
 
   Inbox() : buffer_(new char[kBufferBytes]) {}
@@ -90,7 +90,9 @@ class Inbox {
   std::uint32_t done() const { return done_; }  // of the call's expected messages
   std::uint32_t expected() const { return static_cast<std::uint32_t>(expected_.size()); }
   bool is_idle() const { return done_ == expected_.size(); }
-  bool is_stuck() const { return state_ == State::kDiffers || state_ == State::kFailed || state_ == State::kForeign; }
+  bool is_stuck() const {
+    return state_ == State::kDiffers || state_ == State::kFailed || state_ == State::kLeft || state_ == State::kForeign;
+  }
   const CallRecord& head() const { return head_; }
   std::uint64_t expected_bytes() const { return expected_[done_].bytes; }
   const FailureNote& failure() const { return failure_; }
@@ -168,6 +170,8 @@ class Link {
   }
   bool is_in_trouble() const { return in.is_stuck() || !error_.empty(); }
   void poll_for(std::vector<pollfd>* polled) const;
+  // Says that this rank leaves the group, if nothing is being sent.
+  void leave();
   // Ends sending, after a last message if there is one.
   void end(const FailureNote* why);
   const std::vector<int>& descriptors() const { return descriptors_; }
@@ -216,8 +220,10 @@ class Connections final : public SideWork {
   bool is_idle() const;
   int late() const;  // the first rank that something is expected from or has yet to be sent to; -1: none
   Link* trouble();   // the first link that has any
+  Link* failed();    // the first link whose other rank said that it failed, whether or not that was awaited
   // Sleeps until something can be moved. Returns true if a signal ended it.
   bool sleep(std::int64_t limit_ns);
+  void leave();
   void end(const FailureNote* why);
   // Any thread: the other sides see the end of what this one sends.
   void close();

@@ -94,6 +94,21 @@ Loss Handle::loss(int rank) const {
   return hosts_->loss(rank);
 }
 
+// While a call is under way its connections say how it ends.
+void Handle::leave_group() {
+  liveness_.leave();
+  if (hosts_ == nullptr || !enter()) return;
+  hosts_->connections().leave();
+  leave();
+}
+
+void Handle::fail(int status, int suspect) {
+  liveness_.fail(status, suspect);
+  if (hosts_ == nullptr || !enter()) return;
+  hosts_->fail(static_cast<Status>(status), suspect);
+  leave();
+}
+
 bool Handle::has_left(int rank) const { return hosts_ == nullptr ? liveness_.has_left(rank) : hosts_->has_left(rank); }
 
 Handle::~Handle() {

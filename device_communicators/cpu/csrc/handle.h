@@ -164,6 +164,9 @@ class Handle {
   // Ranks below are those of the whole group. See GroupLiveness.
   void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
   Loss loss(int rank) const;
+  // This rank leaves on purpose, or gave up outside of a call: ranks that wait for it, now or later, learn of it.
+  void leave_group();
+  void fail(int status, int suspect);
   bool has_left(int rank) const;
 
   Queues& queues() { return queues_; }  // of messages

@@ -222,7 +222,10 @@ Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messag
 }
 
 Status HostsGroup::finish() {
-  return wait([&] { return connections_->is_idle(); });
+  RETURN_IF_FAILED(wait([&] { return connections_->is_idle(); }));
+  // A rank that failed after it had sent its part of this call may have said so behind it.
+  Link* const failed = connections_->failed();
+  return failed == nullptr ? Status::kDone : blame(*failed);
 }
 
 // Copies while others' bytes move: behind each piece.
@@ -275,6 +278,9 @@ Status HostsGroup::blame(Link& link) {
       return status;
     }
     case Inbox::State::kDiffers: show_difference(link.in.head()); return Status::kMismatch;
+    case Inbox::State::kLeft:
+      (*ended_)[static_cast<std::size_t>(link.rank)].store(kLeft, std::memory_order_release);
+      return Status::kPeerDied;
     case Inbox::State::kForeign: text_ = "what came is no message of this version's"; return Status::kBroken;
     default: break;
   }
@@ -345,6 +351,12 @@ void HostsGroup::give_up(Status status) {
   why.expected = expected_;
   why.found = found_;
   connections_->end(&why);
+}
+
+void HostsGroup::fail(Status status, int suspect) {
+  forget_failure();
+  suspect_ = suspect;
+  give_up(status);
 }
 
 Status HostsGroup::barrier(double timeout_s) {

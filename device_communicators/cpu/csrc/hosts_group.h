@@ -65,6 +65,8 @@ class HostsGroup final : public Group {
   Status announce(int src, double timeout_s, std::int64_t spin_ns) override;
   Status compare(double timeout_s) override;
   void give_up(Status status) override;
+  // This rank failed outside of a call of this group.
+  void fail(Status status, int suspect);
   // Sets `suspect()` to a rank of the group that died, or kOutside. Returns kPeerDied.
   Status blame_dead();
 
