@@ -33,10 +33,10 @@ def test_a_removed_test_and_a_new_one_are_reported(tmp_path: Path, monkeypatch: 
     held = promises.promises_of([KILLED, OF_A_ROW])
     file = tmp_path / "promises.txt"
     file.write_text(
-        "\n".join([*sorted(held), "withdrawn:", "row 99 | gloo | coordinator | gone", ""]), encoding="utf-8"
+        "\n".join([*sorted(held), "withdrawn:", "row 99 | any | coordinator | gone", ""]), encoding="utf-8"
     )
     monkeypatch.setattr(promises, "FILE", file)
-    silent = "withdrawn, but CHANGELOG.md doesn't quote it: row 99 | gloo | coordinator | gone"
+    silent = "withdrawn, but CHANGELOG.md doesn't quote it: row 99 | any | coordinator | gone"
     assert promises.problems(held) == [silent]
     lost, *rest = promises.problems(promises.promises_of([OF_A_ROW]))
     assert (lost, rest) == ("vanished: row 03 | gloo | coordinator | send_object", [silent])
@@ -46,8 +46,8 @@ def test_a_removed_test_and_a_new_one_are_reported(tmp_path: Path, monkeypatch: 
 
 
 def test_a_line_that_changelog_quotes_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "CHANGELOG.md").write_text("- Row 99 went (`row 99 | gloo | coordinator | gone`).", encoding="utf-8")
-    (tmp_path / "promises.txt").write_text("withdrawn:\nrow 99 | gloo | coordinator | gone\n", encoding="utf-8")
+    (tmp_path / "CHANGELOG.md").write_text("- Row 99 went (`row 99 | any | coordinator | gone`).", encoding="utf-8")
+    (tmp_path / "promises.txt").write_text("withdrawn:\nrow 99 | any | coordinator | gone\n", encoding="utf-8")
     monkeypatch.setattr(promises, "ROOT", tmp_path)
     monkeypatch.setattr(promises, "FILE", tmp_path / "promises.txt")
     assert promises.problems(set()) == []
