@@ -123,7 +123,7 @@ def init_distributed_environment(
             f"the distributed environment is initialised already ({_WORLD.context}); "
             "call destroy_distributed_environment() first"
         )
-    logs.configure(rank if rank >= 0 else None)
+    logs.configure(None)  # `place_of` checks the rank
     settings.warn_about_unknown_names()
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)

@@ -11,7 +11,8 @@ A promise is one line, made from the name of a collected test, or from a key of 
     doors | gloo-compiled-all_reduce                    # transport, door, operation
 
 A line that no test makes any more must move to the file's last part, below `withdrawn:`, and CHANGELOG.md must quote it
-in backquotes with the reason, as it is or by a pattern such as `row * | gloo | *`. `python -m tests.lanes`, which CI runs, compares the file with what the lanes collected.
+in backquotes with the reason, as it is or by a pattern such as `row * | gloo | *`. `python -m tests.lanes`, which CI
+runs, compares the file with what the lanes collected.
 """
 
 from __future__ import annotations

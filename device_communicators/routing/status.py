@@ -121,9 +121,9 @@ class Status:
 
     def state(self, key: str = "") -> State:
         """Returns what this rank is at now, or the wait that failed in the group of `key`. From any thread."""
-        if self.start is not None:
+        if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
-            return State(obstacle=f"at start, waiting for {self.start.awaited()}{f', at {place}' if place else ''}")
+            return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
         with self._changed:
             failed = self._failed_groups.get(key, _Failed()).states.get(self.rank)
         if failed is not None:
@@ -147,7 +147,7 @@ class Status:
 
     def describe(self) -> dict[str, Any]:
         """Returns `state`, and all else that may be asked of this rank, as JSON can hold it."""
-        now = time.monotonic()
+        now, start = time.monotonic(), self.start
         waits = {thread: operation for thread, (_, operation) in list(WAITS.items()) if operation.ended_s is None}
         return {
             "rank": self.rank,
@@ -155,8 +155,8 @@ class Status:
             "host": socket.gethostname(),
             "began_s": self._began_s,
             "state": self.state(),
-            "world": self._world_ranks if self.start is None else list(range(self.start.world_size)),
-            "start": self.start and self.start.where,
+            "world": self._world_ranks if start is None else list(range(start.world_size)),
+            "start": start and start.where,
             "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
             "groups": [
                 {

@@ -292,7 +292,10 @@ class _Meeting:
         if now < self._warned_at + _WARN_S:
             return
         self._warned_at = now
-        if missing := find_missing():
+        missing: Sequence[int] = ()
+        with contextlib.suppress(StoreSilentError):  # rank 0 may be stopped
+            missing = find_missing()
+        if missing:
             self.awaited = f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} of {self.place.world_size}"
         # Rank 0 may be the missing one: then the next rank of its host has to say so.
         if self.place.local_rank == 0 or (self.awaited == "rank 0" and self.place.local_rank == 1):
@@ -362,6 +365,7 @@ class _Meeting:
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # leaves peers time to read the verdict
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
+        self.awaited = "other ranks"
         for rank in range(1, size):
             while rank not in self.places:
                 if world.wait_for([_key(rank)], _SLICE_S):
@@ -462,6 +466,7 @@ class _Meeting:
         launcher: BoundedStore | None = None
         name, tried_at = "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
+            self.awaited = "rank 0"
             self.warn()
             try:
                 if launcher is None:
@@ -529,7 +534,7 @@ class _Meeting:
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
-                self.warn(lambda: _absent(world, range(1, self.place.world_size)))
+                self.warn(lambda: _absent(world.within(_SLICE_OF_OTHERS_S), range(1, self.place.world_size)))
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
                     if self._is_superseded(world, launcher, name):

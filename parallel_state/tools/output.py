@@ -43,7 +43,7 @@ def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None)
         except OSError as error:
             parser.error(f"cannot write {path}: {error.strerror}")
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # other ranks of the host test it, too
 
 
 def write_chosen(

@@ -21,7 +21,7 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators.base import settings
 from device_communicators.base.errors import SettingError
-from device_communicators.cpu import host_memory, native
+from device_communicators.cpu import native
 from tests.contract.attempts import attempt, environment, world
 from tests.extent import LONG
 from tests.internals.doors import call_op, op_arguments
@@ -443,37 +443,6 @@ def _mapped_segments() -> set[str]:
 def test_routes_and_what_is_left(pools: Pools) -> None:
     for facts in pools(2).run(_routes, timeout_s=DEADLINE_S):
         assert facts == {"off": (2.0, True), "on": True, "named": [], "mapped": (4, 2)}, "the world's stays"
-
-
-def _domains(most: int) -> tuple[Any, str, list[float]]:
-    """Returns the ranks by segment and why there are several, where `most` share one, and what calls give."""
-    allowed, host_memory.MAX_RANKS = host_memory.MAX_RANKS, most
-    try:
-        with world(4):
-            group = ps.get_tp_group()
-            x = torch.full((3,), float(group.rank_in_group))
-            sums = [
-                group.all_reduce(x),
-                group.all_gather(x, 0),
-                group.all_to_all(x[:1].repeat(4)),
-                group.broadcast(x, 3),
-            ]
-            memory = group.context.host_memory
-            assert memory is not None
-            return memory.domains, memory.apart, [each.sum().item() for each in sums]
-    finally:
-        host_memory.MAX_RANKS = allowed
-
-
-@pytest.mark.parametrize(
-    ("most", "domains"),
-    [(4, ((0, 1, 2, 3),)), (3, ((0, 1, 2), (3,))), (2, ((0, 1), (2, 3))), (1, ((0,), (1,), (2,), (3,)))],
-)
-def test_a_host_of_more_ranks_than_share_a_segment_has_several(pools: Pools, most: int, domains: object) -> None:
-    for found, why, sums in pools(4).run(_domains, most, timeout_s=DEADLINE_S):
-        assert found == domains
-        assert ("4 of its ranks are on one host" in why) == (most < 4), why
-        assert sums == [18.0, 18.0, 6.0, 9.0]
 
 
 def _off_on_one() -> tuple[float, bool]:

@@ -32,9 +32,7 @@ def test_digests_promise_each_call_and_dtype() -> None:
 def test_a_removed_test_and_a_new_one_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = promises.promises_of([KILLED, OF_A_ROW])
     file = tmp_path / "promises.txt"
-    file.write_text(
-        "\n".join([*sorted(held), "withdrawn:", "row 99 | any | coordinator | gone", ""]), encoding="utf-8"
-    )
+    file.write_text("\n".join([*sorted(held), "withdrawn:", "row 99 | any | coordinator | gone", ""]), encoding="utf-8")
     monkeypatch.setattr(promises, "FILE", file)
     silent = "withdrawn, but CHANGELOG.md doesn't quote it: row 99 | any | coordinator | gone"
     assert promises.problems(held) == [silent]

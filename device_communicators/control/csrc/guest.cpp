@@ -37,10 +37,17 @@ bool is_of_address(int code) {
          code == EAFNOSUPPORT;
 }
 
+// Returns what another service sent, for a text of an error: ASCII.
+Bytes printable(const Bytes& text) {
+  Bytes shown;
+  for (const char byte : text) shown += byte >= ' ' && byte <= '~' ? byte : '?';
+  return shown;
+}
+
 // Returns the words for an error of a guest with this text.
 Bytes describe(int code, const Bytes& text) {
   switch (code) {
-    case EPROTO: return text;
+    case EPROTO: return printable(text);
     case EPROTONOSUPPORT: return "the server has protocol version " + text + ": install the same package on all hosts";
     case EKEYREJECTED:
       return "the server can't prove that it has the secret. Give each node the same secret_file, or free the port";
@@ -77,7 +84,9 @@ int Guest::dial(const std::string& host, int port, std::string token) {
 int Guest::ask(Bytes request) {
   char byte;
   // A server sends nothing between two requests: what can be read is its end.
-  if (identified_ && recv(*socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0) return ESTALE;
+  const bool is_quiet =
+      !identified_ || (recv(*socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR));
+  if (!is_quiet) return ESTALE;
   asking_ = true;
   text.clear();
   if (identified_) out_ += encode_frame(FrameKind::kStoreCall, to_listener_.seal(std::move(request)));
@@ -182,6 +191,11 @@ Request::Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, 
 
 Request::~Request() {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
+  // In a forked child the number of a parent's descriptor may be another file's.
+  if (guest_ != nullptr && guest_->pid != getpid()) {
+    static_cast<void>(guest_.release());
+    return;
+  }
   const bool is_held = !content_.empty() && content_[0] == static_cast<char>(StoreCall::kHold);
   if (replied_ && !is_held && client_->free.size() < kMostFree) client_->free.push_back(std::move(guest_));
 }
@@ -220,7 +234,11 @@ int Request::advance(Nanos until) {
   if (guest_ == nullptr) {
     const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
     auto& free = client_->free;
-    free.remove_if([](const auto& guest) { return guest->pid != getpid(); });  // of the parent of a forked child
+    free.remove_if([](auto& guest) {  // those of the parent of a forked child, whose descriptors are closed there
+      const bool is_foreign = guest->pid != getpid();
+      if (is_foreign) static_cast<void>(guest.release());
+      return is_foreign;
+    });
     if (!free.empty()) {
       guest_ = std::move(free.back());
       free.pop_back();

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -23,6 +24,7 @@ constexpr auto kLongestNap = std::chrono::microseconds(1000);
 constexpr int kIdleNaps = 20;
 
 thread_local bool is_progress_thread = false;
+thread_local int callbacks = 0;  // that this thread is in, one within the other
 
 }  // namespace
 
@@ -63,8 +65,12 @@ class Progress {
  private:
   void start() {
     if (servers_ > 0) return;
-    ++servers_;
-    std::thread([this] { serve(); }).detach();
+    try {
+      std::thread([this] { serve(); }).detach();  // it waits for the lock
+      ++servers_;
+    } catch (
+        const std::system_error&) {  // no thread can be had now: callers that wait move, and the next one tries again
+    }
   }
 
   void serve() {
@@ -115,11 +121,12 @@ class Progress {
 
 void keep_moving(const std::shared_ptr<Movable>& movable) { Progress::get().add(movable); }
 
-StepOut::StepOut() : steps_out_(is_progress_thread) {
+StepOut::StepOut() : steps_out_(is_progress_thread && callbacks++ == 0) {
   if (steps_out_) Progress::get().step_out();
 }
 
 StepOut::~StepOut() {
+  if (is_progress_thread) --callbacks;
   if (steps_out_) Progress::get().step_in();
 }
 

@@ -217,6 +217,7 @@ Transfers::Moved Transfers::push_in_turn(Outgoing& out, int peer, double timeout
   while (goal == nullptr || goal->is_open()) {
     QueueStatus status;
     const std::uint64_t before = out.writer == nullptr ? 0 : out.writer->written();
+    if (out.is_broken) return Moved::kBusy;
     if (out.current != nullptr) {
       if (has_failed()) {
         out.current = nullptr;
@@ -285,6 +286,7 @@ bool Transfers::begin_message(Incoming& in, int peer, Done* done) {
 Transfers::Moved Transfers::pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goal, Done* done) {
   bool moved = false;
   while (goal == nullptr || goal->is_open()) {
+    if (in.is_broken) return Moved::kBusy;
     if (has_failed()) {
       in.current = nullptr;
       break;
@@ -396,6 +398,7 @@ void Transfers::note_failure(QueueStatus status, bool sends, int peer, const Rin
   failure.suspect = status == QueueStatus::kMalformed || end == nullptr ? peer : end->suspect();
   failure.reporter = end == nullptr ? -1 : end->given_up().reporter;
   failure.reason = end == nullptr ? 0 : end->given_up().status;
+  (sends ? static_cast<End&>(*outgoing_[peer]) : *incoming_[peer]).is_broken = true;
   done->first = first;
 }
 
@@ -451,6 +454,7 @@ bool Transfers::pull_all() {
 }
 
 bool Transfers::is_done(Number number) {
+  if (is_foreign()) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
   return open_.find(number) == open_.end();
 }
@@ -591,6 +595,7 @@ void Transfers::find_losses() {
   std::vector<Held> firsts;  // of each peer, and each way
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return;
     for (const auto& [number, each] : open_) {
       const auto is_alike = [&call = each->call](const Held& other) {
         return other->call.peer == call.peer && other->call.sends == call.sends;
@@ -608,10 +613,16 @@ void Transfers::find_loss(const Held& first) {
   const bool is_any = first->call.peer == kAnySource;
   int awaited = is_any ? 0 : first->call.peer;
   const int end = is_any ? size_ : awaited + 1;
+  std::shared_ptr<const Losses> losses;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    losses = losses_;
+  }
+  if (losses == nullptr) return;
   Loss loss;
   for (; awaited < end; ++awaited) {
     if (awaited == rank_) continue;
-    loss = losses_->loss(awaited);
+    loss = losses->loss(awaited);
     if (loss.rank < 0 && loss.reporter < 0) return;
     if (loss.rank != awaited || loss.reporter >= 0) break;
   }
@@ -651,7 +662,8 @@ Transfers::Outcome Transfers::send_now(int dst, int dtype, std::uint64_t bytes, 
   Outgoing& out = *outgoing_[dst];
   if (is_foreign() || has_failed() || out.count.load(std::memory_order_relaxed) != 0) return Outcome::kLeft;
   const Inside inside{out};
-  if (!inside || out.writer == nullptr || out.count.load(std::memory_order_relaxed) != 0) return Outcome::kLeft;
+  const bool is_free = inside && !has_failed() && !out.is_broken && out.count.load(std::memory_order_relaxed) == 0;
+  if (!is_free || out.writer == nullptr) return Outcome::kLeft;
   if (!out.writer->has_room(bytes)) return Outcome::kNoRoom;
   const Piece piece{data(), bytes};
   const QueueStatus status = out.writer->send(&piece, 1, 0, fingerprint_of(0, dtype), 0);
@@ -667,7 +679,7 @@ Transfers::Outcome Transfers::receive_now(int src, int dtype, std::uint64_t byte
   Done done;
   {
     const Inside inside{in};
-    if (!inside || in.reader == nullptr || in.in_message) return Outcome::kLeft;
+    if (!inside || has_failed() || in.is_broken || in.reader == nullptr || in.in_message) return Outcome::kLeft;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!matcher_.is_idle(src)) return Outcome::kLeft;
@@ -725,6 +737,8 @@ bool Transfers::close() {
   };
   for (const auto& out : outgoing_) forget(*out, out->current);
   for (const auto& in : incoming_) forget(*in, in->current);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_free) losses_ = nullptr;  // it holds the group's memory
   return is_free;
 }
 

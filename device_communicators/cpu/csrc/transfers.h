@@ -68,6 +68,7 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
                       const std::function<void*()>& data);
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }  // of `receive_now`
 
+  bool is_foreign() const;  // of a process that was forked from its own
   // False while nothing has failed.
   bool failure(TransferFailure* found);
   // Whether this thread is in the middle of moving bytes to or from `peer`.
@@ -122,6 +123,7 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
     Turn turn;
     std::atomic<pthread_t> holder{};      // 0: nobody
     std::atomic<RingEnd*> ring{nullptr};  // once it is open
+    std::atomic<bool> is_broken{false};   // a transfer failed in it, which is announced after the turn
   };
   struct Outgoing : End {
     std::unique_ptr<QueueWriter> writer;  // this and the next: by the turn
@@ -168,9 +170,8 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
   void find_losses();
   void find_loss(const Held& first);
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
-  bool is_foreign() const;
 
-  const std::shared_ptr<const Losses> losses_;
+  std::shared_ptr<const Losses> losses_;  // null once it is closed; by mutex_, or the turn of an end
   const int rank_, size_, generation_;
   const TransferPlaces places_;
   WaitPolicy policy_;
@@ -181,7 +182,7 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
   std::atomic<std::int64_t> next_deadline_ns_{INT64_MAX};
   std::atomic<bool> has_failed_{false};
   std::atomic<double> timeout_s_{0};
-  std::int64_t next_look_ns_ = 0;  // of the progress thread
+  std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
 
   std::mutex mutex_;
   std::condition_variable finished_;

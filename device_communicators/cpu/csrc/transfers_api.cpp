@@ -97,7 +97,10 @@ void* ps_transfers_new(const void* losses, int rank, int size, const std::int64_
       std::make_shared<Transfers>(static_cast<const Watch*>(losses)->losses, rank, size, given));
 }
 
-void ps_transfers_delete(void* transfers) { delete static_cast<std::shared_ptr<Transfers>*>(transfers); }
+// In a forked child nothing is deleted: a thread of the parent may have held its lock.
+void ps_transfers_delete(void* transfers) {
+  if (!transfers_of(transfers).is_foreign()) delete static_cast<std::shared_ptr<Transfers>*>(transfers);
+}
 
 // Lets calls that come past Python find a group's transfers; their receives have this timeout.
 void ps_transfers_serve(void* transfers, std::uint64_t group, double timeout_s) {
