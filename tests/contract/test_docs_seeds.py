@@ -97,7 +97,7 @@ ELSEWHERE = {"src", "dst", "parallel_state"}
 
 
 def test_coming_from_names_what_is_there() -> None:
-    public = [*vars(ps), *dir(ps.GroupCoordinator), *dir(ps.TensorHandle), *ELSEWHERE]
+    public = [*dir(ps), *dir(ps.GroupCoordinator), *dir(ps.TensorHandle), *ELSEWHERE]
     arguments = inspect.signature(ps.initialize_model_parallel).parameters
     known = {*public, *arguments, *(row.name for row in ps.AXES), *(row.size_parameter for row in ps.AXES)}
     found = 0

@@ -89,10 +89,10 @@ def _misfits() -> dict[str, Outcome]:
 def test_sizes_that_do_not_fit_are_refused_on_every_rank(pools: Pools) -> None:
     """At once, with what each rank asked for; the world can be divided afterwards."""
     parts = {
-        "3 of 4": ("LayoutError", ["4 ranks", "tp=3 = 3", "[1, 2, 4]"]),
+        "3 of 4": ("LayoutError", ["4 ranks are not divisible by tp=3;", "[1, 2, 4]"]),
         "8 of 4": ("LayoutError", ["4 ranks", "tp=2 × pp=4 = 8"]),
         "zero": ("LayoutError", ["'tp' must be a positive integer", "is 0"]),
-        "product": ("LayoutError", ["world size, 4", "tp=2 = 2", "factor of 2"]),
+        "product": ("LayoutError", ["world size, 4", "is tp=2;", "factor of 2"]),
         "order": ("LayoutError", ["'tp'", "lacks 'dp', whose size is 2"]),
         "order's axes": ("LayoutError", ["'xp', which is no axis", "the axes are tp, cp"]),
         "order's type": ("ConfigMismatchError", ["order must be a str", "but is 5", "on rank 1"]),

@@ -100,10 +100,10 @@ def test_records_tell_who_is_missing(
 
 def test_folders_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", str(tmp_path)]) == 2
-    assert "there are no records" in capsys.readouterr().out
+    assert "there are no records" in capsys.readouterr().err
     (tmp_path / "rank-0-1.json").write_text("{")
     assert main(["debug", str(tmp_path)]) == 2
-    assert "rank-0-1.json can't be read" in capsys.readouterr().out
+    assert "rank-0-1.json can't be read" in capsys.readouterr().err
 
 
 def test_different_calls_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,13 +124,13 @@ def _without_cpu_memory_body(stand_in: dict[str, str]) -> tuple[str | None, list
             group.route = build_route(group.context, (row, CATALOG[-1]))
             register_route(group.route)
             names = [each.name for each in group.route.communicators]
-            return memory.problem if memory else None, names, group.all_reduce(torch.ones(8)).sum().item()
+            return memory.apart if memory else None, names, group.all_reduce(torch.ones(8)).sum().item()
         finally:
             ps.destroy_distributed_environment()
 
 
 def test_ranks_without_shared_memory_of_their_cpus_have_the_kernels(pools: Pools, stand_in: dict[str, str]) -> None:
-    for problem, names, total in pools(2).run(_without_cpu_memory_body, stand_in):
-        assert problem is not None and "PARALLEL_STATE_SHARED_MEMORY is off" in problem
+    for apart, names, total in pools(2).run(_without_cpu_memory_body, stand_in):
+        assert apart is not None and "PARALLEL_STATE_SHARED_MEMORY is off" in apart
         assert names == ["peer_memory", CATALOG[-1].name]
         assert total == 16.0

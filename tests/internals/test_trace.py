@@ -90,4 +90,4 @@ def test_who_is_done_before_the_last_comes_waits_no_longer() -> None:
 def test_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.json").write_text("{")
     assert command.main([str(tmp_path)]) == 2
-    assert "rank-0.json can't be read" in capsys.readouterr().out
+    assert "rank-0.json can't be read" in capsys.readouterr().err
