@@ -236,11 +236,15 @@ def in_a_group(route: str, world: ps.GroupCoordinator, call: Call, pause_s: floa
         group.destroy()
 
 
-def wrong(outcomes: list[Outcome], words: tuple[str, str]) -> list[str]:
-    """Returns what is wrong with the outcomes of a call on the ranks."""
+def wrong(outcomes: list[Outcome], words: tuple[str, str], *, is_late: bool = False) -> list[str]:
+    """Returns what is wrong with the outcomes of a call on the ranks.
+
+    `is_late`: ranks may go on to the next call and name that one, not the odd rank's call, but must suspect that rank.
+    """
     texts = []
     for rank, told in enumerate(outcomes):
         named = all(word in told.text for word in words) and (words[0] != words[1] or told.text.count(words[0]) > 1)
+        named = named or (is_late and words[0] in told.text and ODD in told.suspect_ranks)
         if told.kind != "CollectiveMismatchError" or not named or not told.suspect_ranks or "4096 ×" in told.text:
             texts.append(f"rank {rank}, {' and '.join(words)}: {told}")
     return texts
@@ -274,7 +278,8 @@ def test_rows_09_and_40_every_call_against_every_other(four: Ranks, route: str, 
     told = four.run(_all_pairs, route, pairs, timeout_s=DEADLINE_S)
     found: list[str] = []
     for pair, *outcomes in zip(pairs, *told, strict=True):
-        found += wrong(outcomes, names(pair))
+        # Ranks that only give in a gather over connections don't wait, and messages are of other connections.
+        found += wrong(outcomes, names(pair), is_late=route == "connections" and pair[0] == "gather")
     assert not found, "\n".join(found)
 
 
