@@ -55,7 +55,7 @@ enum What {
   }
 }
 
-// As Group::differs, of a rank that has not gone on.
+// As HostGroup::differs, of a rank that has not gone on.
 bool differs(const Counter& line, std::uint64_t tick, std::uint64_t call) {
   std::uint64_t note;
   return line.note_of(tick, &note) && note != call;
@@ -78,7 +78,7 @@ class Ranks {
       : rank_(rank), size_(size), in_(count), out_(count), sizes_{static_cast<std::int64_t>(count)} {
     const std::size_t bytes = pages(Handle::segment_bytes(size));
     liveness_ = std::make_unique<GroupLiveness>(members_, &ends_, size, rank);
-    group_ = std::make_unique<Group>(map(descriptor, bytes, 0), rank, size, *liveness_, kSpins);
+    group_ = std::make_unique<HostGroup>(map(descriptor, bytes, 0), rank, size, *liveness_, kSpins);
     served_ = std::make_unique<Served>(
         std::make_shared<Handle>(map(descriptor, bytes, bytes), bytes, rank, size, kSpins, kTimeoutS));
     lines_ = static_cast<Counter*>(map(descriptor, kLinesBytes, 2 * bytes));
@@ -219,7 +219,7 @@ class Ranks {
   Member members_[64];
   ReportedEnds ends_;
   std::unique_ptr<GroupLiveness> liveness_;
-  std::unique_ptr<Group> group_;
+  std::unique_ptr<HostGroup> group_;
   std::unique_ptr<Served> served_;
   Counter own_;
   std::uint64_t tick_ = 0;

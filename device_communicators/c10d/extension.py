@@ -36,8 +36,8 @@ def try_load(what: str, name: str, sources: Sequence[Path], folders: Sequence[Pa
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         return None, f"has no compiled part: {path} is no module of Python"
-    module = importlib.util.module_from_spec(spec)
     try:
+        module = importlib.util.module_from_spec(spec)  # loads the library
         spec.loader.exec_module(module)
     except ImportError as error:  # another build of the same version of torch
         return None, f"has no compiled part: {path} can't be loaded: {error}"

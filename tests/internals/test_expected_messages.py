@@ -39,7 +39,7 @@ def messengers(path: Path) -> Iterator[list[Messenger]]:
     with channels(path, 0, 2, meet=False) as first, channels(path, 1, 2, meet=False) as second:
         made = []
         for rank, ends in enumerate((first, second)):
-            memory: Any = SimpleNamespace(channels=ends, collectives=None, debug=False, hosts=((0, 1),))
+            memory: Any = SimpleNamespace(channels=ends, collectives=None, debug=False, domains=((0, 1),))
             context = GroupContext("pp:0", (0, 1), rank, torch.device("cpu"), 5.0, host_memory=memory)
             made.append(Messenger(Route(context, [], {})))
         yield made

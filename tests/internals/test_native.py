@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from device_communicators.base import build_cache, settings
+from device_communicators.c10d import extension
 from device_communicators.cpu import native, native_build
 from tests.internals.compiled import plain_library
 from tests.programs import Program
@@ -71,6 +72,17 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     folder.chmod(0o777)
     output = _run(tmp_path, CXX="/nowhere")
     assert "writable by nobody else" in output
+
+
+def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one for another build of the same version of torch, or another Python."""
+    (tmp_path / "module.so").write_text("no library")
+    monkeypatch.setattr(native, "find_or_compile", lambda recipe: (tmp_path / "module.so", ""))
+    monkeypatch.setattr(extension, "_recipe", lambda *_: None)
+    module, problem = extension.try_load("a part", "parallel_state_part", [], [])
+    assert module is None and f"has no compiled part: {tmp_path}/module.so can't be loaded: " in problem
 
 
 def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, str]:

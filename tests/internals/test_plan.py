@@ -494,7 +494,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     for code, full in ((code_of_text, text), (code_of_json, tree), (code_of_picture, picture)):
         assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
     assert code_of_error == 2
-    assert error.startswith("error: the world size must be divisible")
+    assert error.startswith("error: 7 ranks are not divisible by tp=2;")
 
 
 def test_a_stage_of_one_is_its_own_first_and_last() -> None:

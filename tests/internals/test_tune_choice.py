@@ -165,4 +165,4 @@ def test_without_a_gpu_there_is_nothing_to_tune(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert commands.main(["tune"]) == 2
-    assert "no CUDA device" in capsys.readouterr().out
+    assert "no CUDA device" in capsys.readouterr().err
