@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, get_type_hints
 
+from device_communicators.base.limits import naming_shortages  # here: when it is needed no module can be opened
+
 Names = Mapping[str, Sequence[str]]
 """Public names by the module that defines them. A module of the root's may be public itself, by its own name."""
 
@@ -20,14 +22,16 @@ Names = Mapping[str, Sequence[str]]
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
     """Returns the sorted names and a function that loads one, for a root's `__getattr__` (PEP 562).
 
-    `root`: the globals of the root, which keep each loaded name. Raises AttributeError for other names.
+    `root`: the globals of the root, which keep each loaded name. Raises AttributeError for other names, and
+    ResourceLimitError where no descriptor is left to open a name's module with.
     """
     module_of = {name: module for module, defined in names.items() for name in defined}
 
     def load(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {root['__name__']!r} has no attribute {name!r}", name=name)
-        module = import_module(module_of[name])
+        with naming_shortages(f"importing {module_of[name]}"):
+            module = import_module(module_of[name])
         root[name] = module if module.__name__ == f"{root['__name__']}.{name}" else getattr(module, name)
         name_classes(root["__name__"], names)
         return root[name]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
+import os
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -65,8 +67,11 @@ class Failed(NamedTuple):
         return self.status == _INTERRUPTED
 
 
-def failure_of(members: Members, failed: Failed) -> CommunicationError | GroupDestroyedError:
-    """Returns the error for a failed transfer."""
+def failure_of(members: Members, failed: Failed, needs_bytes: int = 0) -> CommunicationError | GroupDestroyedError:
+    """Returns the error for a failed transfer.
+
+    `needs_bytes`: how much of /dev/shm a ring takes at its first message; 0 where transfers take none.
+    """
     operation, status, elapsed_s = failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
     if failed.sent_dtype >= 0:
@@ -85,10 +90,7 @@ def failure_of(members: Members, failed: Failed) -> CommunicationError | GroupDe
         )
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == _NO_MEMORY:
-        text = (
-            f"{operation} of {members} finds no memory for a message: make /dev/shm larger, allow more address space "
-            f"({describe_address_space()}), or set PARALLEL_STATE_SHARED_MEMORY=off. {LOST}"
-        )
+        text = f"{operation} of {members} finds no memory for a message: {_what_is_short(needs_bytes)}. {LOST}"
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == _TIMED_OUT and failed.peer < 0:
         text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
@@ -106,6 +108,22 @@ def failure_of(members: Members, failed: Failed) -> CommunicationError | GroupDe
         "must run the same version of parallel_state"
     )
     return members.failure(MessageDecodeError, text, operation, suspect_ranks=(who,))
+
+
+def _what_is_short(needs_bytes: int) -> str:
+    """Returns what ran out and what to do. The library tells only that there was no memory: see what is left now."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs("/dev/shm")
+        free_bytes = found.f_bavail * found.f_frsize
+        if found.f_blocks > 0 and free_bytes < needs_bytes:
+            return (
+                f"{needs_bytes >> 10} KiB of shared memory for a message queue: {os.strerror(errno.ENOSPC)}; make "
+                f"/dev/shm larger ({free_bytes >> 10} KiB of it are free), or set PARALLEL_STATE_SHARED_MEMORY=off"
+            )
+    return (
+        f"make /dev/shm larger, allow more address space ({describe_address_space()}), or set "
+        "PARALLEL_STATE_SHARED_MEMORY=off"
+    )
 
 
 class _Functions:
@@ -141,6 +159,8 @@ class Transfers:
         self._library = library
         self._functions = _functions(library)
         words = (ctypes.c_int64 * len(places))(*places)
+        has_rings, chunk_bytes, chunks = places[0] != 0, places[4], places[5]
+        self._ring_bytes = chunk_bytes * chunks if has_rings else 0
         self._address: int = library.ps_transfers_new(liveness, members.rank, len(members.ranks), words)
         self._failure: CommunicationError | GroupDestroyedError | None = None
         self._is_free = False
@@ -232,7 +252,7 @@ class Transfers:
         if self._failure is None:
             words = (ctypes.c_int64 * len(Failed._fields))()
             self._library.ps_transfers_failure(self._address, words)
-            self._failure = failure_of(self.members, Failed(*words))
+            self._failure = failure_of(self.members, Failed(*words), self._ring_bytes)
         return self._failure
 
     def is_inside(self, peer: int) -> bool:

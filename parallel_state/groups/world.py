@@ -37,7 +37,7 @@ from device_communicators.base.torch_internals import (
     set_timeout,
 )
 
-# host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
+# host_memory and media are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths

@@ -212,7 +212,7 @@ else:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
     sys.exit()
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-ps.init_distributed_environment(backend="connections")
+ps.init_distributed_environment(backend="gloo")
 ps.initialize_model_parallel(2, 2)
 world = ps.get_world_group()
 for _ in range(3):
