@@ -200,6 +200,7 @@ Link::~Link() {
 
 void Link::begin(const CallRecord* own) {
   in.begin(own);
+  receives_before_ = receives;
   out_.begin();
   for (StripeOut& stripe : stripes_) {
     stripe.pieces.clear();
@@ -223,6 +224,12 @@ void Link::send(const CallRecord& head, const void* body, std::uint64_t bytes) {
     start += size;
   }
   if (was_idle || is_striped) write();
+}
+
+void Link::read_behind() {
+  if (in.expected() == 0 || receives != receives_before_ || broken_ || is_in_trouble()) return;
+  in.listen();
+  read();
 }
 
 bool Link::has_sent(std::uint32_t count) const {

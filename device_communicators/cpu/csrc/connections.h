@@ -163,6 +163,8 @@ class Link {
   void send(const CallRecord& head, const void* body, std::uint64_t bytes);
   bool write();
   bool read();
+  // Reads once if the call's messages all came before it began: a failure note may lie behind them.
+  void read_behind();
   bool is_sending() const { return !out_.is_idle() || striped_ != 0; }
   bool has_sent(std::uint32_t count) const;  // the first `count` messages of the call
   bool wants_to_read() const {
@@ -202,6 +204,7 @@ class Link {
   std::size_t striped_ = 0;  // pieces that are yet to be sent
   bool broken_ = false;      // nothing can be sent any more
   std::string broken_by_, error_;
+  std::uint64_t receives_before_ = 0;  // when the call began
 };
 
 class Connections final : public SideWork {

@@ -224,6 +224,7 @@ Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messag
 Status HostsGroup::finish() {
   RETURN_IF_FAILED(wait([&] { return connections_->is_idle(); }));
   // A rank that failed after it had sent its part of this call may have said so behind it.
+  for (const auto& link : connections_->links()) link->read_behind();
   Link* const failed = connections_->failed();
   return failed == nullptr ? Status::kDone : blame(*failed);
 }
