@@ -42,6 +42,8 @@ _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
 """Offsets in Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
 """After this many unanswered probes of a full receiver, its kernel owes an answer."""
+_SECOND_PROBE_S = 0.4
+"""Twice TCP_RTO_MIN: the first of two unanswered probes was sent at least this long before the second."""
 
 
 class Meeting(NamedTuple):
@@ -84,7 +86,8 @@ class Connections:
                 except OSError:  # just closed
                     continue
                 retransmits, probes, unacked, last_ack_ms = _TCP_INFO.unpack(info)
-                since = self._unanswered.get(connection, now)
+                waited_s = _SECOND_PROBE_S if probes >= _PROBES and last_ack_ms / 1000 > 1.25 * _SECOND_PROBE_S else 0.0
+                since = self._unanswered.get(connection, now - waited_s)
                 if (not (unacked and retransmits) and probes < _PROBES) or last_ack_ms / 1000 < now - since:
                     self._unanswered.pop(connection, None)
                     continue
