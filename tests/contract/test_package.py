@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators.c10d import control_store
 from device_communicators.cpu import native, native_build
 from tests.internals import compiled
 
@@ -98,9 +97,7 @@ def full_library() -> Path:
 @pytest.fixture(scope="module")
 def store_library() -> Path:
     """The control plane's store for torch, a module of Python, which the checkout has compiled for itself."""
-    module = control_store.try_load()
-    assert module is not None
-    return Path(module.__file__)
+    return compiled.store_module()
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from device_communicators.c10d import control_store
 from device_communicators.cpu import native_build
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state_tests"
 """Read at the import: some tests set the variable."""
 _KEPT_S = 60 * 86_400
+
+
+def store_module() -> Path:
+    """Returns the file of the control plane's store for torch."""
+    module = control_store.try_load()
+    assert module is not None
+    return Path(module.__file__)
 
 
 def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Callable[[Path], object]) -> Path:
