@@ -16,8 +16,10 @@ from device_communicators.base.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
+    HostUnreachableError,
     PeerDiedError,
     UsageError,
+    format_ranks,
 )
 from device_communicators.base.member import LOST, Failure, GroupMember
 from device_communicators.calls.recorder import Operation
@@ -109,6 +111,8 @@ class NativeGroup:
         self.members = members
         self.connections = Connections({}, {})
         """To ranks on other hosts; the compiled group owns their descriptors."""
+        self._remote: tuple[int, ...] = ()
+        """The global ranks on other hosts."""
         self._lock = threading.Lock()
         self._served: set[str] = set()
         self._failed_with = _FAILED
@@ -120,6 +124,9 @@ class NativeGroup:
         `rounded`: sums of bfloat16 are rounded before they travel.
         """
         self.connections = connections
+        self._remote = tuple(
+            rank for rank, host in zip(self.members.ranks, host_of_rank, strict=True) if host != host_of_rank[self.rank]
+        )
         ends = [(rank, each.fileno()) for rank, sockets in connections.sockets.items() for each in sockets]
         peers = (ctypes.c_int * len(ends))(*(rank for rank, _ in ends))
         descriptors = (ctypes.c_int * len(ends))(*(descriptor for _, descriptor in ends))
@@ -248,6 +255,17 @@ class NativeGroup:
             )  # fmt: skip
         if status == _TIMED_OUT:
             return timed_out(members, operation, suspect, elapsed_s)
+        if status == _PEER_DIED and place == self.rank:  # the others think so, and this rank's waits end with theirs
+            return members.failure(
+                HostUnreachableError,
+                f"{operation} of {members} failed after {elapsed_s:.3f} s: other hosts have reported this rank's "
+                f"host as unreachable, so at least one direction of the network is dead. {LOST}; look at the network "
+                f"to the hosts of global ranks {format_ranks(self._remote)}",
+                operation,
+                suspect_ranks=self._remote,
+                elapsed_s=elapsed_s,
+                timeout_s=members.timeout_s,
+            )
         if status == _PEER_DIED:
             has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
