@@ -111,8 +111,8 @@ class NativeGroup:
         self.members = members
         self.connections = Connections({}, {})
         """To ranks on other hosts; the compiled group owns their descriptors."""
-        self._remote: tuple[int, ...] = ()
-        """The global ranks on other hosts."""
+        self._host_of_rank: Sequence[int] = ()
+        """By rank in the group; empty on one host."""
         self._lock = threading.Lock()
         self._served: set[str] = set()
         self._failed_with = _FAILED
@@ -124,9 +124,7 @@ class NativeGroup:
         `rounded`: sums of bfloat16 are rounded before they travel.
         """
         self.connections = connections
-        self._remote = tuple(
-            rank for rank, host in zip(self.members.ranks, host_of_rank, strict=True) if host != host_of_rank[self.rank]
-        )
+        self._host_of_rank = host_of_rank
         ends = [(rank, each.fileno()) for rank, sockets in connections.sockets.items() for each in sockets]
         peers = (ctypes.c_int * len(ends))(*(rank for rank, _ in ends))
         descriptors = (ctypes.c_int * len(ends))(*(descriptor for _, descriptor in ends))
@@ -218,6 +216,8 @@ class NativeGroup:
         place, elapsed_us, reporter, *misfit = words[:7]
         suspect = members.ranks[place] if place >= 0 else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
+        if reporter >= 0 and status == _PEER_DIED and place == self.rank:
+            return self._unreachable_from(reporter, operation, elapsed_s)
         if reporter >= 0 and status == _BROKEN:  # a death can be known there first
             with_whom = f" with global rank {suspect}" if suspect >= 0 else ""
             text = f"global rank {members.ranks[reporter]} gave up: a connection{with_whom} was closed by peer"
@@ -255,22 +255,26 @@ class NativeGroup:
             )  # fmt: skip
         if status == _TIMED_OUT:
             return timed_out(members, operation, suspect, elapsed_s)
-        if status == _PEER_DIED and place == self.rank:  # the others think so, and this rank's waits end with theirs
-            return members.failure(
-                HostUnreachableError,
-                f"{operation} of {members} failed after {elapsed_s:.3f} s: other hosts have reported this rank's "
-                f"host as unreachable, so at least one direction of the network is dead. {LOST}; look at the network "
-                f"to the hosts of global ranks {format_ranks(self._remote)}",
-                operation,
-                suspect_ranks=self._remote,
-                elapsed_s=elapsed_s,
-                timeout_s=members.timeout_s,
-            )
         if status == _PEER_DIED:
             has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
         difference, facts = self._difference(list(words), "this rank", suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
+
+    def _unreachable_from(self, reporter: int, operation: str, elapsed_s: float) -> CommunicationError:
+        """Returns the error for a host that takes this rank's host for dead, as one of its ranks reported."""
+        members, hosts = self.members, self._host_of_rank
+        there = [rank for rank, host in zip(members.ranks, hosts, strict=True) if host == hosts[reporter]]
+        return members.failure(
+            HostUnreachableError,
+            f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {members.ranks[reporter]} reports "
+            f"this rank's host as unreachable, so its host receives nothing from here. {LOST}; look at the network to "
+            f"the host of global ranks {format_ranks(there)}",
+            operation,
+            suspect_ranks=there,
+            elapsed_s=elapsed_s,
+            timeout_s=members.timeout_s,
+        )
 
     def _failure_text(self) -> str:
         """Returns what a connection's end said."""

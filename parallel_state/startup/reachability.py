@@ -44,17 +44,22 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
     until = time.monotonic() + min(_LIMIT_S, max(0.0, deadline - time.monotonic()) / 2)
     limit_s = until - time.monotonic()
     own = _encode(rank, _unreached(places, rank, leads, limit_s / 2) if rank in leads else {})
-    verdict, pairs = _agree(watcher, ranks, own, until - time.monotonic())
+    verdict, pairs = _agree(watcher, ranks, own, until - time.monotonic(), ranks)
     if verdict.kind == "agreed":
         if pairs:
             raise _not_reached(places, rank, *_worst(pairs), where)
         return
-    closed = [lead for lead in leads if set(verdict.ranks).issuperset(_of_host(places, lead))]
-    _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
-    pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]
-    if pairs:
-        raise _not_reached(places, rank, *_worst(pairs), where)
-    deaths = watcher.await_death_of(verdict.ranks, None if verdict.kind == "ended" else 0.0)
+    deaths = watcher.await_death_of(ranks, None if verdict.kind == "ended" else 0.0)
+    dead = {death.rank for death in deaths}
+    gone = dead.union(verdict.ranks if verdict.kind == "ended" else ())
+    closed = [lead for lead in leads if gone.issuperset(_of_host(places, lead))]
+    # All ranks of a host that refuse connections look like exits. A rank that exited alone is one, and explains why
+    # others don't take part: they raise since.
+    if not dead - {rank for lead in closed for rank in _of_host(places, lead)}:
+        _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
+        pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]
+        if pairs:
+            raise _not_reached(places, rank, *_worst(pairs), where)
     silent = f"ranks {format_ranks(verdict.ranks)} did not take part within {limit_s:.1f} s"
     raise kind_of_deaths(deaths, RendezvousError)(
         f"rank {rank} of {len(places)} checks that all hosts reach each other, but {describe_deaths(deaths) or silent}"
@@ -79,9 +84,11 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
     return [each for each, place in places.items() if place[:2] == places[rank][:2]]
 
 
-def _agree(watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float) -> tuple[Verdict, list[_Pair]]:
-    """Returns the verdict of `ranks`, and what all of them found."""
-    verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), ())
+def _agree(
+    watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
+) -> tuple[Verdict, list[_Pair]]:
+    """Returns the verdict of `ranks`, and what all of them found. A death of `watched` ends it."""
+    verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
     told = [json.loads(each) for each in verdict.values]
     return verdict, [(by, to, why) for by, found in told for why, unreached in found.items() for to in unreached]

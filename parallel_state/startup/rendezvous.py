@@ -67,6 +67,7 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
 _FAREWELL_S = 1.0  # a rank 0 that gives up serves for this long, so that the others read why
+_READ_S = 0.6  # rank 0 goes on after this time, though a rank has not read that all met
 _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
 _TOGETHER_S = 0.1  # ranks that exit within this time are named together
 _SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
@@ -343,11 +344,12 @@ class _Meeting:
         world.set(_VERDICT, json.dumps(verdict))
         if verdict[0] != _COMPLETE:
             launcher.set(_VERDICT + name, json.dumps(verdict))  # for ranks that don't reach the world's store
-            began, late = time.monotonic(), 0 if verdict[0] == _MISSING else len(self._missing(world))
-            for _ in looks(began + _FAREWELL_S):
-                awaited = others + late if time.monotonic() < began + _LATE_S else others
-                if world.add(_HEARD, 0) + launcher.add(_HEARD + name, 0) >= awaited:
-                    break
+        # If this process exits before all have read the verdict, some raise and others wait for them.
+        began, late = time.monotonic(), len(self._missing(world)) if verdict[0] not in (_COMPLETE, _MISSING) else 0
+        for _ in looks(began + (_READ_S if verdict[0] == _COMPLETE else _FAREWELL_S)):
+            awaited = others + late if time.monotonic() < began + _LATE_S else others
+            if world.add(_HEARD, 0) + (verdict[0] != _COMPLETE and launcher.add(_HEARD + name, 0)) >= awaited:
+                break
         launcher.compare_set(_WORLD, name, "")
         return world, verdict
 
@@ -569,6 +571,8 @@ class _Meeting:
             return False
         places = json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode())))
         self.places = {int(rank): Address.parse(words) for rank, words in places.items()}
+        with contextlib.suppress(dist.DistError):
+            world.add(_HEARD, 1)
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(

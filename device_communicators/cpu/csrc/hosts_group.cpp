@@ -269,10 +269,17 @@ Status HostsGroup::blame(Link& link) {
   switch (link.in.state()) {
     case Inbox::State::kFailed: {
       const FailureNote& why = link.in.failure();
-      suspect_ = static_cast<int>(why.suspect);
+      const auto rank_of = [this](std::int64_t told) {
+        return told == kOutside || (told >= 0 && told < size_) ? static_cast<int>(told) : -1;
+      };
+      suspect_ = rank_of(why.suspect);
       const auto status = static_cast<Status>(why.status);
-      // A death is seen by all; whoever tells it first.
-      if (status != Status::kPeerDied) reporter_ = why.reporter >= 0 ? static_cast<int>(why.reporter) : link.rank;
+      if (status != Status::kPeerDied) {
+        reporter_ = why.reporter >= 0 ? rank_of(why.reporter) : link.rank;
+      } else if (suspect_ >= 0 && suspect_ < size_ && is_here(suspect_) && !dies_soon(suspect_)) {
+        suspect_ = rank_;  // the other host receives nothing from this one, and takes its ranks for dead
+        reporter_ = link.rank;
+      }
       expected_ = why.expected;
       found_ = why.found;
       misfit_ = why.misfit;
@@ -286,6 +293,15 @@ Status HostsGroup::blame(Link& link) {
     default: break;
   }
   return blame_broken(link);
+}
+
+// Whether a rank of this host is reported as dead by its control plane within a moment.
+bool HostsGroup::dies_soon(int rank) const {
+  if (rank == rank_) return false;
+  for (const std::int64_t until = now_ns() + kNoticeNs; now_ns() < until; connections_->sleep(1'000'000)) {
+    if (has_died(rank)) return true;
+  }
+  return false;
 }
 
 // A rank that failed in the middle of a message can't say why: another one may, or the end of the rank is told.

@@ -134,6 +134,7 @@ class HostsGroup final : public Group {
   Status ends(std::int64_t now);
   Status blame(Link& link);
   Status at_home_ended();
+  bool dies_soon(int rank) const;
   Status blame_broken(Link& link);
   Status pass();
   void show_difference(const CallRecord& other);
