@@ -161,7 +161,9 @@ class Transfers:
         words = (ctypes.c_int64 * len(places))(*places)
         has_rings, chunk_bytes, chunks = places[0] != 0, places[4], places[5]
         self._ring_bytes = chunk_bytes * chunks if has_rings else 0
-        self._address: int = library.ps_transfers_new(liveness, members.rank, len(members.ranks), words)
+        self._address: int = library.ps_transfers_new(liveness, members.rank, len(members.ranks), words) or 0
+        if not self._address:
+            raise MemoryError(f"there is no memory for the transfers of {members}")
         self._failure: CommunicationError | GroupDestroyedError | None = None
         self._is_free = False
         self._waits: set[tuple[int, int, int]] = set()

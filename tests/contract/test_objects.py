@@ -739,6 +739,24 @@ def test_a_message_that_can_not_be_built_poisons_the_group(pools: Pools, way: st
     pools(2).run(false_reference, way, over, tp=1, timeout_s=DEADLINE_S)
 
 
+def claimed_memory(size: int) -> int:
+    """Returns by how much a message of so many bytes made the address space of its receiver grow."""
+    with own_group(over="queue") as group:
+        if group.rank_in_group == 0:
+            send_raw(group, raw_messages.lists_that_claim(size, 60), "send")
+            return 0
+        status = Path("/proc/self/status")
+        before = int(status.read_text(encoding="utf-8").partition("VmPeak:")[2].split()[0])
+        with pytest.raises(ps.MessageDecodeError):
+            group.recv_object(0)
+        return (int(status.read_text(encoding="utf-8").partition("VmPeak:")[2].split()[0]) - before) << 10
+
+
+def test_lists_can_not_claim_more_items_than_there_are_bytes(pools: Pools) -> None:
+    size = 8 << 20
+    assert pools(2).run(claimed_memory, size, tp=1, timeout_s=DEADLINE_S)[1] < 12 * size
+
+
 def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: str) -> None:
     """A head tells of a tensor, and nothing of it comes."""
     with own_group(over=over) as group:

@@ -269,6 +269,46 @@ def test_ctrl_c_in_the_middle_of_a_send_ends_the_group(pools: Pools) -> None:
     assert "interrupted by a signal" in text
 
 
+def _awaited_again(begun: bool) -> tuple[str, bool]:
+    """Ctrl-C breaks off the wait for a started receive, before its message begins or in the middle of it."""
+    (group,) = _groups("shared memory", 1)
+    try:
+        if group.rank_in_group:
+            if not begun:
+                time.sleep(0.6)
+            work = group.isend(LARGE, 0)
+            time.sleep(0.6 if begun else 0.0)
+            work.wait()
+            return "", True
+        if begun:
+            time.sleep(0.2)  # the ring is full
+        work = group.irecv(LARGE.shape, LARGE.dtype, 1)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        told = "ok"
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.002 if begun else 0.3)
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            told = "KeyboardInterrupt"
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return told, torch.equal(work.wait(), LARGE)
+    finally:
+        group.destroy()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_wait_that_ctrl_c_broke_off_can_be_repeated(pools: Pools, begun: bool) -> None:
+    told, is_right = pools(2).run(_awaited_again, begun, tp=2, timeout_s=DEADLINE_S)[0]
+    assert is_right
+    assert told == "KeyboardInterrupt" or begun, "the message may have come before the signal"
+
+
 SPEC = ps.TensorDictSpec.of({"x": torch.ones(3)})
 
 

@@ -21,8 +21,8 @@ from parallel_state.messages.wire import FRAME_BYTES, Outgoing
 
 __all__ = [
     "FRAME_BYTES", "ConstantEntry", "Outgoing", "TensorEntry", "encode", "false_reference", "garbage",
-    "head_of_tensor", "is_over_queue", "metadata_bytes", "most_inline_bytes", "send_encoded_as", "send_raw",
-    "sends_past_python", "without_list_calls", "without_queue_calls",
+    "head_of_tensor", "is_over_queue", "lists_that_claim", "metadata_bytes", "most_inline_bytes", "send_encoded_as",
+    "send_raw", "sends_past_python", "without_list_calls", "without_queue_calls",
 ]  # fmt: skip
 
 
@@ -73,6 +73,13 @@ def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
 def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
     """Has each message that this process encodes be this one."""
     monkeypatch.setattr(wire, "encode", lambda *_, **__: outgoing)
+
+
+def lists_that_claim(size: int, depth: int) -> Outgoing:
+    """Lists within lists, each of which claims about as many items as the message has bytes."""
+    lists = b"".join(struct.pack(">BI", 0xDD, size - 5 * depth) for _ in range(depth))
+    body = struct.pack("<BI", codec.FORMAT_VERSION, 0) + lists + bytes(size - len(lists))
+    return Outgoing(wire.head_of(wire.Header(0, 0, 0, len(body), 0), body), [])
 
 
 def false_reference() -> Outgoing:

@@ -186,6 +186,7 @@ Transfers::Moved Transfers::push(int peer, double timeout_s, Transfer* goal) {
     try {
       moved = push_in_turn(out, peer, timeout_s, goal, &done);
     } catch (const std::bad_alloc&) {
+      out.is_broken = true;
       done.failure.status = TransferFailure::kNoMemory;
       moved = Moved::kSome;
     }
@@ -204,6 +205,7 @@ Transfers::Moved Transfers::pull(int peer, double timeout_s, Transfer* goal) {
     try {
       moved = pull_in_turn(in, peer, timeout_s, goal, &done);
     } catch (const std::bad_alloc&) {
+      in.is_broken = true;
       done.failure.status = TransferFailure::kNoMemory;
       moved = Moved::kSome;
     }
@@ -684,6 +686,7 @@ Transfers::Outcome Transfers::receive_now(int src, int dtype, std::uint64_t byte
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!matcher_.is_idle(src)) return Outcome::kLeft;
     }
+    void* const to = data();  // if it throws, no message has begun
     begins();
     QueueStatus status = in.reader->next(timeout_s);
     if (status == QueueStatus::kInterrupted) return Outcome::kLeft;  // nothing is lost: the next call receives it
@@ -694,7 +697,7 @@ Transfers::Outcome Transfers::receive_now(int src, int dtype, std::uint64_t byte
       if (!is_expected) {
         begin_message(in, src, &done);
       } else {
-        const Piece piece{data(), bytes};
+        const Piece piece{to, bytes};
         status = in.reader->read(&piece, 1, timeout_s);
         if (status == QueueStatus::kDone) return Outcome::kDone;
       }

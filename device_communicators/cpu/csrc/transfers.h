@@ -63,7 +63,7 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
   // another transfer is first, the next message is another one, or the call failed: `start` finds out which.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
   Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data);
-  // `begins` is called before it waits, `data` once the message is there.
+  // `data` and `begins` are called before it waits.
   Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
                       const std::function<void*()>& data);
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }  // of `receive_now`

@@ -76,13 +76,6 @@ TransferCall call_of(void* const* given, void* owner) {
           number_of(given[6]), 0,          &kPython,   owner};
 }
 
-// A wait that a signal's handler broke off has ended its transfer when this returns.
-int wait_for(Transfers& transfers, Transfers::Number number, double timeout_s) {
-  const int outcome = transfers.wait(number, timeout_s, true);
-  if (outcome == kInterruptedTransfer) transfers.interrupt(number, false);
-  return outcome;
-}
-
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -93,8 +86,12 @@ void* ps_transfers_new(const void* losses, int rank, int size, const std::int64_
   static_assert(sizeof(TransferPlaces) == 9 * sizeof(std::int64_t));
   TransferPlaces given;
   std::memcpy(&given, places, sizeof given);
-  return new (std::nothrow) std::shared_ptr<Transfers>(
-      std::make_shared<Transfers>(static_cast<const Watch*>(losses)->losses, rank, size, given));
+  try {
+    return new std::shared_ptr<Transfers>(
+        std::make_shared<Transfers>(static_cast<const Watch*>(losses)->losses, rank, size, given));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 // In a forked child nothing is deleted: a thread of the parent may have held its lock.
@@ -159,17 +156,21 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
     const std::int64_t number = transfers->start(call, true);
     if (number == kInsideTransfer) return kInsideWait;
     if (number == kRefusedTransfer) return kFailedTransfer;
-    return number == kDoneTransfer ? kEndedTransfer
-                                   : wait_for(*transfers, static_cast<Transfers::Number>(number), timeout_s);
+    if (number == kDoneTransfer) return kEndedTransfer;
+    const int outcome = transfers->wait(static_cast<Transfers::Number>(number), timeout_s, true);
+    if (outcome == kInterruptedTransfer) transfers->interrupt(static_cast<Transfers::Number>(number), false);
+    return outcome;
   });
 }
 
-void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number, timeout in us
+// transfers, number, timeout in us. A transfer whose wait a signal's handler broke off goes on, and can be awaited
+// again.
+void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<Transfers> transfers = shared(given[0]);
   const std::uint64_t number = number_of(given[1]);
   const double timeout_s = seconds_of(given[2]);
-  return unlocked([&]() -> std::int64_t { return wait_for(*transfers, number, timeout_s); });
+  return unlocked([&]() -> std::int64_t { return transfers->wait(number, timeout_s, true); });
 }
 
 void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number

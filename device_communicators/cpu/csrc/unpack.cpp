@@ -141,6 +141,7 @@ void* Unpacker::build(Tensors& tensors) {
   found_ = &tensors;
   at_ = body_;
   end_ = body_end_;
+  items_left_ = static_cast<std::uint64_t>(end_ - at_);
   void* const made = value(python_->depth, nullptr);
   if (made != nullptr && at_ == end_) return made;
   if (made != nullptr) python_->let_go(made);
@@ -204,7 +205,8 @@ void* Unpacker::bytes(std::uint64_t bytes) {
 }
 
 void* Unpacker::list(std::uint64_t size, int depth) {
-  if (size > static_cast<std::uint64_t>(end_ - at_)) return nullptr;  // each has a byte at least
+  if (size > items_left_) return nullptr;
+  items_left_ -= size;
   void* const made = python_->make_list(static_cast<std::ptrdiff_t>(size));
   for (std::uint64_t index = 0; made != nullptr && index < size; ++index) {
     void* const item = value(depth, nullptr);

@@ -65,6 +65,7 @@ class Unpacker {
   const std::uint8_t* end_ = nullptr;
   const std::uint8_t* body_ = nullptr;  // the object's bytes
   const std::uint8_t* body_end_ = nullptr;
+  std::uint64_t items_left_ = 0;  // that its lists may have in total: each is a byte at least
   std::vector<Tensor> tensors_;
 };
 
