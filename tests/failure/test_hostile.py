@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -232,17 +233,27 @@ def test_row_37_a_silent_hold(port: int, secret: bytes) -> None:
 
 
 def test_row_37_many_at_once(port: int, secret: bytes) -> None:
-    """More than the server keeps: the oldest go, and the job's own still come in."""
+    """More than the store's process keeps: the oldest are closed long before their time is up, the job's come in."""
+    kept, more = 1024, 300
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 4 * (kept + more)
+    if hard < needed:
+        pytest.skip(f"needs {needed} open files; the limit is {hard}")
     with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         strangers = []
-        for number in range(600):
+        began = time.monotonic()
+        for number in range(kept + more):
             strangers.append(stack.enter_context(connected(port)))
-            if number % 100 == 99:
+            if number % 200 == 199:
                 other = store_of(port, secret)
                 other.set(f"among many {number}", "here")
                 other.close()
-        first = strangers[:300]
-        assert all(len(until_closed(each, SLACK_S)) <= GREETING_BYTES for each in first)
+        for stranger in strangers[:more]:
+            left = HANDSHAKE_S - (time.monotonic() - began) - 0.5
+            assert left > 0, "this machine opens connections too slowly: their deadline could close them"
+            assert len(until_closed(stranger, left)) <= GREETING_BYTES
 
 
 def _launch_and_log(folder: str, secret_file: str) -> None:
