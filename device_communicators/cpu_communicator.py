@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from device_communicators.base.errors import UnsupportedError
+from device_communicators.base.errors import CommunicationError, UnsupportedError
 from device_communicators.calls.reductions import REDUCING, reduction_refusal
 from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
+from device_communicators.cpu.pairs import Pairs
+from device_communicators.cpu.streams import Streams
 from device_communicators.cpu.transfers import Transfers
-from device_communicators.hierarchical.pairs import Pairs
-from device_communicators.hierarchical.streams import Streams
 from device_communicators.routing.communicator import (
     Communicator,
     GroupContext,
@@ -29,6 +29,7 @@ from device_communicators.routing.communicator import (
     new_gathered,
     new_scattered,
 )
+from device_communicators.routing.failures import died
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scatterv")
@@ -65,7 +66,8 @@ class CpuCommunicator(Communicator):
                 others = [rank for rank in range(context.size) if rank != context.rank]
                 gather = partial(context.gather, operation="connect")
                 made = memory.connect(gather, context.watcher, context.failure_ranks, others)
-                self._pairs = Pairs(context, Streams(made.sockets, memory.waiting[0] / 1e9, made.early_bytes))
+                streams = Streams(made.sockets, memory.waiting[0] / 1e9, made.early_bytes)
+                self._pairs = Pairs(context, streams, partial(_death, context))
                 self._connections = made
                 if context.watcher is not None:
                     context.watcher.connections[made] = context.ranks
@@ -200,3 +202,8 @@ class CpuCommunicator(Communicator):
     def close(self) -> None:
         if self._pairs is not None:
             self._pairs.close()
+
+
+def _death(context: GroupContext, operation: str, started: float) -> CommunicationError | None:
+    """Returns the error for a call if ranks of the failure domain have died."""
+    return died(context, operation, started) if context.deaths() else None

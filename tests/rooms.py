@@ -20,10 +20,9 @@ LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "machine": ("cuda",),
     "process_group": ("routing",),
     "simulated": ("routing",),
-    "hierarchical": ("routing",),
     "nccl": ("cuda",),
     "peer": ("machine",),
-    "cpu_communicator": ("hierarchical",),
+    "cpu_communicator": ("routing",),
     "c10d": ("routing",),
     "catalog": ("peer", "nccl", "cpu_communicator", "process_group", "simulated", "machine"),
 }

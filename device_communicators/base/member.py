@@ -16,6 +16,7 @@ class GroupMember:
     """Base of what knows a group and this process' rank in it: makes the group's errors, with these facts."""
 
     name: str
+    ranks: tuple[int, ...]
     rank: int
     timeout_s: float
 

@@ -91,7 +91,7 @@ class MessageCalls(GroupFacts):
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
         dst = self._destination("send_object", dst)
-        self._messenger.send_value(obj, dst)
+        self._messenger.send(self._messenger.post(obj, dst), dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
@@ -104,7 +104,7 @@ class MessageCalls(GroupFacts):
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
         """Starts send_object: the object is encoded now, its tensors must stay unchanged until `wait()`."""
         dst = self._destination("isend_object", dst)
-        return self._messenger.isend_value(obj, dst)
+        return self._messenger.isend(self._messenger.post(obj, dst), dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
@@ -192,7 +192,8 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> None:
         dst = self._destination("send_tensor_dict", dst)
-        self._messenger.send_value(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
+        outgoing = self._messenger.post(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
+        self._messenger.send(outgoing, dst)
 
     def recv_tensor_dict(
         self,
@@ -252,7 +253,8 @@ class MessageCalls(GroupFacts):
             self._checked("isend_tensor_dict", tensor_dict, dict)
             return NoSend(self._messenger)
         dst = self._destination("isend_tensor_dict", dst)
-        return self._messenger.isend_value(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
+        outgoing = self._messenger.post(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
+        return self._messenger.isend(outgoing, dst)
 
     @host_call(_WAITING_DICT)
     @transfer("irecv_tensor_dict")

@@ -109,40 +109,15 @@ class Messenger:
             all_gather_tensors=all_gather_tensors,
         )
 
-    def send_value(
+    def post(
         self,
         obj: Any,
         dst: int,
         must_be: type | None = None,
-        all_gather_group: AllGatherGroup | None = None,
+        group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> None:
-        """Sends an object, or a dict; raises as isend."""
-        outgoing = self._post_value(obj, dst, must_be, all_gather_group, all_gather_tensors)
-        if outgoing is not None:
-            self.send(outgoing, dst)
-
-    def isend_value(
-        self,
-        obj: Any,
-        dst: int,
-        must_be: type | None = None,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> SendHandle:
-        """Starts send_value."""
-        outgoing = self._post_value(obj, dst, must_be, all_gather_group, all_gather_tensors)
-        return SendHandle(self, ()) if outgoing is None else self.isend(outgoing, dst)
-
-    def _post_value(
-        self,
-        obj: Any,
-        dst: int,
-        must_be: type | None,
-        group: AllGatherGroup | None,
-        all_gather_tensors: Mapping[str, bool] | None,
     ) -> Outgoing | None:
-        """Sends an object at once where that can be, else returns its message."""
+        """Sends an object at once if possible, and returns None; else returns its message for `send` or `isend`."""
         if self._unwaited:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
@@ -154,8 +129,10 @@ class Messenger:
                 return posted
         return self.encode(obj, must_be, group, all_gather_tensors)
 
-    def isend(self, outgoing: Outgoing, dst: int) -> SendHandle:
-        """Starts to send; raises MessageEncodeError after the receiver was sent one."""
+    def isend(self, outgoing: Outgoing | None, dst: int) -> SendHandle:
+        """Starts to send; raises MessageEncodeError after the receiver was sent one. None: `post` has sent it."""
+        if outgoing is None:
+            return SendHandle(self, ())
         if self._unwaited:
             self._forget_sent()
         handle = SendHandle(self, self.medium.isend(outgoing, dst))
@@ -165,8 +142,10 @@ class Messenger:
             raise outgoing.error
         return handle
 
-    def send(self, outgoing: Outgoing, dst: int) -> None:
-        """Sends, and waits until the buffers may be reused; raises as isend."""
+    def send(self, outgoing: Outgoing | None, dst: int) -> None:
+        """Sends, and waits until the buffers may be reused; raises as isend. None: `post` has sent it."""
+        if outgoing is None:
+            return
         if self._pending:
             self.receive_meanwhile()
         self.medium.send(outgoing, dst)

@@ -272,7 +272,7 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
     """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides.
 
-    One that is a digest travels as it is: so csrc/lists.cpp makes the same head.
+    A form that is a digest is used unchanged, so `write_list_head` of csrc/messages.h makes the same head.
     """
     return head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from device_communicators.base.errors import CollectiveMismatchError, InvalidArgumentError
-from device_communicators.hierarchical.pairs import ANSWERED_BYTES, MOST_TAG, Pairs
-from device_communicators.hierarchical.streams import Streams
+from device_communicators.cpu.pairs import ANSWERED_BYTES, MOST_TAG, Pairs
+from device_communicators.cpu.streams import Streams
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import TransferError
 
@@ -31,7 +31,8 @@ def pairs(early_bytes: int) -> Iterator[tuple[Pairs, Pairs]]:
     made = []
     for rank, end in enumerate(socket.socketpair()):
         context = GroupContext("test", (0, 1), rank, torch.device("cpu"), 5.0)
-        made.append(Pairs(context, Streams({1 - rank: [end]}, 0.0, {1 - rank: early_bytes})))
+        streams = Streams({1 - rank: [end]}, 0.0, {1 - rank: early_bytes})
+        made.append(Pairs(context, streams, lambda operation, started: None))
     yield made[0], made[1]
     for each in made:
         each.close()

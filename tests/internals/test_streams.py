@@ -1,4 +1,4 @@
-"""Messages between leaders, over a pair of sockets in one process."""
+"""Messages between ranks, over a pair of sockets in one process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from device_communicators.cpu import connections, native
-from device_communicators.hierarchical.streams import _HEAD as HEAD
-from device_communicators.hierarchical.streams import Frame, FramesDiffer, Part, StreamError, Streams, head_of, part_of
+from device_communicators.cpu.streams import Part, StreamError, Streams
 
 try:
     native.load()
@@ -29,7 +28,11 @@ except native.NativeUnavailableError as error:
 
 LIMIT_S = 20.0
 STRIPED_BYTES = 100
+EARLY_BYTES = 64 << 20
+HEAD = struct.Struct("<4s8sIIQ4x")
+"""Magic, bytes received so far, kind, bytes of the text, bytes of the body: `kHead` of csrc/streams.cpp."""
 AT_ONCE, ANNOUNCED, ASKED_FOR = b"PSH\1", b"PSHA", b"PSHB"
+TEXT = b"float32 3"
 KEPT_BYTES = 256
 """Beside a kept message's body."""
 
@@ -41,19 +44,30 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Streams, Streams]]:
     for near, _ in pairs:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     sides = zip((1, 0), zip(*pairs, strict=True), strict=True)
-    pair = [Streams({rank: side}, 0.0, striped_bytes=STRIPED_BYTES) for rank, side in sides]
+    pair = [_streams({rank: side}, STRIPED_BYTES) for rank, side in sides]
     yield pair[0], pair[1]
     for end in pair:
         end.close()
 
 
-def _limit(limit_s: float = LIMIT_S) -> Callable[[], float]:
-    until = time.monotonic() + limit_s
-    return lambda: until - time.monotonic()
+def _streams(
+    sockets: Mapping[int, Sequence[socket.socket]], striped_bytes: int = 1 << 20, spin_s: float = 0
+) -> Streams:
+    return Streams(sockets, spin_s, dict.fromkeys(sockets, EARLY_BYTES), striped_bytes)
 
 
 def _wait(end: Streams, transfers: Sequence[int], limit_s: float = LIMIT_S) -> None:
-    end.wait(transfers, _limit(limit_s))
+    until = time.monotonic() + limit_s
+    for transfer in transfers:
+        end.wait(transfer, lambda: until - time.monotonic())
+
+
+def _send(end: Streams, part: Part, kind: int = 2) -> int:
+    return end.send(part, kind, TEXT)
+
+
+def _receive(end: Streams, part: Part, kind: int = 2) -> int:
+    return end.receive(part, kind, TEXT)
 
 
 def _part(rank: int, memory: Any) -> Part:
@@ -64,36 +78,19 @@ def _part(rank: int, memory: Any) -> Part:
     return rank, at or 0, len(memory), memory
 
 
-def _frame(end: Streams, rank: int) -> Frame:
-    """Waits for the frame of a rank, whatever it is."""
-    with contextlib.suppress(FramesDiffer):
-        end.meet(head_of(b"none", bytes(8), b""), False, part_of(rank, None), _limit())
-    frame = end.frame(rank)
-    assert frame is not None
-    return frame
-
-
-def _take(end: Streams, rank: int, frame: Frame, out: bytearray) -> list[int]:
-    return list(end.meet(head_of(*frame[:2], b""), True, _part(rank, out), _limit()))
-
-
 SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 
 
 def _call(end: Streams, seed: int, own: int) -> None:
-    """Sends a frame and messages of two kinds; receives as many, the kinds in another order than they come in."""
+    """Sends messages of two kinds; receives as many, the kinds in another order than they were sent in."""
     draw, other = random.Random(seed), 1 - own
     sizes = [draw.choice(SIZES) for _ in range(5)]
-    first, *others = [bytes([(own + at) % 256]) * size for at, size in enumerate(sizes)]
+    bodies = [bytes([(own + at) % 256]) * size for at, size in enumerate(sizes)]
     theirs = [bytes([(1 - own + at) % 256]) * size for at, size in enumerate(sizes)]
-    sends = list(end.send_frames(head_of(b"PSFA", bytes(8), b"call %d" % seed), _part(other, first)))
-    sends += [end.send(_part(other, body), 1 + at % 2) for at, body in enumerate(others)]
-    frame = _frame(end, other)
-    assert (frame.text, frame.body_bytes) == (b"call %d" % seed, sizes[0])
+    sends = [_send(end, _part(other, body), 2 + 2 * (at % 2)) for at, body in enumerate(bodies)]
     outs = [bytearray(size) for size in sizes]
-    receives = _take(end, other, frame, outs[0])
-    order = (1, 3, 2, 4) if draw.random() < 0.5 else (2, 4, 1, 3)
-    receives += [end.receive(_part(other, outs[at]), 1 + (at - 1) % 2) for at in order]
+    order = (0, 2, 4, 1, 3) if draw.random() < 0.5 else (1, 3, 0, 2, 4)
+    receives = [_receive(end, _part(other, outs[at]), 2 + 2 * (at % 2)) for at in order]
     _wait(end, [*sends, *receives])
     assert outs == theirs, seed
 
@@ -126,85 +123,45 @@ def test_messages_come_whole_and_by_kind(ends: tuple[Streams, Streams]) -> None:
 
 def test_an_early_message_waits_for_its_receive(ends: tuple[Streams, Streams]) -> None:
     there, here = ends
-    there.send(_part(1, b"early"), 2)
-    there.send(_part(1, b"first"), 1)
+    _send(there, _part(1, b"early"), 4)
+    _send(there, _part(1, b"first"), 2)
     first, early = bytearray(5), bytearray(5)
-    _wait(here, [here.receive(_part(0, first), 1)])
+    _wait(here, [_receive(here, _part(0, first), 2)])
     assert here.facts(0)[0] == 5
-    assert here.is_done(here.receive(_part(0, early), 2))
+    assert here.is_done(_receive(here, _part(0, early), 4))
     assert (first, early) == (b"first", b"early") and here.facts(0)[0] == 0
-
-
-def test_a_frame_s_body_is_left_alone_until_it_is_asked_for(ends: tuple[Streams, Streams]) -> None:
-    there, here = ends
-    there.send_frames(head_of(b"PSFA", b"12345678", b"words"), _part(1, b"body"))
-    there.send_frames(head_of(b"PSFD", b"12345678", b""), part_of(1, None))
-    frame = _frame(here, 0)
-    assert frame == (b"PSFA", b"12345678", 4, b"words")
-    out = bytearray(4)
-    _wait(here, _take(here, 0, frame, out))
-    assert out == b"body"
-    assert here.frame(0) == (b"PSFD", b"12345678", 0, b"")
-
-
-def test_an_exchange_compares_heads_and_sizes(ends: tuple[Streams, Streams]) -> None:
-    there, here = ends
-    head, out, mine = head_of(b"PSFA", b"12345678", b"words"), bytearray(4), bytearray(b"mine")
-    there.send_frames(head, _part(1, b"body"))
-    here.exchange(head, _part(0, mine), _part(0, out), _limit())
-    assert out == b"body"
-    _wait(there, _take(there, 1, _frame(there, 1), out))
-    assert out == b"mine"
-    there.send_frames(head, _part(1, b"body"))
-    for other, size in ((head_of(b"PSFA", b"87654321", b""), 4), (head, 3)):
-        with pytest.raises(FramesDiffer):
-            here.exchange(other, part_of(0, None), _part(0, bytearray(size)), _limit())
-    assert here.frame(0) == (b"PSFA", b"12345678", 4, b"words")
-    assert out == b"mine", "what differs is left alone"
-
-
-def test_what_was_sent_before_the_end_is_read(ends: tuple[Streams, Streams]) -> None:
-    there, here = ends
-    there.send_frames(head_of(b"PSFD", bytes(8), b"no"), part_of(1, None))
-    there.end_sending()
-    frame = _frame(here, 0)
-    assert frame.text == b"no"
-    _take(here, 0, frame, bytearray())
-    with pytest.raises(StreamError, match="closed by peer") as caught:
-        _frame(here, 0)
-    assert caught.value.rank == 0
 
 
 def test_a_closed_connection_ends_a_send(ends: tuple[Streams, Streams]) -> None:
     ends[1].close()
     body = bytes(1 << 20)
     with pytest.raises(StreamError, match="closed by peer"):
-        _wait(ends[0], [ends[0].send(_part(1, body), 1)])
+        _wait(ends[0], [_send(ends[0], _part(1, body))])
 
 
-def test_a_peer_that_ends_within_a_body_is_named(ends: tuple[Streams, Streams]) -> None:
+def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Streams, Streams]) -> None:
     there, here = ends
     out = bytearray(1 << 20)
-    receive = here.receive(_part(0, out), 1)
-    there.sockets[1][0].sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, len(out)) + bytes([7]) * 1000)
+    receive = _receive(here, _part(0, out))
+    there.sockets[1][0].sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), len(out)) + TEXT + bytes([7]) * 1000)
     with pytest.raises(StreamError, match="timed out"):
         _wait(here, [receive], 0.1)
     there.close()
-    with pytest.raises(StreamError, match="closed by peer") as caught:
+    with pytest.raises(StreamError, match="closed by peer"):
         _wait(here, [receive])
-    assert caught.value.rank == 0 and not here.is_done(receive)
+    assert not here.is_done(receive)
 
 
 @pytest.mark.parametrize("striped", [299, 300, 301])
 def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
     """Of bodies around the least that is striped; of three bytes over four connections one carries nothing."""
     pairs = [socket.socketpair() for _ in range(4)]
-    near = Streams({1: [pair[0] for pair in pairs]}, 0.0, striped_bytes=min(striped, 300))
-    far = Streams({0: [pair[1] for pair in pairs]}, 0.0, striped_bytes=min(striped, 300))
+    near = _streams({1: [pair[0] for pair in pairs]}, min(striped, 300))
+    far = _streams({0: [pair[1] for pair in pairs]}, min(striped, 300))
     for size in (striped, 1000, 3):
         body, out = random.Random(size).randbytes(size), bytearray(size)
-        sent = near.send(_part(1, body), 1)
-        _wait(far, [far.receive(_part(0, out), 1)])
+        sent = _send(near, _part(1, body))
+        _wait(far, [_receive(far, _part(0, out))])
         _wait(near, [sent])
         assert out == body
     near.close()
@@ -213,10 +170,10 @@ def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
 
 def test_a_connection_that_ends_within_its_stripe_is_an_error() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    here = Streams({0: [pair[0] for pair in pairs]}, 0.0, striped_bytes=STRIPED_BYTES)
+    here = _streams({0: [pair[0] for pair in pairs]}, STRIPED_BYTES)
     out = bytearray(1000)
-    receive = here.receive(_part(0, out), 1)
-    pairs[0][1].sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, len(out)) + bytes([7]) * 500)
+    receive = _receive(here, _part(0, out))
+    pairs[0][1].sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), len(out)) + TEXT + bytes([7]) * 500)
     pairs[1][1].sendall(bytes([8]) * 499)
     with pytest.raises(StreamError, match="timed out"):
         _wait(here, [receive], 0.1)
@@ -229,30 +186,35 @@ def test_a_connection_that_ends_within_its_stripe_is_an_error() -> None:
 
 
 def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> None:
-    ends[0].send(_part(1, b"four"), 1)
+    _send(ends[0], _part(1, b"four"))
     out = bytearray(5)
     with pytest.raises(StreamError, match="5 bytes were to come, and 4 came"):
-        _wait(ends[1], [ends[1].receive(_part(0, out), 1)])
+        _wait(ends[1], [_receive(ends[1], _part(0, out))])
     assert out == bytes(5)
 
 
 def test_a_wait_has_a_deadline(ends: tuple[Streams, Streams]) -> None:
     with pytest.raises(StreamError, match="timed out"):
-        _wait(ends[1], [ends[1].receive(_part(0, bytearray(1)), 1)], 0.01)
+        _wait(ends[1], [_receive(ends[1], _part(0, bytearray(1)))], 0.01)
 
 
 HEADS = {
     "another magic": (HEAD.pack(b"PSHX", bytes(8), 7, 0, 0), "no message of this version"),
     "no magic": (HEAD.pack(b"", bytes(8), 7, 0, 4), "no message of this version"),
-    "a frame's magic for another kind": (HEAD.pack(b"PSFA", bytes(8), 7, 0, 0), "no message of this version"),
-    "a frame of an older version": (HEAD.pack(b"PSH4", bytes(8), 0, 0, 0), "no message of this version"),
-    "a long text": (HEAD.pack(b"PSFA", bytes(8), 0, 1 << 21, 0), "a text of 2097152 bytes"),
+    "an older version": (HEAD.pack(b"PSH4", bytes(8), 0, 0, 0), "no message of this version"),
+    "a long text": (HEAD.pack(AT_ONCE, bytes(8), 2, 1025, 0), "a text of 1025 bytes"),
     "the longest text": (HEAD.pack(AT_ONCE, bytes(8), 7, (1 << 32) - 1, 0), "a text of 4294967295 bytes"),
     "a large body": (HEAD.pack(AT_ONCE, bytes(8), 7, 0, 1 << 62), "there is no memory for 4611686018427387904 bytes"),
     "the largest body": (HEAD.pack(AT_ONCE, bytes(8), 7, 0, (1 << 64) - 1), "there is no memory for"),
-    "a large body of a receive": (HEAD.pack(AT_ONCE, bytes(8), 1, 0, 1 << 62), "4 bytes were to come, and 46116860"),
-    "what nobody asked for": (HEAD.pack(ASKED_FOR, bytes(8), 1, 0, 4), "4 bytes came that nobody had asked for"),
-    "another size announced": (HEAD.pack(ANNOUNCED, bytes(8), 1, 0, 1 << 62), "4 bytes were to come, and 46116860"),
+    "a large body of a receive": (
+        HEAD.pack(AT_ONCE, bytes(8), 2, 9, 1 << 62) + TEXT,
+        "4 bytes were to come, and 46116860",
+    ),
+    "what nobody asked for": (HEAD.pack(ASKED_FOR, bytes(8), 2, 0, 4), "4 bytes came that nobody had asked for"),
+    "another size announced": (
+        HEAD.pack(ANNOUNCED, bytes(8), 2, 9, 1 << 62) + TEXT,
+        "4 bytes were to come, and 46116860",
+    ),
 }
 
 
@@ -262,7 +224,7 @@ def test_hostile_heads_break_the_connection(ends: tuple[Streams, Streams], hosti
     ends[0].sockets[1][0].sendall(head)
     out = bytearray(4)
     with pytest.raises(StreamError, match=words):
-        _wait(ends[1], [ends[1].receive(_part(0, out), 1)])
+        _wait(ends[1], [_receive(ends[1], _part(0, out))])
     assert out == bytes(4)
 
 
@@ -270,8 +232,8 @@ def test_hostile_heads_break_the_connection(ends: tuple[Streams, Streams], hosti
 def three() -> Iterator[tuple[Streams, dict[int, Streams]]]:
     """The connections of rank 0 to ranks 1 and 2, and their ends of these."""
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
-    here = Streams({rank: pair[:1] for rank, pair in pairs.items()}, 0.0)
-    theirs = {rank: Streams({0: pair[1:]}, 0.0) for rank, pair in pairs.items()}
+    here = _streams({rank: pair[:1] for rank, pair in pairs.items()})
+    theirs = {rank: _streams({0: pair[1:]}) for rank, pair in pairs.items()}
     yield here, theirs
     for end in (here, *theirs.values()):
         end.close()
@@ -310,41 +272,14 @@ def test_strangers_hold_nobody_up() -> None:
 def test_who_has_sent_all_may_go(three: tuple[Streams, dict[int, Streams]]) -> None:
     here, theirs = three
     outs = {rank: bytearray(4) for rank in (1, 2)}
-    receives = [here.receive(_part(rank, out), 1) for rank, out in outs.items()]
-    theirs[1].send(_part(0, b"soon"), 1)
+    receives = [_receive(here, _part(rank, out)) for rank, out in outs.items()]
+    _send(theirs[1], _part(0, b"soon"))
     theirs[1].close()
-    later = threading.Timer(0.2, lambda: theirs[2].send(_part(0, b"late"), 1))
+    later = threading.Timer(0.2, lambda: _send(theirs[2], _part(0, b"late")))
     later.start()
     _wait(here, receives)
     assert outs == {1: b"soon", 2: b"late"}
     later.join()
-
-
-def test_who_is_late_is_named_and_not_who_has_come(three: tuple[Streams, dict[int, Streams]]) -> None:
-    here, theirs = three
-    theirs[1].send(_part(0, b"soon"), 1)
-    outs = {rank: bytearray(4) for rank in (1, 2)}
-    receives = [here.receive(_part(rank, out), 1) for rank, out in outs.items()]
-    with pytest.raises(StreamError, match="timed out") as caught:
-        _wait(here, receives, 0.3)
-    assert caught.value.rank == 2
-    theirs[1].send_frames(head_of(b"PSFA", bytes(8), b""), part_of(0, None))
-    with pytest.raises(StreamError, match="timed out") as caught:
-        here.meet(head_of(b"PSFA", bytes(8), b""), True, (*part_of(1, None), *part_of(2, None)), _limit(0.1))
-    assert caught.value.rank == 2
-
-
-def test_whose_body_is_late_in_an_exchange_is_named(three: tuple[Streams, dict[int, Streams]]) -> None:
-    here, theirs = three
-    head, outs = head_of(b"PSFA", bytes(8), b""), {rank: bytearray(400) for rank in (1, 2)}
-    theirs[1].send_frames(head, _part(0, bytearray(400)))
-    cut = bytearray(head)
-    struct.pack_into("<Q", cut, 20, 400)  # the body's bytes, of which a fourth comes
-    theirs[2].sockets[0][0].sendall(cut + bytes(100))
-    received = [each for rank, out in outs.items() for each in _part(rank, out)]
-    with pytest.raises(StreamError, match="timed out") as caught:
-        here.exchange(head, (), received, _limit(0.2))
-    assert caught.value.rank == 2
 
 
 class _Memory(bytearray):
@@ -355,7 +290,7 @@ def test_a_transfer_keeps_its_memory_until_it_is_done(ends: tuple[Streams, Strea
     there, here = ends
     memory = [_Memory(1 << 20) for _ in range(2)]
     alive = [weakref.ref(each) for each in memory]
-    numbers = [there.send(_part(1, memory[0]), 1), here.receive(_part(0, memory[1]), 1)]
+    numbers = [_send(there, _part(1, memory[0])), _receive(here, _part(0, memory[1]))]
     memory.clear()
     assert all(each() is not None for each in alive), "its caller may have been interrupted"
     assert not _in_threads(lambda: _wait(there, numbers[:1]), lambda: _wait(here, numbers[1:]))
@@ -367,31 +302,30 @@ def test_a_connection_with_an_error_lets_go_of_memory(
     ends: tuple[Streams, Streams], end: Callable[[Streams], None]
 ) -> None:
     there, _ = ends
-    memory = [_Memory(1 << 20) for _ in range(4)]
+    memory = [_Memory(1 << 20) for _ in range(3)]
     alive = [weakref.ref(each) for each in memory]
-    there.send(_part(1, memory[0]), 1)
-    there.send_pair(_part(1, memory[1]), 16, b"float32 3")
-    there.receive(_part(1, memory[2]), 1)
+    _send(there, _part(1, memory[0]))
+    _receive(there, _part(1, memory[1]))
     end(there)
-    there.receive(_part(1, memory[3]), 1)
+    number = _receive(there, _part(1, memory[2]))
     memory.clear()
-    there.flush()
-    assert [each() for each in alive] == [None] * 4
+    assert not there.is_done(number)
+    assert [each() for each in alive] == [None] * 3
 
 
-def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dict[int, Streams]]) -> None:
-    here, _ = three
-    out = bytearray(4)
-    failing = threading.Timer(0.1, here.end_sending, args=(1,))
-    failing.start()
-    with pytest.raises(StreamError, match="a call of this rank in this group failed"):
-        _wait(here, [here.receive(_part(1, out), 1)])
-    closing = threading.Timer(0.1, here.close)
-    closing.start()
-    with pytest.raises(StreamError, match="the group was closed"):
-        _wait(here, [here.receive(_part(2, out), 1)])
-    failing.join()
-    closing.join()
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(Streams.end_sending, "a call of this rank in this group failed"), (Streams.close, "the group was closed")],
+)
+def test_a_wait_ends_as_another_thread_closes_or_fails(
+    ends: tuple[Streams, Streams], end: Callable[[Streams], None], words: str
+) -> None:
+    there, _ = ends
+    ending = threading.Timer(0.1, end, args=(there,))
+    ending.start()
+    with pytest.raises(StreamError, match=words):
+        _wait(there, [_receive(there, _part(1, bytearray(4)))])
+    ending.join()
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
@@ -399,29 +333,26 @@ def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    here = Streams({1: [near]}, 0.0)
-    far.sendall(head_of(b"PSFD", bytes(8), b"no"))
-    here.send(_part(1, b"unread"), 1)
+    here, out = _streams({1: [near]}), bytearray(4)
+    far.sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), 4) + TEXT + b"last")
+    _send(here, _part(1, b"unread"))
     far.close()
     deadline = time.monotonic() + LIMIT_S
     while near.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:  # takes it: the next write gets EPIPE
         assert time.monotonic() < deadline
-    head = head_of(b"PSFA", bytes(8), b"yes")
-    here.send_frames(head, _part(1, b"body"))
-    with pytest.raises(FramesDiffer):
-        here.meet(head, True, part_of(1, None), _limit())
-    frame = here.frame(1)
-    assert frame is not None and frame.text == b"no"
+    _send(here, _part(1, b"body"))
+    _wait(here, [_receive(here, _part(1, out))])
+    assert out == b"last"
     with pytest.raises(StreamError, match="closed by peer"):
-        _wait(here, [here.receive(_part(1, bytearray(4)), 1)])
+        _wait(here, [_receive(here, _part(1, bytearray(4)))])
     here.close()
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.01])
 def test_ctrl_c_ends_a_wait_and_leaves_the_connection(spin_s: float) -> None:
     near, far = socket.socketpair()
-    here, out = Streams({1: [near]}, spin_s), bytearray(4)
-    receive = here.receive(_part(1, out), 1)
+    here, out = _streams({1: [near]}, spin_s=spin_s), bytearray(4)
+    receive = _receive(here, _part(1, out))
     killer = threading.Timer(0.1, os.kill, args=(os.getpid(), signal.SIGINT))
     began = time.monotonic()
     killer.start()
@@ -429,7 +360,7 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_connection(spin_s: float) -> None:
         _wait(here, [receive])
     assert time.monotonic() - began < 1.0
     killer.join()
-    far.sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, 4) + b"body")
+    far.sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), 4) + TEXT + b"body")
     _wait(here, [receive])
     assert out == b"body"
     here.close()
@@ -443,15 +374,15 @@ def test_a_forked_child_ends_nothing(ends: tuple[Streams, Streams]) -> None:
         code = 1
         with contextlib.suppress(BaseException):
             try:
-                there.send(_part(1, b"no"), 1)
+                _send(there, _part(1, b"no"))
             except StreamError as error:
                 code = 0 if "forked" in str(error) else 2
             there.close()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    there.send(_part(1, b"still"), 1)
+    _send(there, _part(1, b"still"))
     out = bytearray(5)
-    _wait(here, [here.receive(_part(0, out), 1)])
+    _wait(here, [_receive(here, _part(0, out))])
     assert out == b"still"
 
 
@@ -464,7 +395,7 @@ class _Model:
         self.stream = bytearray()
 
     def add(self, kind: int) -> None:
-        text = self.draw.choice((b"float32 3", b"x" * self.draw.choice((1, 200, 70_000))))
+        text = self.draw.choice((TEXT, b"x" * self.draw.choice((1, 200, 1024))))
         body = self.draw.randbytes(self.draw.choice((0, 1, 31, 500, 65_536 - HEAD.size, 65_536, 90_000)))
         self.sent.setdefault(kind, []).append((text, body))
         self.stream += HEAD.pack(AT_ONCE, bytes(8), kind, len(text), len(body)) + text + body
@@ -475,9 +406,9 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
     """Messages with receives before and after they come, of the texts that are expected and of others."""
     draw = random.Random(seed)
     model, (near, far) = _Model(draw), socket.socketpair()
-    here = Streams({1: [near]}, 0.0)
+    here = _streams({1: [near]})
     for _ in range(25):
-        model.add(16 + 2 * draw.randrange(3))
+        model.add(2 * draw.randrange(3))
     expected: list[tuple[int, bytearray, bytes, bytes]] = []
     to_receive = [(kind, *each) for kind, messages in model.sent.items() for each in messages]
 
@@ -485,7 +416,7 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
         for kind, text, body in to_receive[:count]:
             asked = text if draw.random() < 0.8 else b"another"
             out = bytearray(len(body) if asked == text else 5)
-            expected.append((here.receive_pair(_part(1, out), kind, asked), out, body, text if asked != text else b""))
+            expected.append((here.receive(_part(1, out), kind, asked), out, body, text if asked != text else b""))
         del to_receive[:count]
 
     with near, far:
@@ -497,8 +428,8 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
             with contextlib.suppress(BlockingIOError):
                 cut = draw.choice((1, 31, 32, 33, 1000, 65_536, 200_000))
                 sent += far.send(model.stream[sent : sent + cut])
-            here.functions.wait(here.address, 0, True, *(number for number, *_ in expected))
-            here.flush()
+            if awaited := next((number for number, *_ in expected if not here.is_done(number)), None):
+                here.functions.wait(here.address, 0, awaited)
             with contextlib.suppress(BlockingIOError):  # answers to large messages, as the protocol has them
                 answers += len(far.recv(1 << 20))
             if sent == len(model.stream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
@@ -211,24 +212,33 @@ def test_torch_s_store_says_where_it_is(world: World) -> None:
     assert BoundedStore(prefix).served_by is None and "which the launcher serves" in str(BoundedStore(prefix))
 
 
-def test_torch_s_store_ends_waits_for_a_signal(world: World) -> None:
-    class HandledError(Exception):
-        pass
+class _HandledError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _ended_by_a_handler() -> Iterator[None]:
+    """Checks that the error of a signal's handler ends a wait at once."""
 
     def handle(number: int, frame: object) -> None:
-        raise HandledError
+        raise _HandledError
 
     before = signal.signal(signal.SIGUSR1, handle)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
     try:
         timer.start()
         began = time.monotonic()
-        with pytest.raises(HandledError):
-            for_torch(store_of(world)).get("never")
+        with pytest.raises(_HandledError):
+            yield
         assert time.monotonic() - began < 1.0
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_torch_s_store_ends_waits_for_a_signal(world: World) -> None:
+    with _ended_by_a_handler():
+        for_torch(store_of(world)).get("never")
 
 
 RANK = """
@@ -446,25 +456,10 @@ def test_a_forked_child_has_connections_of_its_own(world: World) -> None:
 
 
 def test_a_signal_handler_ends_a_wait(world: World) -> None:
-    class HandledError(Exception):
-        pass
-
-    def handle(number: int, frame: object) -> None:
-        raise HandledError
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-    try:
-        timer.start()
-        began = time.monotonic()
-        store = store_of(world)
-        with pytest.raises(HandledError):
-            store.get("never")
-        assert time.monotonic() - began < 1.0
-        assert store.num_keys() == 0, "the connection of the wait is gone, and its reply with it"
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
+    store = store_of(world)
+    with _ended_by_a_handler():
+        store.get("never")
+    assert store.num_keys() == 0, "the connection of the wait is gone, and its reply with it"
 
 
 def test_a_world_that_is_met_goes_on_serving(world: World) -> None:

@@ -105,12 +105,11 @@ struct World {
   std::vector<std::int64_t> pids;
 };
 
-std::uint64_t open_group(const World& world, const File& segment, double timeout_s, bool part = false) {
+std::uint64_t open_group(const World& world, const File& segment, double timeout_s) {
   WaitPolicy policy;
   policy.spin_ns = 2000;
   policy.yields = 5;
   auto handle = std::make_shared<Handle>(segment.mapping(), segment.bytes, world.rank, kRanks, policy, timeout_s);
-  if (part) handle->be_part();
   return keep(std::move(handle));
 }
 

@@ -201,11 +201,6 @@ int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, in
   return 1;
 }
 
-// The group is the part on this host of one that spans several. Before its first call.
-void ps_group_be_part(std::uint64_t group) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->be_part();
-}
-
 // Waits of this process in the group end, and its calls fail.
 void ps_group_doom(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
@@ -394,15 +389,6 @@ int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t sha
   });
 }
 
-// As a part of a reduction: see PartFunction.
-int ps_reduce_scatter_part(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
-                           std::size_t inner, int dtype, int op) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return static_cast<HostGroup&>(self).scatter_reduced(out, in, 1, inner, static_cast<Dtype>(dtype),
-                                                         static_cast<ReduceOp>(op), true, timeout_s);
-  });
-}
-
 int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                   std::size_t outer, std::size_t inner_bytes) {
   return with(group, word, shape,
@@ -452,20 +438,6 @@ int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uin
   const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
   return with(group, word, shape,
               [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
-}
-
-// See PartFunction.
-void ps_reduce_part(void* out, const void* const* sources, std::uint64_t wide, int source_count, std::size_t count,
-                    int dtype, int op, int total) {
-  const auto kind = static_cast<Dtype>(dtype);
-  const auto reduction = static_cast<ReduceOp>(op);
-  // A reduction of inputs only, without a division by `total`, has faster kernels.
-  const bool is_whole = wide == 0 && (total != 0 || wide_size_of(kind) == size_of(kind));
-  if (is_whole && reduction != ReduceOp::kAverage) {
-    reduce_function(kind, reduction)(&out, 1, sources, source_count, count);
-  } else {
-    part_function(kind, reduction)(out, sources, wide, source_count, count, total);
-  }
 }
 
 // The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.

@@ -187,7 +187,6 @@ class Handle {
   const Meter& meter() const { return *meter_; }
 
   // See Group; before the handle is used.
-  void be_part() { host_group_.be_part(); }
   void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
   std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // between calls
 
@@ -319,17 +318,18 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// A transfer, under way for as long as this lives; forgotten where it hasn't ended by then.
-class Transfer {
+// Records a transfer as started until this object is destroyed. A transfer that hasn't ended by then is dropped from
+// the records.
+class RecordedTransfer {
  public:
-  Transfer(Served& served, Counted operation, int peer, int method)
+  RecordedTransfer(Served& served, Counted operation, int peer, int method)
       : served_(served), record_(served.begin_transfer(operation, peer, method)) {}
-  ~Transfer() {
+  ~RecordedTransfer() {
     if (record_.ended_s.load(std::memory_order_relaxed) == 0) served_.drop_transfer(record_);
     served_.end_transfer();
   }
-  Transfer(const Transfer&) = delete;
-  Transfer& operator=(const Transfer&) = delete;
+  RecordedTransfer(const RecordedTransfer&) = delete;
+  RecordedTransfer& operator=(const RecordedTransfer&) = delete;
   Record& record() const { return record_; }
 
  private:

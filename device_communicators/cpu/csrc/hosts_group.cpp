@@ -21,14 +21,6 @@ constexpr std::uint64_t kDirectBytes = 64 << 10;  // of a broadcast, what goes f
 constexpr std::size_t kCopiedBytes = 1 << 20;
 constexpr std::uint64_t kPieceBytes = 4 << 20;  // is passed on while the next one is on its way
 
-inline void pause_cpu() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 }  // namespace
 
 // Ends of ranks on other hosts; those of this one are the local group's.

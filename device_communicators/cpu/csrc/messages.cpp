@@ -179,7 +179,7 @@ Outcome receive(Served& served, ToOne from, Read read) {
   if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
   const InTurn<QueueReader> turn{*open};
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
-  const Transfer transfer{served, from.received(), from.rank, from.method};
+  const RecordedTransfer transfer{served, from.received(), from.rank, from.method};
   std::uint64_t bytes = 0;
   const Outcome outcome = read(Reading{*open, open->timeout_s}, 0, &bytes);
   const bool has_come = outcome == Outcome::kDone || (outcome == Outcome::kRaised && bytes != 0);
@@ -249,7 +249,7 @@ Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces,
   const InTurn<QueueWriter> turn{*open};
   if (!turn || !is_free(*open)) return Outcome::kLeft;
   if (!open->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) return Outcome::kNoRoom;
-  const Transfer transfer{served, to.counted(), to.rank, to.method};
+  const RecordedTransfer transfer{served, to.counted(), to.rank, to.method};
   open->end.write(0);
   served.end(transfer.record(), to.counted(), counted_bytes(pieces, heads));
   return Outcome::kDone;
@@ -335,7 +335,7 @@ class TensorTransfer {
   const ToOne other_;
   const Counted counted_;
   const PlainTensor& x_;
-  std::optional<Transfer> transfer_;
+  std::optional<RecordedTransfer> transfer_;
 };
 
 std::shared_ptr<Transfers> transfers_of(Served& served, int rank) {

@@ -15,14 +15,12 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::size_t kHead = 32;  // magic, digest, kind, bytes of the text, bytes of the body, four unused
-constexpr std::size_t kMarks = 12;
-constexpr std::uint32_t kFrame = 0;
+constexpr std::size_t kHead = 32;  // magic, bytes received so far, kind, bytes of the text and the body, four unused
 constexpr char kAtOnce[] = "PSH\1", kAnnounced[] = "PSHA", kAskedFor[] = "PSHB";
 constexpr std::uint64_t kMessageBytes = 256;  // the memory that a kept message takes beside its body
 constexpr std::size_t kBufferBytes = 64 << 10;
-// Enough for the splits of an all_to_all: 16 bytes for each rank of a host and each of a group of up to 256.
-constexpr std::uint32_t kMostTextBytes = 1 << 20;
+constexpr std::uint32_t kMostTextBytes = 1 << 10;
+static_assert(kHead + kMostTextBytes <= kBufferBytes, "a head and its text fit the buffer");
 constexpr std::uint64_t kAnsweredBytes = 64 << 10;  // ANSWERED_BYTES of pairs.py
 constexpr char kNoMemory[] = "there was no memory for a message";
 constexpr int kPiecesAtOnce = 16;
@@ -188,14 +186,6 @@ void Stream::deliver(const Incoming& incoming, const Early& message) {
   all_.part_done(incoming.transfer);
 }
 
-void Stream::take_frame(Transfer* transfer) {
-  has_frame_ = false;
-  if (transfer != nullptr) {
-    reading_ = transfer;
-    expect(transfer->at, transfer->bytes);
-  }
-}
-
 void Stream::expect(char* at, std::uint64_t bytes) {
   in_body_ = true;
   place_ = at;
@@ -289,7 +279,6 @@ bool Stream::read_messages() {
     begin_ = 0;
   }
   if (end_ < buffer_.size()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
-  if (count == 0) return false;  // full of what comes behind a frame that nobody has taken yet
   const ssize_t come = readv(descriptor_, pieces, count);
   if (come <= 0) {
     if (come == 0) fail("Connection closed by peer");
@@ -308,7 +297,7 @@ bool Stream::read_messages() {
 }
 
 void Stream::parse() {
-  while (!has_frame_ && error_.empty()) {
+  while (error_.empty()) {
     if (in_body_) {
       if (awaits_stripes() || begin_ == end_) return;
       consume();
@@ -320,32 +309,13 @@ void Stream::parse() {
     const auto bytes = number_at<std::uint64_t>(head + 20);
     const bool at_once = std::memcmp(head, kAtOnce, 4) == 0, announced = std::memcmp(head, kAnnounced, 4) == 0;
     const bool asked_for = std::memcmp(head, kAskedFor, 4) == 0;
-    const bool is_frame = std::memcmp(head, "PSF", 3) == 0;
-    if (kind == kFrame ? !is_frame : !(at_once || announced || asked_for)) {
-      return fail("what came is no message of this version's");
-    }
+    if (!at_once && !announced && !asked_for) return fail("what came is no message of this version's");
     if (text_bytes > kMostTextBytes) {
       return fail("a text of " + std::to_string(text_bytes) + " bytes was to come, more than there may be");
     }
-    if (end_ - begin_ - kHead < text_bytes) {
-      if (kHead + text_bytes > buffer_.size()) {  // a head and its text must fit
-        std::vector<char> larger(kHead + text_bytes);
-        std::memcpy(&larger[0], &buffer_[begin_], end_ - begin_);
-        buffer_.swap(larger);
-        end_ -= begin_;
-        begin_ = 0;
-      }
-      return;
-    }
+    if (end_ - begin_ - kHead < text_bytes) return;
     std::string text(head + kHead, text_bytes);
     begin_ += kHead + text_bytes;
-    if (kind == kFrame) {
-      has_frame_ = true;
-      frame_.assign(head, kMarks);
-      frame_bytes_ = bytes;
-      frame_text_ = std::move(text);
-      return;
-    }
     received_bytes_ = number_at<std::uint64_t>(head + 4);
     if (announced) {
       const auto message = std::make_shared<Early>(Early{kind, std::move(text), bytes, true, nullptr, true, {}});
@@ -364,7 +334,6 @@ void Stream::parse() {
 // Has an announced body come to its place; that of another message than is expected stays where it is.
 void Stream::ask(Transfer* transfer, std::uint32_t kind, const std::string& text, std::uint64_t bytes) {
   const std::string own = transfer->text;
-  const bool answers = transfer->answers;
   if (text != own) {
     transfer->found = text;
   } else if (transfer->bytes != bytes) {
@@ -373,7 +342,7 @@ void Stream::ask(Transfer* transfer, std::uint32_t kind, const std::string& text
     asked_[kind].push_back(transfer);
     ++receiving_;
   }
-  if (answers) answer(transfer, kind, bytes, true);
+  answer(transfer, kind, bytes, true);
   if (text != own) all_.part_done(transfer);
 }
 
@@ -427,7 +396,7 @@ bool Stream::match(const Incoming& incoming, std::uint32_t kind, const std::stri
     *at = transfer->at;
   }
   taken_bytes_ += bytes + kMessageBytes;
-  if (transfer->answers) answer(transfer, kind, bytes, false);
+  answer(transfer, kind, bytes, false);
   return true;
 }
 
@@ -445,13 +414,13 @@ void Stream::answer(Transfer* transfer, std::uint32_t kind, std::uint64_t bytes,
   if (announced || bytes > kAnsweredBytes) send_at_once(kind + 1, transfer->text, nullptr, 0, nullptr);
 }
 
-void Stream::poll_for(bool reads, std::vector<pollfd>* polled) const {
+void Stream::poll_for(std::vector<pollfd>* polled) const {
   const auto add = [polled](int descriptor, bool sends, bool receives) {
     if (!sends && !receives) return;
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
   };
-  add(descriptor_, !sends_.empty(), reads && !awaits_stripes());
-  for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), reads && stripe.missing > 0);
+  add(descriptor_, !sends_.empty(), !awaits_stripes());
+  for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), stripe.missing > 0);
 }
 
 void Stream::drop_sends() {
@@ -546,59 +515,17 @@ void Streams::part_done(Transfer* transfer) {
   pending_.erase(transfer->number);
 }
 
-bool Streams::await(std::uint64_t number) {
-  const auto found = pending_.find(number);
-  if (found == pending_.end()) return false;
-  found->second.stream->awaited_ = true;
-  return true;
-}
-
-// `await_all` marks the streams that are awaited; it returns kLook to go on, or what came of it.
-template <typename Awaited>
-std::int64_t Streams::run(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all) {
-  std::int64_t now = now_ns();
-  const std::int64_t until = now + slice_ns, spin_until = now + spin_ns_;
-  const Waiting waiting{waiters_};
-  bool late = false;
-  for (;;) {
-    for (const auto& stream : streams_) stream->awaited_ = false;
-    const std::int64_t outcome = await_all();
-    if (outcome != kLook) return outcome;
-    for (const auto& stream : streams_) {
-      const bool matters = stream->awaited_ || (!all && stream->is_sending());
-      if (matters && !stream->error_.empty()) return kFailed - stream->rank;
-    }
-    if (late) {
-      const auto first =
-          std::find_if(streams_.begin(), streams_.end(), [](const auto& each) { return each->awaited_; });
-      late_ = first == streams_.end() ? -1 : (*first)->rank;
-      return kLook;
-    }
-    const bool moved = step(all);
-    now = now_ns();
-    late = now >= until;
-    if (moved || late) continue;
-    if (now < spin_until) {
-      lock.unlock();
-      lock.lock();
-      continue;
-    }
-    if (!sleep(lock, until - now, all)) return kLook;
-  }
-}
-
-// Moves what can be moved without waiting: of all connections, or of those that send or are awaited.
-bool Streams::step(bool all) {
+// Moves what can be moved without waiting.
+bool Streams::step() {
   bool moved = false;
   for (const auto& stream : streams_) {
     if (!stream->error_.empty()) continue;
     const bool sends = stream->is_sending();
-    const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
     if (sends) moved |= stream->write();
     if (stream->is_broken()) {
       stream->read_last();
       moved = true;
-    } else if (reads) {
+    } else if (sends || stream->is_receiving()) {
       moved |= stream->read();
     }
   }
@@ -606,13 +533,11 @@ bool Streams::step(bool all) {
 }
 
 // Returns false if a signal came: Python runs its handler between two slices.
-bool Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all) {
+bool Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns) {
   std::vector<pollfd> polled;
   for (const auto& stream : streams_) {
     if (!stream->error_.empty()) continue;
-    const bool sends = stream->is_sending();
-    const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
-    if (sends || reads) stream->poll_for(reads, &polled);
+    if (stream->is_sending() || stream->is_receiving()) stream->poll_for(&polled);
   }
   if (waiters_ > 1) limit_ns = std::min(limit_ns, kTwoWaitNs);  // another one may move what this one waits for
   lock.unlock();
@@ -622,98 +547,7 @@ bool Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, b
   return !interrupted;
 }
 
-std::int64_t Streams::post_frames(const std::string& head, std::vector<Part>& parts,
-                                  std::vector<std::uint64_t>* numbers) {
-  const std::uint64_t first = numbers_ + 1;
-  for (Part& part : parts) {
-    Stream* const stream = at(part.rank);
-    if (stream == nullptr) return kFailed - part.rank;
-    Transfer* const transfer = make(stream, part);
-    if (numbers != nullptr) numbers->push_back(transfer->number);
-    std::string own = head;
-    std::memcpy(&own[20], &part.bytes, 8);
-    stream->send(std::move(own), part.at, part.bytes, transfer);
-  }
-  return static_cast<std::int64_t>(first);
-}
-
-// kLook until all are there.
-std::int64_t Streams::take_frames(const std::string& head, bool take, std::vector<Part>& parts,
-                                  std::vector<std::uint64_t>* numbers) {
-  bool missing = false;
-  for (Part& part : parts) {
-    Stream* const stream = at(part.rank);
-    if (stream == nullptr) return kFailed - part.rank;
-    if (stream->has_frame()) continue;
-    missing = stream->awaited_ = true;
-  }
-  if (missing) return kLook;
-  for (Part& part : parts) {
-    const Stream& stream = *at(part.rank);
-    if (stream.frame_.compare(0, kMarks, head, 0, kMarks) != 0 || stream.frame_bytes_ != part.bytes) return kDiffer;
-  }
-  if (!take) return 0;
-  const std::uint64_t first = numbers_ + 1;
-  for (Part& part : parts) {
-    Stream& stream = *at(part.rank);
-    Transfer* const transfer = part.bytes == 0 ? nullptr : make(&stream, part);
-    if (numbers != nullptr && transfer != nullptr) numbers->push_back(transfer->number);
-    stream.take_frame(transfer);
-    stream.parse();
-  }
-  return static_cast<std::int64_t>(first);
-}
-
-std::int64_t Streams::send_frames(const std::string& head, std::vector<Part>& parts) {
-  if (is_foreign() || head.size() < kHead) return kFailed;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return post_frames(head, parts, nullptr);
-}
-
-std::int64_t Streams::meet(std::int64_t slice_ns, const std::string& head, bool take, std::vector<Part>& parts) {
-  if (is_foreign() || head.size() < kMarks) return kFailed;
-  std::unique_lock<std::mutex> lock(mutex_);
-  return run(lock, slice_ns, false, [&] { return take_frames(head, take, parts, nullptr); });
-}
-
-std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, std::vector<Part>& sent,
-                               std::vector<Part>& received) {
-  if (is_foreign() || head.size() < kHead) return kFailed;
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (phase_ == Phase::kNone) {
-    exchanged_.clear();
-    const std::int64_t first = post_frames(head, sent, &exchanged_);
-    if (first < 0) return first;
-    phase_ = Phase::kFrames;
-  }
-  const std::int64_t outcome = run(lock, slice_ns, false, [&]() -> std::int64_t {
-    if (phase_ == Phase::kFrames) {
-      const std::int64_t taken = take_frames(head, true, received, &exchanged_);
-      if (taken < 0) return taken;
-      phase_ = Phase::kBodies;
-    }
-    bool missing = false;
-    for (const std::uint64_t number : exchanged_) missing |= await(number);
-    return missing ? kLook : 0;
-  });
-  if (outcome != kLook) phase_ = Phase::kNone;
-  return outcome;
-}
-
-std::int64_t Streams::send(Part& part, std::uint32_t kind) {
-  if (is_foreign()) return kFailed;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Stream* const stream = at(part.rank);
-  if (stream == nullptr) return kFailed - part.rank;
-  Transfer* const transfer = make(stream, part);
-  const std::uint64_t number = transfer->number;
-  stream->send_at_once(kind, {}, part.at, part.bytes, transfer);
-  return static_cast<std::int64_t>(number);
-}
-
-std::int64_t Streams::receive(Part& part, std::uint32_t kind) { return receive_pair(part, kind, {}); }
-
-std::int64_t Streams::send_pair(Part& part, std::uint32_t kind, std::string text) {
+std::int64_t Streams::send(Part& part, std::uint32_t kind, std::string text) {
   if (is_foreign()) return kFailed;
   const std::lock_guard<std::mutex> lock(mutex_);
   Stream* const stream = at(part.rank);
@@ -734,26 +568,41 @@ std::int64_t Streams::send_pair(Part& part, std::uint32_t kind, std::string text
   return static_cast<std::int64_t>(number);
 }
 
-std::int64_t Streams::receive_pair(Part& part, std::uint32_t kind, std::string text) {
+std::int64_t Streams::receive(Part& part, std::uint32_t kind, std::string text) {
   if (is_foreign()) return kFailed;
   const std::lock_guard<std::mutex> lock(mutex_);
   Stream* const stream = at(part.rank);
   if (stream == nullptr) return kFailed - part.rank;
   Transfer* const transfer = make(stream, part, std::move(text));
   const std::uint64_t number = transfer->number;
-  transfer->answers = !transfer->text.empty();
   stream->receive(kind, transfer);
   return static_cast<std::int64_t>(number);
 }
 
-std::int64_t Streams::wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers) {
+std::int64_t Streams::wait(std::int64_t slice_ns, std::uint64_t number) {
   if (is_foreign()) return kFailed;
   std::unique_lock<std::mutex> lock(mutex_);
-  return run(lock, slice_ns, all, [&]() -> std::int64_t {
-    bool missing = false;
-    for (const std::uint64_t number : numbers) missing |= await(number);
-    return missing ? kLook : 0;
-  });
+  std::int64_t now = now_ns();
+  const std::int64_t until = now + slice_ns, spin_until = now + spin_ns_;
+  const Waiting waiting{waiters_};
+  bool late = false;
+  for (;;) {
+    const auto found = pending_.find(number);
+    if (found == pending_.end()) return 0;
+    const Stream& stream = *found->second.stream;
+    if (!stream.error_.empty()) return kFailed - stream.rank;
+    if (late) return kLook;
+    const bool moved = step();
+    now = now_ns();
+    late = now >= until;
+    if (moved || late) continue;
+    if (now < spin_until) {
+      lock.unlock();
+      lock.lock();
+      continue;
+    }
+    if (!sleep(lock, until - now)) return kLook;
+  }
 }
 
 bool Streams::move() {
@@ -761,7 +610,7 @@ bool Streams::move() {
   const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   if (!lock || waiters_ > 0) return false;
   try {
-    return step(true);
+    return step();
   } catch (const std::bad_alloc&) {
     for (const auto& stream : streams_) stream->fail(kNoMemory);
     return false;
@@ -774,12 +623,6 @@ bool Streams::has_left() {
   return std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) {
     return stream->error_.empty() && (stream->is_sending() || stream->is_receiving());
   });
-}
-
-void Streams::flush() {
-  if (is_foreign()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& stream : streams_) stream->write();
 }
 
 std::vector<void*> Streams::take_owners() {
@@ -801,16 +644,10 @@ std::vector<void*> Streams::take_owners() {
   return std::exchange(owners_, {});
 }
 
-int Streams::late() {
+bool Streams::is_done(std::uint64_t number) {
+  if (is_foreign()) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return late_;
-}
-
-int Streams::rank_of(std::uint64_t number) {
-  if (is_foreign()) return -1;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = pending_.find(number);
-  return found == pending_.end() ? -1 : found->second.stream->rank;
+  return pending_.find(number) == pending_.end();
 }
 
 std::string Streams::found(std::uint64_t number) {
@@ -821,18 +658,6 @@ std::string Streams::found(std::uint64_t number) {
   std::string text = std::move(entry->second);
   found_.erase(entry);
   return text;
-}
-
-// Magic, digest, bytes of the body, and the text.
-bool Streams::frame(int rank, std::string* out) {
-  if (is_foreign()) return false;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const Stream* const stream = at(rank);
-  if (stream == nullptr || !stream->has_frame()) return false;
-  out->assign(stream->frame_);
-  out->append(reinterpret_cast<const char*>(&stream->frame_bytes_), 8);
-  out->append(stream->frame_text_);
-  return true;
 }
 
 std::string Streams::error(int rank) {
@@ -848,13 +673,10 @@ void Streams::fail(const std::string& error) {
   for (const auto& stream : streams_) stream->fail(error);
 }
 
-void Streams::end_sending(int rank) {
+void Streams::end_sending() {
   if (is_foreign()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  phase_ = Phase::kNone;
-  for (const auto& stream : streams_) {
-    if (rank < 0 || stream->rank == rank) stream->end_sending();
-  }
+  for (const auto& stream : streams_) stream->end_sending();
 }
 
 void Streams::close() {

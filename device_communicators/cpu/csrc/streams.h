@@ -1,5 +1,5 @@
-// Messages over TCP connections between ranks on different hosts. What a message is, what is announced and what comes
-// early is told in device_communicators/hierarchical/streams.py.
+// Messages over TCP connections between ranks on different hosts. device_communicators/cpu/streams.py describes
+// messages, announcements, and bodies that arrive before their receive.
 //
 // Descriptors are the caller's, who closes them after `close`. The memory of a body is its owner's, an object of Python
 // that a transfer has until it is done, or its connection has an error: from then on nobody touches it. What callers do
@@ -27,12 +27,11 @@ namespace parallel_state {
 
 struct Transfer {
   std::uint64_t number = 0;
-  std::string text;   // of the call, which both ends must have; of a leader's empty
+  std::string text;   // of the call; both ends must have the same
   std::string found;  // the other one's, where that differs
   char* at = nullptr;
   std::uint64_t bytes = 0;
   void* owner = nullptr;   // of Python; null for none
-  bool answers = false;    // a receive that tells its sender its call, unless the message is small
   bool announced = false;  // a send without its body
   int left = 0;            // what has yet to be written or read of it
 };
@@ -60,7 +59,6 @@ class Stream {
 
   bool is_sending() const { return !sends_.empty() || striped_ > 0; }
   bool is_receiving() const { return receiving_ > 0; }
-  bool has_frame() const { return has_frame_; }
   bool is_broken() const { return !broken_.empty(); }
   void fail(std::string error) {
     if (error_.empty()) error_ = std::move(error);
@@ -78,8 +76,7 @@ class Stream {
   std::string head_of(const char* magic, std::uint32_t kind, const std::string& text, std::uint64_t bytes) const;
   void send_at_once(std::uint32_t kind, const std::string& text, const char* body, std::uint64_t bytes, Transfer*);
   void receive(std::uint32_t kind, Transfer* transfer, bool is_answer = false);
-  void take_frame(Transfer* transfer);  // null for one without a body
-  void poll_for(bool reads, std::vector<pollfd>* polled) const;
+  void poll_for(std::vector<pollfd>* polled) const;
   void end_sending();
   void close();
   void forget();  // after an error: where bodies come from and go to
@@ -151,11 +148,6 @@ class Stream {
   Transfer* reading_ = nullptr;  // the receive that it is of
   bool counted_ = false;         // whether that is one of `receiving_`
   Message early_;                // whose body is being read
-  bool has_frame_ = false;
-  std::string frame_;  // magic and digest
-  std::string frame_text_;
-  std::uint64_t frame_bytes_ = 0;
-  bool awaited_ = false;  // by whoever has the lock, and until it is given up
 };
 
 struct Part {
@@ -169,43 +161,29 @@ class Streams final : public Movable, public std::enable_shared_from_this<Stream
  public:
   // What came of a call, where it isn't a number from 0 on.
   static constexpr std::int64_t kLook = -1;    // a slice of time has passed
-  static constexpr std::int64_t kDiffer = -2;  // a frame isn't that of this call: see `frame`
-  static constexpr std::int64_t kFailed = -4;  // less the rank whose connection has an error
+  static constexpr std::int64_t kFailed = -2;  // less the rank whose connection has an error
 
   // Bodies from `striped_bytes` on are striped, where there is more than one connection.
   Streams(std::int64_t spin_ns, std::uint64_t striped_bytes);
   void add(int rank, int descriptor, std::uint64_t early_bytes);
   void add_stripe(int rank, int descriptor);  // the other side has it in the same place
 
-  // Sends each part behind a head of this call: returns the first of the transfers' numbers, which are consecutive.
-  std::int64_t send_frames(const std::string& head, std::vector<Part>& parts);
-  // Waits for the frames of the parts' ranks, and compares them with `head`; if `take`, receives their bodies.
-  std::int64_t meet(std::int64_t slice_ns, const std::string& head, bool take, std::vector<Part>& parts);
-  // Both, and waits for all of it. Called again after a slice, with the same, it goes on.
-  std::int64_t exchange(std::int64_t slice_ns, const std::string& head, std::vector<Part>& sent,
-                        std::vector<Part>& received);
-  std::int64_t send(Part& part, std::uint32_t kind);
-  std::int64_t receive(Part& part, std::uint32_t kind);
-  std::int64_t send_pair(Part& part, std::uint32_t kind, std::string text);
-  std::int64_t receive_pair(Part& part, std::uint32_t kind, std::string text);
-  // Moves what can be moved until the transfers are done: of the connections that they are of, and that send; if `all`,
-  // of all.
-  std::int64_t wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers);
+  // Both return the number of a transfer.
+  std::int64_t send(Part& part, std::uint32_t kind, std::string text);
+  std::int64_t receive(Part& part, std::uint32_t kind, std::string text);
+  // Moves data of all connections until the transfer is done, which returns 0.
+  std::int64_t wait(std::int64_t slice_ns, std::uint64_t number);
   bool move() override;  // what nobody waits for
   bool has_left() override;
-  void flush();
 
   // The owners that no transfer needs any more.
   std::vector<void*> take_owners();
   bool is_foreign() const;  // whether this is a forked process's copy, of which all calls are refused
-  int late();               // the lowest rank that the last call waited for in vain
-  int rank_of(std::uint64_t number);
+  bool is_done(std::uint64_t number);
   std::string found(std::uint64_t number);
-  bool frame(int rank, std::string* out);
-  void take_frame(int rank);
   std::string error(int rank);
   void fail(const std::string& error);
-  void end_sending(int rank);  // -1: of all
+  void end_sending();
   void close();
   void facts(int rank, std::uint64_t* out);
 
@@ -219,32 +197,23 @@ class Streams final : public Movable, public std::enable_shared_from_this<Stream
     Stream* stream;
   };
   Stream* at(int rank);
-  Transfer* make(Stream* stream, Part& part, std::string text = {});
+  Transfer* make(Stream* stream, Part& part, std::string text);
   void part_done(Transfer* transfer);
-  bool await(std::uint64_t number);  // false where it is done
-  std::int64_t post_frames(const std::string& head, std::vector<Part>& parts, std::vector<std::uint64_t>* numbers);
-  std::int64_t take_frames(const std::string& head, bool take, std::vector<Part>& parts,
-                           std::vector<std::uint64_t>* numbers);
-  template <typename Awaited>
-  std::int64_t run(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all);
-  bool step(bool all);
-  bool sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all);
+  bool step();
+  bool sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns);
 
   std::mutex mutex_;
   const std::int64_t spin_ns_;
   const std::uint64_t striped_bytes_;
   const int generation_;
-  std::vector<std::unique_ptr<Stream>> streams_;  // ascending by rank
+  std::vector<std::unique_ptr<Stream>> streams_;
   std::vector<Stream*> by_rank_;
   Matcher<Stream::Incoming, Stream::Message> matcher_{0};  // tags are the messages' kinds
   std::unordered_map<std::uint64_t, Pending> pending_;
   std::unordered_map<std::uint64_t, std::string> found_;
   std::uint64_t numbers_ = 0;
   std::vector<void*> owners_;  // to be let go
-  int late_ = -1;
   int waiters_ = 0;
-  enum class Phase { kNone, kFrames, kBodies } phase_ = Phase::kNone;  // of the exchange
-  std::vector<std::uint64_t> exchanged_;
 };
 
 }  // namespace parallel_state

@@ -1,5 +1,5 @@
 // How big the slots are, at which sizes one way of doing a collective hands over to the next, and how a large one is
-// cut. The figures are from benchmarks/kernels.py; where each comes from is said beside it.
+// cut. The values were measured.
 #pragma once
 
 #include <algorithm>

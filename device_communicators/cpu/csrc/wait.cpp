@@ -25,14 +25,6 @@ constexpr std::int64_t kStrangerNs = 1'000'000;  // a yield this long has let in
 constexpr int kLeastWaryWaits = 8;
 constexpr int kMostWaryWaits = 512;
 
-inline void pause_cpu() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // The kernel compares 32 bits: those of the counter that change first.
 std::uint32_t* futex_word(std::atomic<std::uint64_t>& value) {
   auto* word = reinterpret_cast<std::uint32_t*>(&value);

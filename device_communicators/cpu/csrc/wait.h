@@ -17,7 +17,7 @@ class SideWork {
   virtual bool advance() = 0;
 };
 
-// How long a wait spins and yields before it sleeps. Measured (benchmarks/kernels.py): with a core for each
+// How long a wait spins and yields before it sleeps. Measured: with a core for each
 // rank 100-200 us of spinning beat everything; with more ranks than cores a spinning rank holds the core that the rank
 // it waits for needs, so at most a few us, then some yields.
 struct WaitPolicy {
@@ -101,5 +101,14 @@ bool waits_gently();
 constexpr std::int64_t kGentleSpinNs = 2'000;
 
 std::int64_t now_ns();
+
+// Between two reads of a spinning thread: leaves the core's resources to its sibling for some cycles.
+inline void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 }  // namespace parallel_state

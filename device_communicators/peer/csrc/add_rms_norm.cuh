@@ -1,5 +1,5 @@
 // all_reduce, add and RMS norm in one kernel, by push, for few rows: y = round(round(sum of input) + residual) and
-// round(y / rms(y) * weight), or that quantised to float8. The numerics are those of norms.py.
+// round(y / rms(y) * weight), or that quantised to float8. The numerics are those of calls/reductions.py.
 //
 // A row is shared by a *team* of neighbouring blocks, so that each thread has one pair of it and each epoch carries a
 // whole row: its data is on the way once, at the latency of one push, however long the row is. Every rank computes all
@@ -275,7 +275,7 @@ __device__ __forceinline__ void add_rms_norm(const Call& call) {
   const u32 pairs = static_cast<u32>(pieces_of(u64{call.hidden} * T::BYTES, PAIR_BYTES));
   const u32 members = static_cast<u32>(pieces_of(pairs, PART_PACKETS));
   const u32 teams = gridDim.x / members, team = blockIdx.x / members;
-  if (teams == 0) trap();  // a grid that isn't of cuda_call.py's making, whose result would be nothing
+  if (teams == 0) trap();  // a grid that isn't of kernels.py's making, whose result would be nothing
   if (team < teams && team < call.rows) {
     with_ranks(call.size, [&](auto ranks) { norm_rows<T, NORM>(call, ranks, pairs, members, team, teams); });
   }

@@ -26,7 +26,7 @@
 // of a phase that a kernel doesn't use, keep the numbers of older epochs. 32 bits come round after 2^32 epochs, which
 // is days of decoding, so what is old is cleared before (clear_next_slot), twice every 2^30 epochs.
 //
-// Blocks spin, so all of a grid must be on the device at once: the host launches no more than fit (cuda_kernels.py).
+// Blocks spin, so all of a grid must be on the device at once: the host launches no more than fit (kernels.py).
 // Other kernels on the device only delay that, as long as they end by themselves; kernels of other processes take turns
 // with this one as a whole.
 //

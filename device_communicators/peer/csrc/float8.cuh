@@ -8,7 +8,7 @@
 namespace parallel_state {
 
 constexpr float FLOAT8_MAX = 448.0f;
-constexpr float MIN_TOKEN_SCALE = 1.0f / (448.0f * 512.0f);  // as norms.py has it
+constexpr float MIN_TOKEN_SCALE = 1.0f / (448.0f * 512.0f);  // MIN_SCALE of calls/reductions.py
 
 // To nearest, ties to even; what is beyond ±448 becomes that, infinities too; NaN stays NaN.
 __device__ __forceinline__ u32 float8_of_float(float value) {

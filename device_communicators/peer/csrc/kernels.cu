@@ -1,4 +1,4 @@
-// The translation unit of all kernels: their names, as the host looks them up (cuda_call.py). Not run on a GPU.
+// The translation unit of all kernels: their names, as the host looks them up (kernels.py). Not run on a GPU.
 #include "add_rms_norm.cuh"
 #include "gather_scatter.cuh"
 #include "push.cuh"

@@ -15,31 +15,34 @@ import contextlib
 import functools
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, InvalidArgumentError
+from device_communicators.base.member import GroupMember
 from device_communicators.calls.user_call import begin_sending, handler_error
 from device_communicators.calls.work import TransferError
-from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams, part_of
+from device_communicators.cpu.streams import SLICE_S, StreamError, Streams, part_of
 from device_communicators.liveness.health import NOTICE_S
-from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.failures import died
 
 ANSWERED_BYTES = 64 << 10
 """`kAnsweredBytes` of csrc/streams.cpp."""
-_FIRST_KIND = 16
-MOST_TAG = ((1 << 32) - 1 - _FIRST_KIND) // 2
-"""A message and its answer have kinds of 32 bits of their own for each tag."""
+MOST_TAG = (1 << 31) - 1
+"""Each tag has two kinds of 32 bits: one for messages, one for their answers."""
 
 
 class Pairs:
     """This rank's ends of a group's connections; they go with the group."""
 
-    def __init__(self, context: GroupContext, streams: Streams) -> None:
-        self.context = context
+    def __init__(
+        self, members: GroupMember, streams: Streams, died: Callable[[str, float], CommunicationError | None]
+    ) -> None:
+        """`died`: returns the error of a call, from its operation and start, if ranks have died; else None."""
+        self.members = members
         self.streams = streams
+        self.died = died
         self._inside: dict[int, str] = {}
         """By thread: the operation that it is in."""
 
@@ -63,7 +66,7 @@ class Pairs:
         """Refuses a handler of this thread's signals."""
         thread = threading.get_ident()
         if thread in self._inside:
-            raise handler_error(operation, str(self.context), self._inside[thread])
+            raise handler_error(operation, str(self.members), self._inside[thread])
         self._inside[thread] = operation
 
     def exit(self, failure: BaseException | None) -> None:
@@ -106,7 +109,7 @@ class PairTransfer:
     def __init__(self, pairs: Pairs, x: Tensor, peer: int, tag: int, operation: str) -> None:
         if not 0 <= tag <= MOST_TAG:
             raise InvalidArgumentError(
-                f"the tag of a {operation} on {pairs.context} must be from 0 to {MOST_TAG}, but is {tag}"
+                f"the tag of a {operation} on {pairs.members} must be from 0 to {MOST_TAG}, but is {tag}"
             )
         begin_sending()
         self._pairs = pairs
@@ -115,9 +118,9 @@ class PairTransfer:
         self._text = _text_of(x.dtype, x.numel())
         self._found = b""
         self._has_failed = False
-        start = pairs.streams.send_pair if operation == "send" else pairs.streams.receive_pair
+        start = pairs.streams.send if operation == "send" else pairs.streams.receive
         try:
-            self._number = start(part_of(peer, x), _FIRST_KIND + 2 * tag, self._text)
+            self._number = start(part_of(peer, x), 2 * tag, self._text)
         except StreamError as error:  # the connection was closed; the wait says so
             self._number, self._has_failed = 0, True
             self._error = error
@@ -134,38 +137,40 @@ class PairTransfer:
     def run_in_this_thread(self) -> None:
         """Sees it to its end without a deadline, for who keeps its tensor; errors are the wait's."""
 
+        started = time.monotonic()
+
         def limit() -> float:
-            if self._pairs.context.deaths():
-                raise StreamError("a rank has ended", self._peer)
+            if self._pairs.died(self.operation, started):
+                raise StreamError("a rank has ended")
             return SLICE_S
 
         with contextlib.suppress(StreamError):
-            self._pairs.streams.wait((self._number,), limit, True)
+            self._pairs.streams.wait(self._number, limit)
 
     def wait(self) -> None:
         with _Inside(self._pairs, self.operation):
             self.wait_inside()
 
     def wait_inside(self) -> None:
-        context, started, noticed = self._pairs.context, time.monotonic(), 0.0
-        deadline = started + context.timeout_s
+        died, started, noticed = self._pairs.died, time.monotonic(), 0.0
+        deadline = started + self._pairs.members.timeout_s
 
         def limit() -> float:
             nonlocal noticed
             now = time.monotonic()
-            if context.deaths():
+            if death := died(self.operation, started):
                 noticed = noticed or now  # what the dead rank sent before may still be on its way
                 if now - noticed > NOTICE_S:
-                    raise died(context, self.operation, started)
+                    raise death
             return deadline - now
 
         try:
             if self._has_failed:
                 raise self._error
-            self._pairs.streams.wait((self._number,), limit, True)
+            self._pairs.streams.wait(self._number, limit)
         except StreamError as error:
-            if context.deaths():
-                raise died(context, self.operation, started) from error
+            if death := died(self.operation, started):
+                raise death from error
             self._pairs.end_sending()  # as the group can't be used further: others needn't wait for their deadline
             raise TransferError(str(error), self._peer) from error
         self._found = self._found or self._pairs.streams.found(self._number)
@@ -173,16 +178,16 @@ class PairTransfer:
             raise self._mismatch(self._found)
 
     def _mismatch(self, found: bytes) -> CollectiveMismatchError:
-        context = self._pairs.context
-        peer, other = context.ranks[self._peer], "recv" if self.operation == "send" else "send"
-        return context.failure(
+        members = self._pairs.members
+        peer, other = members.ranks[self._peer], "recv" if self.operation == "send" else "send"
+        return members.failure(
             CollectiveMismatchError,
-            f"{self.operation} of {context} met another call: this rank is in {_in_words(self.operation, self._text)}, "
+            f"{self.operation} of {members} met another call: this rank is in {_in_words(self.operation, self._text)}, "
             f"and global rank {peer} in {_in_words(other, found)}. Nothing was written. The group can't be used "
             "further; give the receiving rank the shape and dtype that are sent, and receive in the order of the sends",
             self.operation,
             suspect_ranks=[peer],
-            timeout_s=context.timeout_s,
+            timeout_s=members.timeout_s,
         )
 
 
