@@ -1,7 +1,7 @@
 """Warnings and notes on a layout. Each check is a function in `CHECKS`.
 
-A *warning* is a problem that one should fix. A *note* explains an effect of the layout. These are normal and get neither:
-a pipeline over nodes, data-parallel groups over nodes, one node that isn't full.
+A *warning* is a problem to fix. A *note* explains an effect of the layout. These are normal and get neither: a pipeline
+over nodes, data-parallel groups over nodes, one node that isn't full.
 """
 
 from __future__ import annotations
