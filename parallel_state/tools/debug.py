@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("folder", type=Path, nargs="?", help="the ranks' records: PARALLEL_STATE_DEBUG_DIR")
     which.add_argument(
-        "--live", metavar="PID|JOB", help="ask the ranks of a running job, without stopping them; PID of a rank on this "
-        "host or of its launcher, or the job's id (SLURM, torchrun, MPI)",
+        "--live", metavar="PID|JOB", help="ask the ranks of a running job, without stopping them: PID of a rank "
+        "here or of its launcher, or the job's id (SLURM, torchrun, MPI)",
     )  # fmt: skip
     which.add_argument(
         "--replay", metavar="FILE", type=Path, help="run the control plane's core on the events in a "
