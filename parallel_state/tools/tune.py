@@ -50,7 +50,7 @@ from parallel_state.tools.output import require_writable
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
-"""Names of candidates: the communicator that is used without our kernels; torch's group, if that isn't the same."""
+"""Names of candidates: the communicator that is used without peer memory; torch's group, if that is another one."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -89,7 +89,7 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Returns the fused norm's sum. The norm isn't checked here: its last bits vary, and group creation has proven it."""
+    """Returns the fused norm's sum. The norm itself isn't checked: its last bits vary, and group creation proved it."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
