@@ -69,7 +69,7 @@ _UNBOUNDED: dict[str, Any] = {
     "arch": "any",
     "world_size": 8,
     "measured": False,
-    "source": "for who measures them",
+    "source": "for measurements only",
 }
 UNBOUNDED = Thresholds(**_UNBOUNDED)
 Times = Mapping[int, Mapping[str, float]]
@@ -110,7 +110,7 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
     for each in route:
         if each.name != "peer_memory" and each.refusal(request) is None:
             return each
-    raise TuneError(f"there is nothing to compare with: no communicator carries tensors on {device_type}")
+    raise TuneError(f"nothing to compare with: no other communicator supports {device_type} tensors")
 
 
 class Tuning:
@@ -277,7 +277,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
     ranks = conditions.world_size
     for operation in ORDERS:
         if not any(times.get(operation, {}).values()):
-            raise TuneError(f"no row is written: nothing was measured of {operation} on {ranks} ranks")
+            raise TuneError(f"no row is written: {operation} on {ranks} ranks has no measured times")
     bounds = {operation: boundaries(times[operation], order) for operation, order in ORDERS.items()}
     sums, gather, scatter = (bounds[name] for name in ("all_reduce", "all_gather", "reduce_scatter"))
     ratios = [math.log(us[OTHER] / us[TORCHS]) for us in times["all_reduce"].values() if {OTHER, TORCHS} <= us.keys()]

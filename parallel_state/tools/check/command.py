@@ -6,8 +6,8 @@
     python -m parallel_state check --rank 0 --size 4 --local-rank 0 --address n1:20000     by hand, once for each rank
 
 Checks launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks. Measures the links
-between hosts, then starts the layout and sends traffic through all of its groups. Each finding has a cause, a reason
-why it matters, and a fix. Under a launcher one rank prints the report for all.
+between hosts, then starts the layout and sends traffic through all of its groups. Each finding says what was found,
+why it matters, and what to do. Under a launcher one rank prints the report for all.
 
 The exit code is the same on every rank: 0 without warnings or errors, 1 with warnings, 2 with errors (also for invalid
 options).
@@ -185,7 +185,7 @@ def _not_launched(ranks: int, options: Options, error: ParallelStateError, began
 
 
 def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Writes the report of the leader. Ranks that met no other write theirs to stderr, one per host."""
+    """Writes the leader's report. Ranks that couldn't reach the others write theirs to stderr, one per host."""
     report = outcome.report
     if report is None:
         return

@@ -60,13 +60,13 @@ class Evidence:
     def host(self, facts: Facts) -> str:
         return self._names.get(facts.host_key, facts.network.hostname)
 
-    def of(self, number: int) -> Facts:
+    def facts_of(self, number: int) -> Facts:
         return self.arrivals[number - 1]
 
     def host_of(self, number: int) -> str:
-        return self.host(self.of(number))
+        return self.host(self.facts_of(number))
 
-    def on(self, hosts: Iterable[str]) -> list[Facts]:
+    def facts_on(self, hosts: Iterable[str]) -> list[Facts]:
         return [facts for name in hosts for facts in self.hosts[name]]
 
     @cached_property
@@ -170,8 +170,8 @@ def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> I
     """Yields key, value and the median of all values for each outlier among positive values.
 
     An outlier differs from the median by a factor of more than `ratio` (twice that with fewer than four values), and by
-    more than three standard deviations. The deviations are those of logarithms, estimated from the median absolute
-    deviation, which few outliers don't change. Of two values the better one is the reference.
+    more than three standard deviations. The deviation is that of logarithms, estimated from the median absolute
+    deviation, which is robust to a few outliers. Of two values the better one is the reference.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return

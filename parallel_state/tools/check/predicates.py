@@ -204,7 +204,7 @@ def shared_addresses(evidence: Evidence) -> Iterator[Match]:
     for address, names in grouped(usable, lambda name: networks[name].gloo_address).items():
         if len(names) > 1 and evidence.spans_hosts:
             chosen = ", ".join(f"{networks[name].gloo_interface} on {name}" for name in names)
-            yield Match(evidence.on(names), address=address, chosen=chosen)
+            yield Match(evidence.facts_on(names), address=address, chosen=chosen)
 
 
 def missing_interfaces(evidence: Evidence) -> Iterator[Match]:
@@ -221,7 +221,7 @@ def missing_interfaces(evidence: Evidence) -> Iterator[Match]:
 
 
 def bridges(evidence: Evidence) -> Iterator[Match]:
-    reached = [evidence.of(link.target) for link in evidence.links if not link.problem]
+    reached = [evidence.facts_of(link.target) for link in evidence.links if not link.problem]
     for ranks in evidence.hosts.values():
         facts = ranks[0]
         if not evidence.spans_hosts or any(facts is other for other in reached):
@@ -259,14 +259,14 @@ def different_networks(evidence: Evidence) -> Iterator[Match]:
     usual = by_value({name: " ".join(sorted(each)) for name, each in nets.items()})
     odd = list(usual.values())[-1] if len(usual) < len(nets) else list(nets)
     # Without a common network this is usually one routed network per rack, which is as good.
-    yield Match(evidence.on(odd), networks=words + hint, severity="" if common else INFO)
+    yield Match(evidence.facts_on(odd), networks=words + hint, severity="" if common else INFO)
 
 
 def different_mtus(evidence: Evidence) -> Iterator[Match]:
     chosen = {name: str(each.mtu) for name, each in _chosen(evidence).items() if each.mtu and each.kind != "loopback"}
     mtus = by_value(chosen)
     if len(mtus) > 1:
-        yield Match(evidence.on(list(mtus.values())[-1]), mtus=mtus)
+        yield Match(evidence.facts_on(list(mtus.values())[-1]), mtus=mtus)
 
 
 def slower_interfaces(evidence: Evidence) -> Iterator[Match]:
@@ -304,14 +304,14 @@ _LATENCY_US = 300.0
 _NOMINAL = 0.1
 _GIGABIT = 0.9e9 / 8
 _LOSS = 0.012
-"""A queue that overflows for a moment loses a smaller share in the better of two runs."""
+"""Share of retransmitted packets in both of two runs. A queue that overflows for a moment loses less."""
 _FEW_SEGMENTS = 200
 
 
 def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
     """Returns a match for the link between two arrivals."""
     way = f"the link from {evidence.host_of(source)} to {evidence.host_of(target)}"
-    return Match([evidence.of(source), evidence.of(target)], **{"way": way, **words})
+    return Match([evidence.facts_of(source), evidence.facts_of(target)], **{"way": way, **words})
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
@@ -331,7 +331,7 @@ def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
             continue  # both directions are one finding
         state = "works" if back in working else "fails, too" if back in failed else ""
         works = f" (the other direction {state})" if state else ""
-        ends = [evidence.of(number).network for number in (link.source, link.target)]
+        ends = [evidence.facts_of(number).network for number in (link.source, link.target)]
         words = " and ".join(f"{end.gloo_interface} {end.gloo_address} on {end.hostname}" for end in ends)
         way = f"from {source} to {target}{works}"
         yield _about(evidence, link.source, link.target, way=way, problem=link.problem, ends=words)
@@ -348,7 +348,7 @@ def _expected_speeds(evidence: Evidence) -> dict[tuple[int, int], str]:
     odd = outliers(speeds, _SLOW, high=False)
     found = {pair: f"the median of all links is {rate(middle)}" for pair, _, middle in odd}
     for pair, speed in speeds.items():
-        facts = evidence.of(pair[0])
+        facts = evidence.facts_of(pair[0])
         chosen = interface_of(facts, facts.network.gloo_interface)
         nominal = (chosen.speed_mbit if chosen else 0) * 1e6 / 8
         if pair not in found and nominal and speed < _NOMINAL * nominal:
@@ -400,7 +400,7 @@ def clocks(evidence: Evidence) -> Iterator[Match]:
         offsets = {name: left for name, each in offsets.items() if (left := [one for one in each if one[1] != host])}
         yield Match(evidence.hosts[host], clock=host, offset=_offset(offset), other=other)
     for number, measured in evidence.measured.items():
-        facts = evidence.of(number)
+        facts = evidence.facts_of(number)
         offset_s = measured.clock_offset_s
         if offset_s is not None and not -_CLOCK_S < offset_s < _LATE_PLAN_S and not reported:
             clock = f"rank {facts.place.rank}"
@@ -594,7 +594,7 @@ def slow_cores(evidence: Evidence) -> Iterator[Match]:
     runs = {number: runs_of(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(run.best_ms for run in each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
-        yield Match([evidence.of(number)], took_ms=took_ms, middle_ms=middle_ms)
+        yield Match([evidence.facts_of(number)], took_ms=took_ms, middle_ms=middle_ms)
 
 
 def throttled(evidence: Evidence) -> Iterator[Match]:
@@ -602,7 +602,7 @@ def throttled(evidence: Evidence) -> Iterator[Match]:
     periods = {number: sum(run.throttled for run in runs_of(evidence, number)) for number in every}
     stopped = [number for number in every if periods[number] >= _THROTTLED]
     for numbers in grouped(stopped, evidence.host_of).values():
-        yield Match([evidence.of(number) for number in numbers], periods=max(map(periods.__getitem__, numbers)))
+        yield Match([evidence.facts_of(number) for number in numbers], periods=max(map(periods.__getitem__, numbers)))
 
 
 # GPUs.
@@ -665,18 +665,20 @@ def failures(evidence: Evidence, starting: bool) -> Iterator[Match]:
     """Yields, per stage, the lowest rank's error and the number of other ranks with errors."""
     failed = {number: each for number, each in evidence.traffic.items() if each.problem}
     for stage, numbers in grouped(failed, lambda number: failed[number].stage).items():
-        first = min(numbers, key=lambda number: evidence.of(number).place.rank)
+        first = min(numbers, key=lambda number: evidence.facts_of(number).place.rank)
         more = f" (other ranks with errors: {len(numbers) - 1})" if len(numbers) > 1 else ""
-        rank, problem = evidence.of(first).place.rank, failed[first].problem
+        rank, problem = evidence.facts_of(first).place.rank, failed[first].problem
         if (stage in ("init_distributed_environment", "initialize_model_parallel")) == starting:
-            yield Match([evidence.of(each) for each in numbers], stage=stage, rank=rank, problem=problem, more=more)
+            yield Match(
+                [evidence.facts_of(each) for each in numbers], stage=stage, rank=rank, problem=problem, more=more
+            )
 
 
 def wrong_answers(evidence: Evidence) -> Iterator[Match]:
     for number, traffic in evidence.traffic.items():
         for group in traffic.groups:
             if group.wrong:
-                yield Match([evidence.of(number)], within=group)
+                yield Match([evidence.facts_of(number)], within=group)
 
 
 def slow_groups(evidence: Evidence) -> Iterator[Match]:

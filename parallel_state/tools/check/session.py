@@ -174,7 +174,7 @@ class Session:
             self.began = max(self.began, time.monotonic() + left_s - self.options.timeout_s)
         plan = meeting.take("plan", Plan, max(self._until(0.6), time.monotonic() + 2.0))
         if plan is None:
-            return self._alone(finding("rank-lost", "the rank that leads gave no answer any more"))
+            return self._alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
         if meeting.arrival > len(plan.arrivals):  # this rank arrived too late; the report names it
             return self._receive_exit_code()
         meeting.put(f"measured/{meeting.arrival}", self._measure(plan))
@@ -186,7 +186,7 @@ class Session:
     def _receive_exit_code(self) -> Outcome:
         exit_code = self.meeting.take("end", int, self.deadline)
         if exit_code is None:
-            return self._alone(finding("rank-lost", "the rank that leads gave no answer any more"))
+            return self._alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
         with contextlib.suppress(dist.DistError):  # the serving rank may exit once all have the exit code
             self.meeting.meet("heard", 1, 0, time.monotonic())
         return Outcome(exit_code)
