@@ -62,7 +62,7 @@ def versions(report: Report) -> str:
 
 def tables(report: Report) -> Iterator[Table]:
     """Yields the tables below the findings."""
-    yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core speed"),
+    yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core time"),
                 list(_hosts(report)))  # fmt: skip
     links = [link for link in report.evidence.links if not link.problem]
     if links:
