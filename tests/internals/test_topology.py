@@ -211,7 +211,7 @@ def test_what_is_no_record(text: str, tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as caught:
         main(["topology", "--replay", str(path)])
     assert caught.value.code == 2
-    assert "is no record that --record wrote" in capsys.readouterr().err
+    assert "isn't a file that --record wrote" in capsys.readouterr().err
 
 
 def test_a_recorder_keeps_refusals() -> None:
