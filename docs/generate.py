@@ -1,4 +1,4 @@
-"""Draws the docs' pictures, and writes the tables that are made from the source. `make docs` and the docs tests call it.
+"""Draws the docs' pictures and writes tables from the source. `make docs` and the docs tests call it.
 
     python docs/generate.py            # rewrites docs/pictures/*.svg and docs/compat.md
 
@@ -226,8 +226,8 @@ FLOORS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
 def floors_picture() -> str:
     """Returns the SVG of the three floors; each room of both packages is on one of them."""
     table = _imported("tests.rooms", ROOT)
-    colours = {room: ("#ddf4ff", "#0969da") for room in table.UPPER_ROOMS}
-    colours |= {room: ("#dafbe1", "#1a7f37") for room in table.LOWER_ROOMS}
+    colours = dict.fromkeys(table.UPPER_ROOMS, ("#ddf4ff", "#0969da"))
+    colours |= dict.fromkeys(table.LOWER_ROOMS, ("#dafbe1", "#1a7f37"))
     drawn = [room for _, _, lines in FLOORS for line in lines for room in line]
     if sorted(drawn) != sorted(colours):
         raise ValueError(f"FLOORS and tests/rooms.py differ in {sorted(set(drawn) ^ set(colours))}")
@@ -319,9 +319,9 @@ NAMES_INTRO = """# Names of other projects
 
 <!-- Written by docs/generate.py from the compat modules and from the projects' own files. -->
 
-Each module of `parallel_state.compat` has the names of one project. All modules share one state. A name is *the same* if
-its parameters and defaults equal those of the version named here. Members of a class are listed, and private names that the
-project itself imports. A test compares each name with the project's own files.
+Each module of `parallel_state.compat` has the names of one project. All modules share one state. A name is *the same*
+if its parameters and defaults equal those of the version named here. Members of a class are listed, and private names
+that the project itself imports. A test compares each name with the project's own files.
 """
 
 

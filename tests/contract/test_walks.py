@@ -37,7 +37,9 @@ pytestmark = pytest.mark.skipif(not has_ops, reason="no compiled ops")
 
 def _walks() -> dict[str, list[tuple[str, str]]]:
     """Returns title -> (file, function) of each stop."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Walks")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Walks")[2].partition("\n## ")[0]
+    )
     return {
         section.partition("\n")[0]: re.findall(r"^\d+\. `([^`]+)`: `([^`]+)`", section, flags=re.MULTILINE)
         for section in text.split("\n### ")[1:]
