@@ -200,7 +200,7 @@ def rooms_picture() -> str:
 FLOORS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     (
         "Face",
-        "Is the call right? Which group? Errors in words",
+        "Checks a call, finds its group, words its errors",
         (
             ("state", "collectives", "messages", "regions", "functions", "groups", "c10d"),
             ("launch", "metrics", "compile", "compat", "tools"),
@@ -208,12 +208,12 @@ FLOORS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     ),
     (
         "Ranks",
-        "Sizes to rank lists, start, groups; one control thread per process detects exits",
+        "Computes rank lists, starts worlds, makes groups; one control thread per process detects exits",
         (("layout", "startup", "process_groups", "liveness", "control"),),
     ),
     (
         "Data",
-        "One group object per family of transports moves the bytes",
+        "Moves bytes; one group object per family of transports",
         (
             ("catalog", "routing", "calls", "base"),
             ("cpu_communicator", "cpu", "nccl", "cuda", "peer", "machine", "process_group", "simulated"),

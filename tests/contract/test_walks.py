@@ -132,11 +132,18 @@ def test_a_walk_has_few_stops_and_names_what_exists() -> None:
             assert re.search(defined, source), f"{title}: {file} has no {function}"
 
 
-def test_an_all_reduce_passes_these_files(pools: Pools, on_hosts: OnHosts) -> None:
-    for title, ranks in (("all_reduce on one host", pools(2)), ("all_reduce on two hosts", on_hosts((0, 1)))):
-        way, *_ = ranks.run(_all_reduce, tp=2)
-        assert way == [*_python_stops(title), "ps_direct_all_reduce"]
-        assert _walks()[title][len(way)][1] == way[-1]  # the getter is the first stop
+def _check_all_reduce(title: str, way: list[str]) -> None:
+    assert way == [*_python_stops(title), "ps_direct_all_reduce"]
+    assert _walks()[title][len(way)][1] == way[-1]  # the getter is the first stop
+
+
+def test_an_all_reduce_passes_these_files(pools: Pools) -> None:
+    _check_all_reduce("all_reduce on one host", pools(2).run(_all_reduce, tp=2)[0])
+
+
+@pytest.mark.slow
+def test_an_all_reduce_on_two_hosts_passes_these_files(on_hosts: OnHosts) -> None:
+    _check_all_reduce("all_reduce on two hosts", on_hosts((0, 1)).run(_all_reduce, tp=2)[0])
 
 
 def test_a_tensor_dict_passes_these_files(pools: Pools) -> None:
