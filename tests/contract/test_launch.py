@@ -175,7 +175,7 @@ def test_a_variable_binds_ranks_as_long_as_there_is_a_world(name):
     for before, _, words, after in found:
         assert before == after == usable
         assert f"cores {spans(found[0][1])} | {spans(found[1][1])}" in words
-    with pytest.raises(LaunchError, match=r"must have a list of cores for each rank of this host, but has 1 for 2"):
+    with pytest.raises(LaunchError, match=r"must have a list of cores, but the number of lists is 1 for 2"):
         launch(cores_and_words, 2, env={"PARALLEL_STATE_CORES": str(usable[0])}, name=name, timeout=DEADLINE_S)
 
 

@@ -340,5 +340,5 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
                 assert addresses[host] in told.text, told
             assert f"interface {interface or 'docker0'}" in told.text, told
             if obstacle == "firewall":
-                assert f":{port} " in told.text and "open that store's port only" in told.text, told
+                assert f":{port} " in told.text and "allow that store's port, but not" in told.text, told
                 assert "PARALLEL_STATE_PORTS (unset: any port)" in told.text, told
