@@ -102,13 +102,12 @@ def init_distributed_environment(
     If torch.distributed is already initialised, joins that world. Otherwise a launcher's variables (torchrun, SLURM,
     Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
-    Args:
-        backend: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
-        timeout: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. Waiting
-            for the other ranks at start has its own, PARALLEL_STATE_START_TIMEOUT_S.
-        allow_pickle: as in initialize_model_parallel, for the world group.
-        bind_device: creates NCCL's communicator for this rank's device now; groups are then split from it.
-        high_priority_stream: runs the world's NCCL collectives on a high-priority stream; ignored by other backends.
+    - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
+    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. Waiting
+      for the other ranks at start has its own, PARALLEL_STATE_START_TIMEOUT_S.
+    - `allow_pickle`: as in initialize_model_parallel, for the world group.
+    - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
+    - `high_priority_stream`: runs the world's NCCL collectives on a high-priority stream; ignored by other backends.
 
     Exports ranks, sizes and address for torch's `env://`, except variables that are already set. With
     PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
@@ -304,28 +303,27 @@ def initialize_model_parallel(
     Groups of equal ranks share one process group. Groups of tp, dp, pp and of each axis with a given size are created
     now. The others (model, dp_cp, embedding, …) are created when the group's ranks first use them.
 
-    Args:
-        sizes: of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
-            expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size
-            (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size
-            (pcp, dcp), external_data_parallel_size (external_dp), num_distributed_optimizer_instances
-            (inter_dist_opt). None means 1. dp takes the remaining ranks unless another size is -1. Only tp and pp are
-            positional: the third argument differs between Megatron and vLLM.
-        order: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
-            consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
-        backend, timeout: of all groups that `axis_options` doesn't override.
-        axis_options: options by group name.
-        allow_pickle: lets objects of unregistered types be sent by pickle, which runs code that a peer sends. Only for
-            processes that you trust.
-        eager: creates all groups now.
-        warm_up: sends a small all-reduce over each created group.
-        get_embedding_ranks: picks from a pipeline's ranks; default: the first and the last.
-        get_position_embedding_ranks: picks from a pipeline's ranks; default: the first.
-        device_mesh: replaces sizes and order, and supplies process groups. Its dims must be named after axes, and a
-            size that is also given must be equal.
-        failure_domain: `root`: the death of any rank fails all groups on all ranks, so that no rank waits for one that
-            failed elsewhere. `replica`: it fails the world and each group that touches the dead rank's data-parallel
-            replica: its tp, pp and cp groups, and the dp groups that join it to others. Other groups keep working.
+    - `sizes`: of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
+      expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size
+      (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp,
+      dcp), external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size of
+      None is 1, but dp takes the remaining ranks unless another size is -1. Only tp and pp are positional: the third
+      argument differs between Megatron and vLLM.
+    - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
+      consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
+    - `backend`, `timeout`: of all groups that `axis_options` doesn't override.
+    - `axis_options`: options by group name.
+    - `allow_pickle`: lets objects of unregistered types be sent by pickle, which runs code that a peer sends. Only for
+      processes that you trust.
+    - `eager`: creates all groups now.
+    - `warm_up`: sends a small all-reduce over each created group.
+    - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
+    - `get_position_embedding_ranks`: picks from a pipeline's ranks; default: the first.
+    - `device_mesh`: replaces sizes and order, and supplies process groups. Its dims must be named after axes, and a
+      size that is also given must be equal.
+    - `failure_domain`: `root`: the death of any rank fails all groups on all ranks, so that no rank waits for one that
+      failed elsewhere. `replica`: it fails the world and each group that touches the dead rank's data-parallel replica:
+      its tp, pp and cp groups, and the dp groups that join it to others. Other groups keep working.
 
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
     ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
@@ -475,10 +473,9 @@ def init_model_parallel_group(
 
     Each rank of the world is in exactly one list, and calls it with the same arguments.
 
-    Args:
-        use_device_communicator: False forbids this library's kernels, whatever `use_custom_allreduce` is.
-        use_custom_allreduce: allows this library's kernels. None: the value of `set_custom_all_reduce`.
-        use_message_queue_broadcaster: ignored, accepted for vLLM's callers. Objects always use a queue within a host.
+    - `use_device_communicator`: False forbids this library's kernels, whatever `use_custom_allreduce` is.
+    - `use_custom_allreduce`: allows this library's kernels. None: the value of `set_custom_all_reduce`.
+    - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers. Objects always use a queue within a host.
     """
     world = get_world_group()
     pool = world.pool
