@@ -112,7 +112,7 @@ class Rank:
             return f"{who} raised {report.summary}"
         if report.kind == "result":
             return f"{who} returned, but its process ended with {how}"
-        hint = "; the kernel sends it if memory runs out (see dmesg)" if code == -signal.SIGKILL else ""
+        hint = "; if no process sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
         return f"{who} ended with {how} before the function returned{hint}"
 
 
