@@ -829,7 +829,7 @@ def local_function():
         (rank, {"nproc": 2, "timeout": 0}, "timeout must be positive"),
         (rank, {"nproc": 2, "timeout": float("nan")}, "timeout must be positive"),
         (rank, {"nproc": 2, "grace": -1}, "grace must not be negative"),
-        (rank, {"nproc": 2, "env": {"RANK": "0"}}, "env must not hold .* RANK"),
+        (rank, {"nproc": 2, "env": {"RANK": "0"}}, "env must not have .* RANK"),
         (rank, {"nproc": 2, "log_level": "LOUD"}, "log_level must be one of"),
         (rank, {"nproc": 2, "backend": "gloo"}, "need sizes"),
         (rank, {"nproc": 2, "init_method": "tcp://h:1"}, "need sizes"),
