@@ -441,7 +441,7 @@ def test_gloo_within_a_host_is_warned_of_once_unless_it_was_chosen(
     assert len(first) == warns, first
     if warns:
         assert (
-            "goes without shared memory, which is several times faster than gloo: there is no C++ compiler" in first[0]
+            "runs without shared memory, which is several times faster than gloo: there is no C++ compiler" in first[0]
         )
 
 
