@@ -50,4 +50,4 @@ class GroupMember:
 
     def destroyed(self) -> GroupDestroyedError:
         """Returns the error for a call after the group was destroyed."""
-        return GroupDestroyedError(f"{self} was destroyed; take the group anew from its getter")
+        return GroupDestroyedError(f"{self} was destroyed; call the group's getter again")

@@ -137,7 +137,7 @@ def _request_body() -> None:
         route.pick(Request("all_reduce", torch.bool, "cpu", 20, "avg"))
     for text in (
         "no communicator of group 'contract:",
-        "carries all_reduce(avg) of 20 × torch.bool on cpu: ",
+        "supports all_reduce(avg) of 20 × torch.bool on cpu: ",
         "small_floats: torch.bool is not float32; ",
         "process_group: avg of torch.bool is not defined",
     ):
@@ -177,7 +177,7 @@ def test_explain_of_other_groups() -> None:
         "     simulated  registered op, copies  the same op  recorded",
     ]
     alone = ps.simulated_group([3], 3).explain().splitlines()
-    assert alone[1:] == ["  (one rank: nothing to carry)"]
+    assert alone[1:] == ["  (one rank: no communication)"]
 
 
 @pytest.mark.parametrize("name", sorted({row.name for row in CATALOG}))
@@ -309,7 +309,7 @@ def _life_body() -> None:
     group.route.close()
     group.route.close()
     assert small.events == ["capture", "end of capture", "close"]
-    with pytest.raises(GroupDestroyedError, match=r"was destroyed; take the group anew"):
+    with pytest.raises(GroupDestroyedError, match=r"was destroyed; call the group.s getter again"):
         group.all_reduce(torch.ones(1))
 
 
