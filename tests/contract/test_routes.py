@@ -157,7 +157,7 @@ def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
         lines = text.splitlines()
         assert lines[0].endswith(f"rank {rank} of 2 (global ranks [0, 1])")
         assert lines[1].startswith("  1. small_floats: ")
-        assert lines[2] == "  2. process_group: torch.distributed over gloo, every CPU tensor"
+        assert lines[2] == "  2. process_group: torch.distributed over gloo, for all CPU tensors"
         assert lines[3:] == [
             "  -  crowd: not used, it needs more than 8 ranks, the group has 2",
             "  -  peer_memory: not used, its device is the CPU",
