@@ -223,7 +223,7 @@ def test_what_the_host_does_is_refused_while_a_graph_is_recorded(pools: Pools, c
         assert raised[0].startswith("all_reduce on group 'contract:")
         assert raised[1].startswith("barrier on group 'contract:")
         assert raised[2].startswith("broadcast_message on group 'contract:")
-        assert all("a replay would not do it" in text for text in raised)
+        assert all("a replay would not repeat it" in text for text in raised)
 
 
 def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:
