@@ -134,7 +134,7 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
 
 
 def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *, stacks: bool = False) -> list[str]:
-    """Returns the lines about a job: calls that wait for ranks, then each rank's state."""
+    """Returns lines: calls that wait for ranks, then each rank's state."""
     lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
     lines += _waits(states, job)
     pids = {each["rank"]: (pid, each) for pid, each in job.items()}

@@ -29,7 +29,6 @@ from parallel_state.tools.plan.picture import NEUTRAL, STYLE, colored, heading, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `topology` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -122,7 +121,6 @@ def topology_picture(topology: Topology) -> str:
 
 
 def _words(topology: Topology) -> Iterator[str]:
-    """Yields the heading, and the meaning of lines and colours."""
     if topology.problem is not None:
         yield f"No GPUs: {topology.problem}"
         return

@@ -69,7 +69,6 @@ def figure(value: float | None) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Returns processor, system, Python and load of this machine."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -120,12 +119,10 @@ def recorded(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Returns commit, machine and versions."""
     return {"commit": commit(), "machine": machine(), "versions": versions()}
 
 
 def dumps(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Returns JSON with one row per line."""
     content = {**about, "rows": [_rounded(row) for row in rows]}
     return json.dumps(content, separators=(",", ":")).replace('{"case"', '\n{"case"') + "\n"
 

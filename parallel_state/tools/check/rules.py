@@ -29,8 +29,6 @@ from parallel_state.tools.check.matches import (
 
 
 class Rule(NamedTuple):
-    """One row of the table."""
-
     severity: str
     about: str
     where: Predicate
