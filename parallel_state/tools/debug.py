@@ -171,7 +171,6 @@ def _words(operation: dict[str, Any]) -> str:
 
 
 def _different_calls(views: list[_View]) -> list[str]:
-    """Returns lines about the first numbers at which ranks made different calls."""
     calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for view in views:
         for operation in view.operations:

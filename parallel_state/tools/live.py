@@ -152,7 +152,6 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
 
 
 def _waits(states: dict[int, State], job: dict[int, Any]) -> list[str]:
-    """Returns, for each call in which ranks wait, the ranks that aren't in it."""
     ranks_of = {(each["rank"], group["group"]): group["ranks"] for each in job.values() for group in each["groups"]}
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(states.items()):

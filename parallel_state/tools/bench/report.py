@@ -59,7 +59,6 @@ def size_name(size_bytes: int) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Formats a value with three digits."""
     if value is None:
         return "–"
     for least, digits in ((99.5, 0), (9.95, 1), (0.0995, 2)):
@@ -114,7 +113,6 @@ def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> 
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options for the JSON, without paths."""
     return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
 
 

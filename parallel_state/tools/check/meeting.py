@@ -194,7 +194,6 @@ def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
 
 
 def _describe_listener(port: int) -> str:
-    """Describes the process that listens on a port of this host; "" if it can't be determined."""
     inodes = set()
     for name in ("tcp", "tcp6"):
         try:

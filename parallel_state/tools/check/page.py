@@ -177,7 +177,6 @@ def _finding(each: Finding) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """Returns a table of the links between hosts; "" for one host."""
     if len(report.hosts) < 2:
         return ""
     cells: dict[tuple[str, str], Link] = {

@@ -118,7 +118,6 @@ class Session:
             return self._alone(finding("rank-lost", text, [0] if not place.agent_store else []))
 
     def _alone(self, *found: Finding) -> Outcome:
-        """Returns this rank's own report, from its facts and these findings."""
         evidence = Evidence(
             [self.facts], self.facts.place.world_size, self.options.sizes, self.options.order, met=False
         )
@@ -252,5 +251,4 @@ def _most_common(arrivals: list[Facts]) -> int:
 
 
 def _once(found: list[Finding]) -> list[Finding]:
-    """Drops findings with the same code and the same text."""
     return list({(each.code, each.found): each for each in found}.values())

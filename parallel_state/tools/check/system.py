@@ -111,7 +111,6 @@ def with_set_cores(found: Facts) -> None:
 
 
 def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
-    """Returns the value and "", or None and the reason."""
     if not wait([future], limit_s).done:
         return None, f"no answer within {limit_s:.1f} s"
     error = future.exception()
@@ -437,7 +436,6 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def _cgroup_file(controller: str, name: str) -> str:
-    """Returns the content of the innermost file of that name; "" without one."""
     return next((text for folder in _cgroup_folders(controller) if (text := _text(folder / name))), "")
 
 

@@ -198,7 +198,6 @@ def shown(kind: Kind) -> str:
 
 
 def how_to_read(plan: Plan, kind: Kind) -> str:
-    """Describes the numbers in the cells, and when colours repeat."""
     if plan.world_size <= MAX_NUMBERED:
         read = "The number in a cell is its group" + ("; above it the rank." if plan.world_size <= MAX_RANKED else ".")
     else:
