@@ -24,7 +24,6 @@ def command_parser(command: str, usage: str, description: str | None, **options:
 
 
 def positive(text: str) -> int:
-    """Parses an integer of at least 1."""
     if not text.lstrip("+-").isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, but is {text}")
     return int(text)

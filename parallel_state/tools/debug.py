@@ -30,8 +30,6 @@ _SHOWN = 3
 
 @dataclass
 class _View:
-    """One rank's record of one group."""
-
     rank: int
     ranks: list[int]
     failure: str | None
@@ -133,7 +131,6 @@ def _number_of(name: str) -> int:
 
 
 def describe(key: Any, views: list[_View]) -> list[str]:
-    """Returns the lines about one group."""
     name, ranks, before = key
     lines = [f"group {name}{f' ({before} before the last)' if before else ''}, global ranks {format_ranks(ranks)}"]
     silent = sorted(set(ranks) - {view.rank for view in views})
@@ -174,7 +171,6 @@ def _words(operation: dict[str, Any]) -> str:
 
 
 def _different_calls(views: list[_View]) -> list[str]:
-    """Returns lines about the first numbers at which ranks made different calls."""
     calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for view in views:
         for operation in view.operations:

@@ -134,7 +134,7 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
 
 
 def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *, stacks: bool = False) -> list[str]:
-    """Returns the lines about a job: calls that wait for ranks, then each rank's state."""
+    """Returns lines: calls that wait for ranks, then each rank's state."""
     lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
     lines += _waits(states, job)
     pids = {each["rank"]: (pid, each) for pid, each in job.items()}
@@ -152,7 +152,6 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
 
 
 def _waits(states: dict[int, State], job: dict[int, Any]) -> list[str]:
-    """Returns, for each call in which ranks wait, the ranks that aren't in it."""
     ranks_of = {(each["rank"], group["group"]): group["ranks"] for each in job.values() for group in each["groups"]}
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(states.items()):

@@ -13,7 +13,6 @@ STDOUT = "-"
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """Adds the option --json."""
     parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
                         help="write everything as JSON, to stdout without FILE")  # fmt: skip
 

@@ -29,7 +29,6 @@ from parallel_state.tools.plan.picture import NEUTRAL, STYLE, colored, heading, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `topology` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -122,7 +121,6 @@ def topology_picture(topology: Topology) -> str:
 
 
 def _words(topology: Topology) -> Iterator[str]:
-    """Yields the heading, and the meaning of lines and colours."""
     if topology.problem is not None:
         yield f"No GPUs: {topology.problem}"
         return
@@ -143,7 +141,6 @@ def _words(topology: Topology) -> Iterator[str]:
 
 
 def _circle(count: int, radius: float, middle: Point) -> list[Point]:
-    """Returns points on a circle, clockwise from the top; two points are side by side."""
     start = -pi / 2 if count != 2 else pi
     angles = [start + 2 * pi * place / max(count, 1) for place in range(count)]
     return [(middle[0] + radius * cos(angle), middle[1] + radius * sin(angle)) for angle in angles]
@@ -169,7 +166,6 @@ def _about(path: Path) -> str:
 
 
 def _hub(topology: Topology, places: Mapping[int, Point], middle: Point) -> Iterator[str]:
-    """Yields a hub for the NVSwitches, and a line to it from each GPU."""
     if not any(path.switched for path in topology.paths.values()):
         return
     for gpu in topology.gpus:

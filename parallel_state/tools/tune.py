@@ -77,8 +77,6 @@ Times = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Plan(CasePlan):
-    """The number of rounds, sizes and proof calls."""
-
     rounds: int = 20
     sizes: Sequence[int] = SIZES
     proof_calls: int = PROOF_CALLS

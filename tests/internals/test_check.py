@@ -287,7 +287,7 @@ def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pyt
     system.with_set_cores(facts)
     assert facts.cpu.affinity == [4, 5, 6, 7]
     (wrong,) = facts.settings_wrong
-    assert "must have a list of cores for each rank of this host, but has 1 for 2 ranks" in wrong
+    assert "must have a list of cores, but the number of lists is 1 for 2 ranks" in wrong
     monkeypatch.delenv("PARALLEL_STATE_CORES")
     system.with_set_cores(facts)
     assert facts.cpu.affinity == [4, 5, 6, 7]

@@ -61,7 +61,6 @@ class TensorTeam:
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a buffer for the exchange's input."""
         return exchange.empty(shape, dtype=dtype, device=self.device)
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
@@ -238,12 +237,11 @@ def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, de
 
 
 def given(count: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a rank's input."""
     return _ramp(count, 0, 1, rank, dtype, device)
 
 
 def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a rank's expected result, one-dimensional, if each rank's input is `given(count, …)`."""
+    """Returns a rank's expected result, one-dimensional, for inputs `given(count, …)`."""
     ramp, part, ones = partial(_ramp, dtype=dtype, device=device), count // size, sum(range(size))
     return {
         "all_reduce": lambda: ramp(count, 0, size, ones),
@@ -258,5 +256,4 @@ def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype,
 
 
 def _request(x: Tensor) -> dict[str, Any]:
-    """Returns the object that OBJECT sends."""
     return {"step": 12345, "name": "batch", "is_prompt": False, "tensor": x}

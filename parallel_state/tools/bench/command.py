@@ -71,7 +71,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> None:
-    """Adds the options that select the cases."""
     parser.add_argument("--quick", action="store_true", help="use fewer operations, sizes and rounds")
     parser.add_argument("--ranks", type=int, help="default: 2 to 4, by the number of GPUs, else of cores")
     parser.add_argument(
@@ -115,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table: medians in microseconds, and p99 and bandwidths of this library's fastest candidate."""
+    """Returns the lines of a table: medians in microseconds, and figures of this library's fastest candidate."""
     lines = []
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         chosen = [row for row in rows if row.case["operation"] == operation]

@@ -32,7 +32,7 @@ def share_gpus() -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Returns the facts about the device that results depend on; `report.machine` has the others."""
+    """Returns the device's facts for the report."""
     if device.type != "cuda":
         return {"device": "cpu"}
     properties, library = torch.cuda.get_device_properties(device), nccl_library.load()

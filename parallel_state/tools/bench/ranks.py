@@ -58,8 +58,6 @@ class GroupTeam(TensorTeam):
 
 
 class OwnAndTorch(GroupTeam):
-    """This library's calls, and torch.distributed's on the same ranks."""
-
     def __init__(self, group: ps.GroupCoordinator) -> None:
         super().__init__(group)
         self.torchs_name = "torch, nccl" if group.device.type == "cuda" else "torch, gloo"

@@ -59,7 +59,6 @@ def size_name(size_bytes: int) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Formats a value with three digits."""
     if value is None:
         return "–"
     for least, digits in ((99.5, 0), (9.95, 1), (0.0995, 2)):
@@ -69,7 +68,6 @@ def figure(value: float | None) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Returns processor, system, Python and load of this machine."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -115,17 +113,14 @@ def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> 
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options for the JSON, without paths."""
     return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
 
 
 def circumstances() -> dict[str, Any]:
-    """Returns commit, machine and versions."""
     return {"commit": commit(), "machine": machine(), "versions": versions()}
 
 
 def dumps(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Returns JSON with one row per line."""
     content = {**about, "rows": [_rounded(row) for row in rows]}
     return json.dumps(content, separators=(",", ":")).replace('{"case"', '\n{"case"') + "\n"
 

@@ -26,15 +26,13 @@ class Plan:
     """Target duration of one candidate's round; determines its number of calls."""
     most_calls: int = 2000
     case_s: float = 8.0
-    """Limit of a case's duration: slow cases get fewer rounds, but at least 3."""
+    """Slow cases get fewer rounds, but at least 3."""
     repeat_s: float = 0.0
     """Time for repeating disturbed cases."""
 
 
 @dataclass
 class Row:
-    """The result of one case."""
-
     case: dict[str, Any]
     us: dict[str, list[float]] = field(default_factory=dict)
     """Candidate -> samples, in microseconds per call."""
@@ -44,7 +42,7 @@ class Row:
     strangers_cores: float | None = None
     """Cores that other processes used during the case; None: unknown."""
     repeats: int = 0
-    """Number of repetitions after disturbances; the least disturbed measurement is kept."""
+    """Repetitions after disturbances; the least disturbed one is kept."""
 
     @property
     def disturbed(self) -> bool:
@@ -124,7 +122,6 @@ def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *argumen
 
 
 def samples_us(timings: Sequence[Timing], calls: int) -> list[float]:
-    """Returns all ranks' timings of one round as samples."""
     starts = [timing.starts_ns for timing in timings if timing.starts_ns]
     if not starts:
         return [max(timing.elapsed_s for timing in timings) / calls * 1e6]

@@ -46,7 +46,6 @@ _START_S = 15.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `check` with these arguments (default: the process's); returns the exit code."""
     began = time.monotonic()
     parser = _parser()
     chosen = parser.parse_args(arguments)
@@ -100,7 +99,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export_place(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """Sets RANK, WORLD_SIZE and the other variables of a rank that is given by arguments."""
     given = (chosen.rank, chosen.size, chosen.local_rank, chosen.address)
     if given == (None,) * 4:
         return

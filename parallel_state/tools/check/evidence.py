@@ -25,7 +25,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was collected and measured. Arrivals are numbered from 1, in the order in which ranks arrived."""
+    """Everything that was collected and measured. Arrivals are numbered from 1, in their order."""
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -44,7 +44,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Arrivals by host. Hosts with the same name get ` (2)` and so on appended."""
+        """Arrivals by host; duplicate host names get ` (2)` and so on appended."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -102,7 +102,7 @@ class Evidence:
         return [link for each in self.measured.values() for link in each.links]
 
     def expected_host(self, rank: int) -> str:
-        """Describes the host on which the launcher should have started a rank, by the facts of the other ranks."""
+        """Describes the host on which the launcher should have started a rank."""
         for facts in self.arrivals:
             by_slurm = _slurm_host(facts.place.variables, rank)
             if by_slurm:
@@ -140,7 +140,7 @@ def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
 
 
 def hostlist(text: str) -> list[str]:
-    """Returns the hosts of a SLURM node list; an empty list if it can't be parsed."""
+    """Returns the hosts of a SLURM node list; [] if it can't be parsed."""
     try:
         return list(expand_hostlist(text))
     except SettingError:
@@ -156,7 +156,6 @@ def interface_of(facts: Facts, name: str) -> Interface | None:
 
 
 def networks_of(interface: Interface) -> set[str]:
-    """Returns the interface's networks, such as `10.0.0.0/16`."""
     found = set()
     for address in interface.addresses:
         try:

@@ -9,8 +9,6 @@ import msgspec
 
 
 class Interface(msgspec.Struct):
-    """One network interface of a host."""
-
     name: str
     kind: str
     """`loopback`, `physical`, `infiniband`, `bridge`, `container` or `virtual`."""
@@ -31,7 +29,7 @@ class Place(msgspec.Struct):
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """The error in the environment, if any. The numbers above are then those that could still be read."""
+    """Error in the environment; the numbers above are then those that could still be read."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
@@ -47,7 +45,7 @@ class Network(msgspec.Struct):
 
     hostname: str = "?"
     namespace: str = ""
-    """Identifies the network namespace: processes with equal values share their interfaces."""
+    """Identifies the network namespace."""
     name_resolves_to: list[str] = []
     gloo_interface: str = "?"
     gloo_address: str = ""
@@ -55,19 +53,17 @@ class Network(msgspec.Struct):
     master_resolves_to: list[str] = []
     interfaces: list[Interface] = []
     ephemeral_ports: tuple[int, int] = (32_768, 60_999)
-    """First and last port that the kernel assigns to outgoing connections."""
+    """First and last port for outgoing connections."""
     infiniband: dict[str, str] = {}
     """Port -> state and rate, such as `mlx5_0/1` -> `ACTIVE, 400 Gb/sec (4X NDR)`."""
 
 
 class Versions(msgspec.Struct):
-    """Versions that must or should be equal on all ranks."""
-
     python: str = ""
     torch: str = ""
     package: str = ""
     compiled: str = ""
-    """Digest of the compiled library's sources; empty if the library is missing."""
+    """Digest of its sources; empty if the compiled library is missing."""
     compiled_problem: str = ""
     nccl: str = ""
     cuda: str = ""
@@ -116,8 +112,6 @@ class Cpu(msgspec.Struct):
 
 
 class GpuFact(msgspec.Struct):
-    """One GPU of the host."""
-
     index: int
     uuid: str
     name: str = ""
@@ -127,7 +121,7 @@ class GpuFact(msgspec.Struct):
 
 
 class GpuPath(msgspec.Struct):
-    """Connection between two GPUs of a host, identified by their indices."""
+    """Connection between two GPUs, identified by their indices."""
 
     one: int
     two: int
@@ -140,13 +134,11 @@ class GpuPath(msgspec.Struct):
 
 
 class Gpus(msgspec.Struct):
-    """The host's GPUs, and this rank's."""
-
     devices: list[GpuFact] = []
     visible: list[str] = []
     """UUIDs, in CUDA's order."""
     own: str = ""
-    """UUID of the GPU that this rank uses."""
+    """UUID of this rank's GPU."""
     paths: list[GpuPath] = []
     problem: str = ""
     torch_cuda: bool = False
@@ -156,7 +148,7 @@ class Gpus(msgspec.Struct):
     acs_redirect: list[str] = []
     """PCI bridges that route traffic between GPUs through the CPU."""
     device_files: int = 0
-    """Number of GPUs by the driver's files in /dev, independent of NVML."""
+    """Number of the driver's device files in /dev, independent of NVML."""
 
 
 class Facts(msgspec.Struct):
@@ -219,7 +211,7 @@ class Measured(msgspec.Struct):
     cpu: list[CpuRun] = []
     links: list[Link] = []
     clock_offset_s: float | None = None
-    """This rank's clock minus the leader's when the plan arrived, so the plan's delay is included."""
+    """This rank's clock minus the leader's, including the delay of the leader's plan."""
 
 
 class GroupTraffic(msgspec.Struct):

@@ -24,8 +24,6 @@ def rate(bytes_per_s: float) -> str:
 
 
 class Finding(msgspec.Struct):
-    """One problem, or a hint at a possible improvement."""
-
     severity: str
     code: str
     found: str
@@ -41,5 +39,4 @@ class Finding(msgspec.Struct):
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """Returns the highest severity; "" without findings."""
     return max((each.severity for each in findings), key=SEVERITIES.index, default="")

@@ -187,7 +187,7 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Combines two measurements of one link: the better figures, or the second if it failed."""
+    """Returns the better figures of two measurements, or the second one if it failed."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two

@@ -59,7 +59,6 @@ def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group
 
 
 def some(test: Callable[[Facts], bool]) -> Predicate:
-    """Matches, on each host, the ranks that pass the test."""
     return groups(lambda facts: test(facts) or None)
 
 
@@ -150,7 +149,6 @@ def _size(count: int) -> str:
 
 
 def _free(limits: Limits) -> str:
-    """Describes the free space of the folder for temporary files."""
     return limits.tmp_problem or f"{_size(limits.tmp_free_bytes)} free"
 
 

@@ -45,12 +45,12 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """The leader's instructions to all arrivals, published when it stops waiting for ranks."""
+    """The leader's instructions, published when it stops waiting for ranks."""
 
     arrivals: list[Facts]
     """In the order of arrival: arrival n is `arrivals[n - 1]`."""
     links: list[list[tuple[int, int]]]
-    """Rounds of pairs (source, target) of arrivals; pairs of one round measure at the same time."""
+    """Rounds of pairs (source, target) of arrivals, which measure at the same time."""
     leader_time_s: float
 
 
@@ -194,7 +194,6 @@ def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
 
 
 def _describe_listener(port: int) -> str:
-    """Describes the process that listens on a port of this host; "" if it can't be determined."""
     inodes = set()
     for name in ("tcp", "tcp6"):
         try:

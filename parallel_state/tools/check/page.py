@@ -61,7 +61,6 @@ def versions(report: Report) -> str:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """Yields the tables below the findings."""
     yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core time"),
                 list(_hosts(report)))  # fmt: skip
     links = [link for link in report.evidence.links if not link.problem]
@@ -138,7 +137,6 @@ def _short(text: str) -> str:
 
 
 def text(report: Report, width: int | None = None) -> str:
-    """Returns the report as plain text."""
     width = width or shutil.get_terminal_size((120, 40)).columns
     lines = [heading(report), started_by(report), versions(report), ""]
     for each in report.findings:
@@ -179,7 +177,6 @@ def _finding(each: Finding) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """Returns a table of links from each host (row) to each other (column); "" for one host."""
     if len(report.hosts) < 2:
         return ""
     cells: dict[tuple[str, str], Link] = {
@@ -222,7 +219,6 @@ def _html_table(table: Table) -> str:
 
 
 def _ranks(report: Report) -> str:
-    """Returns a folded table of each rank's launcher, limits and variables."""
     rows = []
     for facts in sorted(report.ranks, key=lambda each: each.place.rank):
         variables = " ".join(f"{name}={value}" for name, value in facts.place.variables.items())

@@ -309,7 +309,6 @@ _FEW_SEGMENTS = 200
 
 
 def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
-    """Returns a match for the link between two arrivals."""
     way = f"the link from {evidence.host_of(source)} to {evidence.host_of(target)}"
     return Match([evidence.facts_of(source), evidence.facts_of(target)], **{"way": way, **words})
 
@@ -567,7 +566,6 @@ def crowded(evidence: Evidence, bound: bool) -> Iterator[Match]:
 
 
 def same_physical_core(evidence: Evidence) -> Iterator[Match]:
-    """Yields ranks that are bound to different threads of one physical core."""
     for ranks in evidence.hosts.values():
         alone = [each for each in ranks if is_bound(each) and len(each.cpu.affinity) == 1]
         single = {each.cpu.affinity[0]: each for each in alone if _crowded(ranks) is None}

@@ -29,8 +29,6 @@ from parallel_state.tools.check.matches import (
 
 
 class Rule(NamedTuple):
-    """One row of the table."""
-
     severity: str
     about: str
     where: Predicate
@@ -94,7 +92,7 @@ RULES: dict[str, Rule] = {
         "One of them is rejected, or they overwrite each other's data.",
         "Set RANK per process, as launchers do. Look for `export RANK=…` in a shell profile, and for a job started "
         "twice."),
-    "rank-extra": Rule(ERROR, "a rank is too large for the world size",
+    "rank-extra": Rule(ERROR, "a rank isn't below the world size",
         alike(lambda facts: [facts.place.rank],
               lambda evidence, group: evidence.met and group[0].place.rank >= evidence.world_size),
         "rank {place.rank} arrived from {hosts_and_pids}, but the world has {world_size} ranks",
@@ -190,7 +188,7 @@ RULES: dict[str, Rule] = {
     "address-shared": Rule(ERROR, "two hosts announce the same address",
         find.shared_addresses,
         "{address} is announced by {chosen}",
-        "Each host has a bridge or container network with this address: ranks connect to the wrong host.",
+        "Each host has its own bridge or container network with this address: ranks connect to the wrong host.",
         "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other hosts."),
     "address-unknown": Rule(ERROR, "gloo finds no address at which other hosts can reach a host",
         hosts(find.announces_nothing),
@@ -234,7 +232,7 @@ RULES: dict[str, Rule] = {
         "Check `ibstat`, the cable and the subnet manager; or exclude the port with NCCL_IB_HCA on all hosts."),
     "infiniband-differs": Rule(WARNING, "hosts have different numbers of active InfiniBand ports",
         find.ports_differ,
-        "{ports:on_hosts}",
+        "InfiniBand: {ports:on_hosts}",
         "The host with the fewest ports slows down all others.",
         "Check `ibstat` on the hosts, or use the same number of ports on all with NCCL_IB_HCA."),
     # Links.
@@ -312,7 +310,7 @@ RULES: dict[str, Rule] = {
     "version-python": Rule(WARNING, "Python differs between ranks",
         differing(lambda facts: ".".join(facts.versions.python.split(".")[:2])),
         "Python is {values}",
-        "Objects and bytecode pickled by one version may fail on the other.",
+        "Pickled objects and bytecode of one version may fail on the other.",
         "Activate the same environment on all hosts."),
     "compiled-missing": Rule(WARNING, "the compiled library is missing",
         partial(find.compiled_parts, none=True),
@@ -326,7 +324,7 @@ RULES: dict[str, Rule] = {
         "Set it to a value that the message allows, or unset it."),
     "setting-unknown": Rule(WARNING, "a PARALLEL_STATE_ variable is unknown",
         alike(lambda facts: facts.settings_unknown),
-        "{key}",
+        "{key} isn't a setting of this package",
         "It has no effect; its name is probably misspelled.",
         "Compare it with docs/settings.md."),
     "settings-differ": Rule(WARNING, "a variable of NCCL, gloo or this package differs between ranks",
@@ -336,7 +334,7 @@ RULES: dict[str, Rule] = {
         "Set it to the same value on every rank."),
     "nccl-crippled": Rule(INFO, "a variable disables a fast path of NCCL",
         alike(find.crippled, lambda evidence, _: any(facts.gpus.visible for facts in evidence.arrivals)),
-        "{key}",
+        "{key} disables a fast path of NCCL",
         "It is often left over from debugging.",
         "Unset it unless you need it."),
     # Limits.
@@ -428,7 +426,7 @@ RULES: dict[str, Rule] = {
         groups(lambda facts: facts.cpu.cgroup if facts.cpu.quota_cores >= 0 else None, lambda _,
                group: group[0].cpu.quota_cores < len(group)),
         "{count} ranks on {host} together have {cpu.quota_cores:g} cores, by the quota of {cpu.cgroup}",
-        "A used-up quota stops all of them until its period ends: a collective then takes 100 ms.",
+        "A used-up quota stops all of them until its period ends: a collective can take 100 ms.",
         "Raise the container's limit (`--cpus`, Kubernetes' limits.cpu) to at least one core per rank."),
     "cpu-throttled": Rule(WARNING, "the cgroup's CPU quota stopped a rank during the measurement",
         find.throttled,
@@ -538,7 +536,7 @@ RULES: dict[str, Rule] = {
         "Check the hosts and links of its ranks."),
     "check-late": Rule(WARNING, "some facts couldn't be read",
         alike(lambda facts: filter(None, ["; ".join(f"{name}: {why}" for name, why in facts.late.items())])),
-        "{key}",
+        "couldn't read {key}",
         "The check can't judge what it couldn't read.",
         "Run it again with a longer --timeout; what is slow here is slow in the job, too."),
 }  # fmt: skip

@@ -28,15 +28,13 @@ from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
-"""Each link is measured twice, and the better result counts: other load passes, a slow link stays slow."""
+"""The better of two measurements counts: other load passes, a slow link stays slow."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
-"""Part of the time limit that is reserved for the report and its acknowledgement."""
+"""Reserved for the report and its acknowledgement."""
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Options of the command line."""
-
     sizes: dict[str, int] = {}
     order: str | None = None
     quick: bool = False
@@ -56,7 +54,6 @@ class Report(msgspec.Struct, dict=True):
     exit_code: int
     findings: list[Finding]
     hosts: dict[str, list[int]]
-    """Ranks by host."""
     ranks: list[Facts]
     """In the order of arrival. Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
     measured: dict[int, Measured]
@@ -69,8 +66,6 @@ class Report(msgspec.Struct, dict=True):
 
 @dataclass
 class Outcome:
-    """Result of a rank's session."""
-
     exit_code: int
     report: Report | None = None
     """Set on the leader, and on a rank that couldn't reach it."""
@@ -90,7 +85,7 @@ class Session:
         return self.began + self.options.timeout_s
 
     def _until(self, share: float) -> float:
-        """Returns the time at which this share of the time limit is over."""
+        """Returns when this share of the time limit is over."""
         return self.began + share * self.options.timeout_s
 
     def run(self) -> Outcome:
@@ -123,7 +118,6 @@ class Session:
             return self._alone(finding("rank-lost", text, [0] if not place.agent_store else []))
 
     def _alone(self, *found: Finding) -> Outcome:
-        """Returns this rank's own report, from its facts and these findings."""
         evidence = Evidence(
             [self.facts], self.facts.place.world_size, self.options.sizes, self.options.order, met=False
         )
@@ -257,5 +251,4 @@ def _most_common(arrivals: list[Facts]) -> int:
 
 
 def _once(found: list[Finding]) -> list[Finding]:
-    """Drops findings with the same code and the same text."""
     return list({(each.code, each.found): each for each in found}.values())

@@ -111,7 +111,6 @@ def with_set_cores(found: Facts) -> None:
 
 
 def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
-    """Returns the value and "", or None and the reason."""
     if not wait([future], limit_s).done:
         return None, f"no answer within {limit_s:.1f} s"
     error = future.exception()
@@ -182,7 +181,6 @@ def _ancestors() -> list[str]:
 
 
 def _program(words: list[str]) -> str:
-    """Returns a command line's program; for Python with its module or script."""
     if not words:
         return ""
     name = os.path.basename(words[0])
@@ -202,7 +200,7 @@ def _program(words: list[str]) -> str:
 
 
 def network() -> Network:
-    """Returns the interfaces, and the one that NCCL uses. Facts that need a name look-up are read elsewhere."""
+    """Returns the facts that need no name look-up."""
     found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
@@ -422,7 +420,7 @@ def _threads_of(uid: int) -> int:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Returns this process' cgroup folder of a controller (v2 or v1) and its parents, the innermost first."""
+    """Returns this process' cgroup folders (v2 or v1) of a controller, the innermost first."""
     for line in _text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -438,7 +436,6 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def _cgroup_file(controller: str, name: str) -> str:
-    """Returns the content of the innermost file of that name; "" without one."""
     return next((text for folder in _cgroup_folders(controller) if (text := _text(folder / name))), "")
 
 
@@ -475,7 +472,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> CpuRun:
-    """Times a fixed piece of work, repeated; each repetition takes about 1.5 ms on a current core."""
+    """Times a fixed piece of work of about 1.5 ms, repeatedly."""
     throttled = _throttled()
     wall_ms, began, began_cpu = [], time.perf_counter(), time.thread_time()
     for _ in range(repeats):

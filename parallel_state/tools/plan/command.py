@@ -25,7 +25,6 @@ BAD_SIZES = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `plan` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if (options.svg or options.html) and options.world_size > MAX_RANKS:
@@ -75,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for each axis that has a size."""
     sizes = parser.add_argument_group("sizes")
     for axis in AXES:
         if axis.size_parameter:

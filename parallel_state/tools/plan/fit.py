@@ -93,7 +93,6 @@ def _insert(names: Sequence[str], name: str) -> list[str]:
 
 
 def _sizes(request: Request, count: int) -> Iterator[Change]:
-    """Yields changes of `count` of the given sizes, the nearest first."""
     if request.world_size < 1:
         return
     candidates = divisors(request.world_size)

@@ -52,7 +52,7 @@ class Kind:
     same_as: tuple[str, ...]
     """Other kinds with the same sets of ranks; each set is one process group."""
     made: bool
-    """True if initialize_model_parallel creates it with these sizes; other kinds are created on demand."""
+    """True if initialize_model_parallel creates it; other kinds are created on demand."""
 
     @property
     def name(self) -> str:
@@ -231,10 +231,10 @@ BASIS = "cited, not measured here"
 
 @dataclass(frozen=True)
 class Communicators:
-    """The sets of ranks that contain one rank: each set is one process group and one communicator."""
+    """The sets of ranks that contain one rank, each with one process group and one communicator."""
 
     made: tuple[tuple[str, ...], ...]
-    """Per set, the kinds that share it; only those that initialize_model_parallel creates, and the world."""
+    """Per set, the kinds that share it: those that initialize_model_parallel creates, and the world."""
     all_kinds: tuple[tuple[str, ...], ...]
     """The same with every kind of the layout."""
     groups_made: int
@@ -272,6 +272,5 @@ def _sets_of(plan: Plan, rank: int, kinds: Iterable[Kind]) -> tuple[tuple[str, .
 
 
 def _count_groups(plan: Plan, kinds: Iterable[Kind]) -> int:
-    """Returns the number of sets of several ranks that these kinds and the world have."""
     sets = {ranks for kind in kinds if kind.size > 1 for ranks in kind.groups} | {tuple(range(plan.world_size))}
     return sum(len(ranks) > 1 for ranks in sets)

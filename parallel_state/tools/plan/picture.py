@@ -62,8 +62,6 @@ SOFT = f'class="soft" fill="{NEUTRAL["soft"]}"'
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes and positions of nodes and cells, in the drawing's units."""
-
     cell_width: float
     cell_height: float
     gap: float
@@ -185,7 +183,6 @@ def heading(x: float, y: float, line: str, *, is_first: bool) -> str:
 
 
 def svg_file(title: str, style: str, width: float, height: float, parts: Sequence[str]) -> str:
-    """Returns an SVG file of these elements, with a background."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
@@ -194,7 +191,6 @@ def svg_file(title: str, style: str, width: float, height: float, parts: Sequenc
 
 
 def shown(kind: Kind) -> str:
-    """Describes the meaning of the colours."""
     name, long_name = kind.name, kind.axis.long_name
     ranks, on = "rank" if kind.size == 1 else "ranks", "one node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
     return (f"Coloured by {name}{'' if long_name == name else f' ({long_name})'}: {kind.count} groups of {kind.size} "
@@ -202,7 +198,6 @@ def shown(kind: Kind) -> str:
 
 
 def how_to_read(plan: Plan, kind: Kind) -> str:
-    """Describes the numbers in the cells, and when colours repeat."""
     if plan.world_size <= MAX_NUMBERED:
         read = "The number in a cell is its group" + ("; above it the rank." if plan.world_size <= MAX_RANKED else ".")
     else:

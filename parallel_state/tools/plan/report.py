@@ -124,7 +124,6 @@ def _cost(communicators: Communicators) -> Iterator[str]:
 
 
 def rank_text(plan: Plan, rank: int) -> str:
-    """Returns one rank's node and GPU, coordinates, pipeline stage, and groups."""
     facts = _rank_json(plan, rank)
     before = "the first" if facts["first_stage"] else f"previous rank {facts['previous']}"
     after = "the last" if facts["last_stage"] else f"next rank {facts['next']}"
@@ -187,7 +186,6 @@ def _sets_json(communicators: Communicators, sets: Sequence[Sequence[str]], in_w
 
 
 def refusal_json(error: LayoutError, changes: Sequence[Change]) -> dict[str, Any]:
-    """Returns the JSON for sizes that don't fit."""
     return {
         "format": 1,
         "error": str(error),
