@@ -233,14 +233,12 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
 
 
 def _has_native_ops(made: Communicator) -> bool:
-    """Returns True if the registered ops call it without Python."""
     server, memory = made.op_server, made.context.host_memory
     is_debug = memory is not None and memory.debug  # debug mode compares calls in Python
     return server is not None and server.library.has_ops and not is_debug
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Formats rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

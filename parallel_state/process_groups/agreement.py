@@ -223,7 +223,6 @@ def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> st
 
 
 def _short(text: str) -> str:
-    """Returns `text`, or the start of a long text and its digest."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({digest(text)})"
 
 

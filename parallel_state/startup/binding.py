@@ -1,7 +1,4 @@
-"""Binds this rank to its cores: its share of the host's cores, or those of a list.
-
-Belongs here: the choice of cores. Doesn't: the machine's topology and the system call (`base.cores`).
-"""
+"""Binds this rank to its cores: its share of the host's, or those of a list. `base.cores` reads the CPU topology."""
 
 from __future__ import annotations
 

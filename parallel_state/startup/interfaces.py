@@ -161,7 +161,6 @@ def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) 
 
 
 def first_infiniband() -> str | None:
-    """Returns the first InfiniBand interface that is up and has an IPv4 address, or None."""
     with contextlib.suppress(OSError):
         for _, name in sorted(socket.if_nameindex()):
             if name.startswith("ib") and _is_up(name) and ipv4_of(name) is not None:
@@ -196,7 +195,7 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields name, value and reason of each variable for a world of several nodes; only gloo's without NCCL."""
+    """Yields name, value and reason of each variable. None for a world on one node; only gloo's without NCCL."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:
@@ -225,7 +224,6 @@ def _is_up(name: str) -> bool:
 
 
 def _names() -> str:
-    """Returns the interfaces except loopback."""
     with contextlib.suppress(OSError):
         found = [name for _, name in socket.if_nameindex() if name != "lo"]
         return ", ".join(found[:8]) or "none"
