@@ -250,8 +250,8 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
     # A problem names a setting if another rank's setting is the reason.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
-    is_told = chosen or known or problem in _WARNED or not logs.is_first_of_host()
-    if problem is None or is_told or sys.platform != "linux":
+    is_silent = chosen or known or problem in _WARNED or not logs.is_first_of_host()
+    if problem is None or is_silent or sys.platform != "linux":
         return
     _WARNED.add(problem)
     instead = "gloo" if memory is not None and memory.problem else "connections"

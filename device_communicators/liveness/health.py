@@ -53,8 +53,8 @@ LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
-_WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
-_OTHER_BRANCH = "Look for a rank that failed or took another branch"
+_WITHOUT_THEM = "Call reinitialize() on the remaining ranks, or restart all"
+_OTHER_BRANCH = "Check if a rank failed or took another branch"
 
 
 @dataclass(frozen=True)
@@ -468,16 +468,16 @@ class Watcher:
         if verdict is not None:
             return CollectiveTimeoutError, *self._describe_unmet(verdict, timeout_s)
         if is_late:
-            text = f"not all of ranks {format_ranks(ranks)} came within {timeout_s:g} s. {_OTHER_BRANCH}"
+            text = f"not all of ranks {format_ranks(ranks)} did so within {timeout_s:g} s. {_OTHER_BRANCH}"
             return CollectiveTimeoutError, text, []
-        return CommunicationError, f"{plain(error)}. Look for the first rank that failed", []
+        return CommunicationError, f"{plain(error)}. See the log of the first rank that failed", []
 
     def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
         """Returns cause and suspects for an agreement that failed without a death."""
         others = [rank for rank in verdict.ranks if rank != self._rank]
         named = f"ranks {format_ranks(others)}"
         if verdict.kind == "ended" and others:
-            return f"{named} left the world before they came. {_OTHER_BRANCH}", others
+            return f"{named} left the world before they did so. {_OTHER_BRANCH}", others
         if verdict.kind == "missing" and self._rank in verdict.ranks:
             also = f", as {named} did" if others else ""
             return (

@@ -70,8 +70,8 @@ def launch(
     during import, use `start_method="spawn"`.
 
     Raises LaunchError with the earliest failure: its rank, exit code or signal, and traceback. After the `timeout` it
-    has the stack of each running rank. All workers have exited by then. A KeyboardInterrupt, here or in a worker, is
-    raised unchanged. Raises InvalidArgumentError, and RendezvousError if the port is taken.
+    has the stacks of up to 8 running ranks. All workers have exited by then. Also raises KeyboardInterrupt (from here
+    or a worker), InvalidArgumentError, and RendezvousError if the port is taken.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(

@@ -101,15 +101,15 @@ class Rank:
         report, code = self.report(), self.exit_code or 0
         names = {number.value: number.name for number in signal.Signals}
         how = f"signal {-code} ({names.get(-code, 'unnamed')})" if code < 0 else f"exit code {code}"
-        who = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
+        name = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
         if report is None:
-            return f"{who} ended with {how} before it could call the function; {_HINT}"
+            return f"{name} ended with {how} before it could call the function; {_HINT}"
         if report.kind == "error":
-            return f"{who} raised {report.summary}"
+            return f"{name} raised {report.summary}"
         if report.kind == "result":
-            return f"{who} returned, but its process ended with {how}"
+            return f"{name} returned, but its process ended with {how}"
         hint = "; if no process sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
-        return f"{who} ended with {how} before the function returned{hint}"
+        return f"{name} ended with {how} before the function returned{hint}"
 
 
 class Ranks:

@@ -334,16 +334,16 @@ class ProcessGroupPool:
         limit_s = settings.START_TIMEOUT_S.get()
         elapsed_s = time.monotonic() - started
         deaths = self.watcher.await_death_of(self.watched_with(ranks))
-        kind, who = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
+        kind, reasons = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
         failure, server = self.agreement.failure(name), min(ranks)
-        if not who and failure is not None and failure[0] != self.rank:
-            who = {failure[0]: f"could not ({failure[1]})"}
-        if who:
-            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
+        if not reasons and failure is not None and failure[0] != self.rank:
+            reasons = {failure[0]: f"could not ({failure[1]})"}
+        if reasons:
+            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in reasons.items())
         elif self.watcher.is_silent(server):
             held = self.watcher.conditions([server]).get(server, "")
             why = f"global rank {server}, which serves the group's store, does not answer{held and f'; it is {held}'}"
-            kind, who = CollectiveTimeoutError, {server: why}
+            kind, reasons = CollectiveTimeoutError, {server: why}
         elif isinstance(error, AbandonedError):
             why = f"they did not connect within {limit_s:g} s"
         else:
@@ -356,7 +356,7 @@ class ProcessGroupPool:
             f"raise {settings.START_TIMEOUT_S.name}",
             operation="new_group",
             rank=self.rank,
-            suspect_ranks=list(who),
+            suspect_ranks=list(reasons),
             elapsed_s=elapsed_s,
             timeout_s=limit_s,
         )

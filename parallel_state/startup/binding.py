@@ -68,7 +68,7 @@ def different_cores(places: Mapping[int, Address]) -> list[str]:
     return []
 
 
-def not_shared(name: str, *lists: str) -> str:
+def describe_different_cores(name: str, *lists: str) -> str:
     """Returns the message for a result of `different_cores`."""
     sides = (
         f"ranks {format_ranks([int(rank) for rank in ranks.split(',')])} may use {found}"

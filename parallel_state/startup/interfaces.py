@@ -124,7 +124,7 @@ def without_control_plane(places: dict[int, Address]) -> list[str]:
     return [] if found is None else [str(found[0]), str(places[found[0]]), f"it {found[1]}"]
 
 
-def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
+def describe_shared_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
     """Returns the message and the suspect ranks for a result of `shared_address`."""
     both, suspects = [], []
     for name, interface, words in (hosts[:3], hosts[3:]):
@@ -150,11 +150,11 @@ def firewall_advice() -> str:
     return f"A firewall may allow that store's port, but not the ports of {settings.PORTS.name} ({chosen}). {advice()}"
 
 
-def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) -> str:
-    """Returns the message for a result of `unreachable`. `who` names this rank."""
+def describe_loopback(own: Address, name: str, address: str, *ranks: str, own_name: str) -> str:
+    """Returns the message for a result of `unreachable`. `own_name` names this rank."""
     return (
         f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} announce a loopback "
-        f"address: the name of their host, {name}, resolves to {address} there (this is {who}, on "
+        f"address: the name of their host, {name}, resolves to {address} there (this is {own_name}, on "
         f"{own.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
         "correct the name in /etc/hosts"
     )

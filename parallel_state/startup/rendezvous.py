@@ -476,8 +476,8 @@ class _Meeting:
                 # No server yet, or the server of an earlier world was shutting down.
                 launcher = None
                 if not name:  # after a world was found, its obstacle explains more
-                    who = "rank 0 doesn't answer there: " if self.way.server is not None else ""
-                    self.obstacle = who + str(error).splitlines()[0]
+                    prefix = "rank 0 doesn't answer there: " if self.way.server is not None else ""
+                    self.obstacle = prefix + str(error).splitlines()[0]
                 continue
             if newest not in ("", name):
                 name, tried_at = newest, time.monotonic()
@@ -497,8 +497,8 @@ class _Meeting:
                     launcher = None
                 continue
             except StoreSilentError as error:
-                who = "rank 0 does not answer: " if name.startswith("[") else ""
-                self.obstacle = who + str(error).splitlines()[0]
+                prefix = "rank 0 does not answer: " if name.startswith("[") else ""
+                self.obstacle = prefix + str(error).splitlines()[0]
                 continue
         raise self.not_met()
 
@@ -653,13 +653,13 @@ class _Meeting:
     def _failure(self, verdict: Sequence[Any]) -> Any:
         kind, *words = verdict
         if kind == _LOOPBACK:
-            text = interfaces.not_reachable(self.own_place, *words, who=self._name)
+            text = interfaces.describe_loopback(self.own_place, *words, own_name=self._name)
             return self._error(text, [int(word) for word in words[2:]])
         if kind == _SAME:
-            text, suspects = interfaces.same_address(self.own_place, *words)
+            text, suspects = interfaces.describe_shared_address(self.own_place, *words)
             return self._error(f"{self._name} can't start: {text}", suspects)
         if kind == _CORES:
-            return ConfigMismatchError(f"{self._name} can't start: {binding.not_shared(*words)}")
+            return ConfigMismatchError(f"{self._name} can't start: {binding.describe_different_cores(*words)}")
         if kind == _NO_LIBRARY:
             rank, where, why, *_ = words
             return self._error(
