@@ -1,6 +1,6 @@
 """Starts, watches and stops the processes of a launch, through multiprocessing.
 
-Belongs here, too: signals to the launcher, and the fork server.
+Handles signals to the launcher, and the fork server.
 
 torch.distributed.elastic is not used (torch 2.13 to 2.15): its `wait` never returns after a worker's `os._exit(0)` and
 exceeds its timeout while a worker exits. It always waits 30 s after SIGTERM. It records failures in whole seconds, too
@@ -174,7 +174,7 @@ class Ranks:
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """Waits until all ranks exited, or for the deadline, or for a moment after a failure (0.3 s; 0.8 s: Ctrl-C)."""
+        """Waits for all ranks to exit, until the deadline. After a first failure, waits 0.3 s (Ctrl-C: 0.8 s) more."""
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()
@@ -217,7 +217,7 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes the leash, so that the kernel kills processes that still run, and all files."""
+        """Closes all files, and the leash, so that the kernel kills remaining processes."""
         if not self._all_started:  # after a failed start only the kernel knows the processes: kill them by the leash
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end
