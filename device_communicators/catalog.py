@@ -233,14 +233,12 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
 
 
 def _has_native_ops(made: Communicator) -> bool:
-    """Returns True if the registered ops call it without Python."""
     server, memory = made.op_server, made.context.host_memory
     is_debug = memory is not None and memory.debug  # debug mode compares calls in Python
     return server is not None and server.library.has_ops and not is_debug
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Formats rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -252,8 +250,8 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
     # A problem names a setting if another rank's setting is the reason.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
-    is_told = chosen or known or problem in _WARNED or not logs.is_first_of_host()
-    if problem is None or is_told or sys.platform != "linux":
+    is_silent = chosen or known or problem in _WARNED or not logs.is_first_of_host()
+    if problem is None or is_silent or sys.platform != "linux":
         return
     _WARNED.add(problem)
     instead = "gloo" if memory is not None and memory.problem else "connections"

@@ -205,5 +205,4 @@ class CpuCommunicator(Communicator):
 
 
 def _death(context: GroupContext, operation: str, started: float) -> CommunicationError | None:
-    """Returns the error for a call if ranks of the failure domain have died."""
     return died(context, operation, started) if context.deaths() else None

@@ -111,9 +111,6 @@ def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: A
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 
-# Kernels, made of the plain ops.
-
-
 def _copy(x: Tensor, token: Tensor, group: str) -> Tensor:
     find_route(group).check_usable()
     return x.clone()

@@ -1,7 +1,4 @@
-"""Gathers records of any size: splits them into parts that fit into an agreement, or gathers parts over gloo.
-
-`Watcher.gather` is the interface. It uses gloo for a group without a control plane.
-"""
+"""Helpers of `Watcher.gather`: split records into parts that fit into an agreement, and gather parts over gloo."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
-_WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
-_OTHER_BRANCH = "Look for a rank that failed or took another branch"
+_WITHOUT_THEM = "Call reinitialize() on the remaining ranks, or restart all"
+_OTHER_BRANCH = "Check if a rank failed or took another branch"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Death:
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
-    """Formats deaths for errors: "global rank 3 has ended; global rank 5 has ended"."""
+    """Formats deaths: "global rank 3 has ended; global rank 5 has ended"."""
     return "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
 
 
@@ -132,7 +132,7 @@ class Place(NamedTuple):
     began: str
     """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: Endpoint | None
-    """Endpoint of its control plane; None without one."""
+    """Of its control plane."""
 
     @property
     def domain(self) -> str:
@@ -172,7 +172,7 @@ class Watcher:
         self._world: World | None = None
         self._rank = -1
         self._places: dict[int, Place] = {}
-        """Places of all watched ranks including this one; empty before `follow`."""
+        """All watched ranks including this one; empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
         """A host that sends nothing for this long, at least 4 beats, is unreachable."""
@@ -192,13 +192,13 @@ class Watcher:
         self.on_death: list[Callable[[], None]] = []
         """Called after each death, in the thread that reports it, for waits that can't poll `deaths_of`."""
         self.status: Any = None
-        """The `Status` of this rank. None without a control plane."""
+        """This rank's `Status`; None without a control plane."""
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
-        """Global rank -> the store that it serves. torch's groups don't keep their stores alive; this does."""
+        """Global rank -> the store that it serves. Keeps them alive for torch's groups, which don't."""
 
     @property
     def problem(self) -> str:
@@ -213,8 +213,7 @@ class Watcher:
     def listen(self, library: Any, address: str) -> Endpoint | None:
         """Starts to listen. Returns the endpoint to publish, or None if the control plane is unavailable.
 
-        `library`: the loaded C++ library, or why it is unavailable. `address`: at which peers reach this host. Without
-        a control plane, exits are detected at deadlines or when a gloo connection breaks.
+        `library`: the loaded C++ library, or why it is unavailable. `address`: at which peers reach this host.
         """
         if self._world is None:
             try:
@@ -285,9 +284,8 @@ class Watcher:
     ) -> dict[int, bytes]:
         """Returns the replies of `answers[topic]` by rank, without ranks that exited or were late.
 
-        Asks all ranks at once. With `on_replies`, returns {} at once, and the control plane's callback thread calls
-        `on_replies(replies)`. With an empty topic and payload, the peer's control plane replies by itself, even while
-        that process holds its interpreter lock.
+        With `on_replies`, returns {} at once, and the control plane's callback thread calls `on_replies(replies)`. With
+        an empty topic and payload, the peer's control plane replies, even while its interpreter lock is held.
         """
         world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
         asked = [rank for rank in ranks if rank in places and rank != self._rank]
@@ -316,7 +314,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Records a report of the control plane. Runs in the control plane's callback thread."""
+        """Records a report of the control plane, in its callback thread."""
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
         if place is None:  # the watcher was closed meanwhile
             return
@@ -391,7 +389,7 @@ class Watcher:
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
-        """Calls `World.end_waits_of`. Without a control plane, waits end at their deadlines."""
+        """Calls `World.end_waits_of` if there is a control plane."""
         if self._world is not None:
             self._world.end_waits_of(group, ranks, list(domain))
 
@@ -470,16 +468,16 @@ class Watcher:
         if verdict is not None:
             return CollectiveTimeoutError, *self._describe_unmet(verdict, timeout_s)
         if is_late:
-            text = f"not all of ranks {format_ranks(ranks)} came within {timeout_s:g} s. {_OTHER_BRANCH}"
+            text = f"not all of ranks {format_ranks(ranks)} did so within {timeout_s:g} s. {_OTHER_BRANCH}"
             return CollectiveTimeoutError, text, []
-        return CommunicationError, f"{plain(error)}. Look for the first rank that failed", []
+        return CommunicationError, f"{plain(error)}. See the log of the first rank that failed", []
 
     def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
         """Returns cause and suspects for an agreement that failed without a death."""
         others = [rank for rank in verdict.ranks if rank != self._rank]
         named = f"ranks {format_ranks(others)}"
         if verdict.kind == "ended" and others:
-            return f"{named} left the world before they came. {_OTHER_BRANCH}", others
+            return f"{named} left the world before they did so. {_OTHER_BRANCH}", others
         if verdict.kind == "missing" and self._rank in verdict.ranks:
             also = f", as {named} did" if others else ""
             return (
@@ -503,7 +501,7 @@ class Watcher:
         self._pids = dict(pids)
 
     def left(self, ranks: Iterable[int]) -> list[int]:
-        """Returns which of these global ranks are known to have left on purpose."""
+        """Returns which of these global ranks left on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
@@ -523,7 +521,7 @@ class Watcher:
         return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Returns rank -> why it doesn't run, such as a stop signal, for ranks of this host."""
+        """Returns rank -> why it doesn't run, for ranks of this host."""
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
         return {rank: condition for rank, condition in found.items() if condition}
 

@@ -60,7 +60,7 @@ class RankGpu:
 
 @dataclass(frozen=True)
 class GroupTopology:
-    """The GPUs of a group's ranks and their connections. Ranks are ranks in the group."""
+    """The GPUs of a group and their connections. Ranks are ranks in the group."""
 
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
@@ -110,7 +110,6 @@ def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | Non
 
 
 def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
-    """Returns this rank's fields of a RankGpu."""
     found = None if uuid is None else topology.find(uuid)
     if found is None:
         problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")

@@ -114,7 +114,6 @@ class Nvml:
         return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text(encoding="utf-8"))
 
     def _cores(self, gpu: int) -> list[int]:
-        """Returns the cores nearest to the GPU."""
         words = -(-(os.cpu_count() or 1) // 64)
         return _bits(self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), words))
 
@@ -162,7 +161,6 @@ class Recorder:
         return answers[key]
 
     def text(self) -> str:
-        """Formats the record as JSON, one line per question."""
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(self.record[key])}" for key in self.record) + "\n}\n"
 
 
@@ -194,5 +192,4 @@ class Recording:
 
 
 def _bits(words: Any) -> list[int]:
-    """Returns the numbers of the set bits of 64-bit words."""
     return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]

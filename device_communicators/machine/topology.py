@@ -1,8 +1,5 @@
 """The connections of this machine's GPUs as the driver reports them: NVLink, NVSwitch, PCIe, NUMA, fabrics, P2P.
 
-Reads NVML through a `Reader`, and interprets the answers. `visible_devices` finds the GPUs that a process sees,
-`group_topology` combines the ranks of a group, `topology_text` formats a topology.
-
 If a driver, a GPU or a virtual machine has no answer, the fact is None and `unknown` holds the reason. Nothing here
 raises because NVML lacks something. Without a driver, a topology has no GPUs and a `problem`.
 """
@@ -23,7 +20,7 @@ PCIE_PATHS = {
     40: ("NODE", "between host bridges of one NUMA node"),
     50: ("SYS", "between NUMA nodes"),
 }
-"""NVML's level -> label of `nvidia-smi topo -m`, and its meaning."""
+"""NVML's level -> label of `nvidia-smi topo -m`, meaning."""
 
 P2P_STATUS = ("OK", "chipset not supported", "GPU not supported", "topology not supported", "disabled by registry key",
               "not supported", "unknown")  # fmt: skip
@@ -161,10 +158,10 @@ class Topology:
     def find(self, uuid: str) -> tuple[Gpu, Slice | None] | None:
         """Returns the GPU, or GPU and slice, with this UUID. Its prefix (GPU-, MIG-) is optional: torch omits it."""
         for gpu in self.gpus:
-            if _is(uuid, gpu.uuid):
+            if _same_uuid(uuid, gpu.uuid):
                 return gpu, None
             for part in gpu.slices:
-                if _is(uuid, part.uuid):
+                if _same_uuid(uuid, part.uuid):
                     return gpu, part
         return None
 
@@ -174,7 +171,7 @@ class Topology:
         return None if one is None or two is None else self.paths.get((one[0].index, two[0].index))
 
 
-def _is(uuid: str, known: str) -> bool:
+def _same_uuid(uuid: str, known: str) -> bool:
     return uuid in (known, known.partition("-")[2])
 
 

@@ -90,7 +90,6 @@ def _matrix(topology: Topology) -> list[str]:
 
 
 def _peers(topology: Topology) -> list[str]:
-    """Formats peer access as the driver reports it; one line if all pairs are equal."""
     if len(topology.gpus) < 2:
         return []
     states = {key: _peer_state(path) for key, path in topology.paths.items()}

@@ -72,7 +72,7 @@ def _by_index(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Device
         # CUDA ignores text after digits: "1gpu" is 1.
         digits = re.match(r"\+?[0-9]+", entry.strip())
         if digits is None:
-            _ends(text, entry, remarks)
+            _add_end_remark(text, entry, remarks)
             break
         numbers.append(int(digits[0]))
     if len(set(numbers)) < len(numbers):
@@ -82,7 +82,7 @@ def _by_index(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Device
     for number in numbers:
         device = _whole(by_index[number]) if number in by_index else None
         if device is None:
-            _ends(text, str(number), remarks)
+            _add_end_remark(text, str(number), remarks)
             break
         found.append(device)
     return found
@@ -97,12 +97,12 @@ def _by_uuid(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Device]
         return _repeated(text, remarks)
     found: list[Device] = []
     for entry in entries:
-        matches = [device for device in known if entry.startswith(kind) and _names(entry, device)]
+        matches = [device for device in known if entry.startswith(kind) and _is_named(entry, device)]
         device = matches[0] if len(matches) == 1 else None
         if device is not None and device.slice is None:
             device = _whole(device.gpu)
         if device is None:
-            _ends(text, entry, remarks)
+            _add_end_remark(text, entry, remarks)
             break
         if device in found:
             return _repeated(text, remarks)
@@ -110,7 +110,7 @@ def _by_uuid(text: str, gpus: Sequence[Gpu], remarks: list[str]) -> list[Device]
     return found
 
 
-def _names(entry: str, device: Device) -> bool:
+def _is_named(entry: str, device: Device) -> bool:
     if device.uuid.startswith(entry):
         return True
     # Drivers before R470 name slices by GPU and instance ids.
@@ -118,7 +118,7 @@ def _names(entry: str, device: Device) -> bool:
     return part is not None and entry == f"MIG-{device.gpu.uuid}/{part.gpu_instance}/{part.compute_instance}"
 
 
-def _ends(text: str, entry: str, remarks: list[str]) -> None:
+def _add_end_remark(text: str, entry: str, remarks: list[str]) -> None:
     if text and entry.strip() != "-1":  # "" and "-1" are the usual ways to hide all devices
         remarks.append(f"CUDA_VISIBLE_DEVICES={text} ends before {entry!r}, which names no device, or several")
 

@@ -1,8 +1,7 @@
 """Copies the launcher's umask, cores, limits and signal mask to its ranks.
 
 A rank forked by a fork server inherits the server's state, which may differ from the launcher's. So each worker applies
-the launcher's state, and both start methods give the same result. `worker` copies environment variables.
-multiprocessing itself passes the working directory and sys.path.
+the launcher's state. `worker` copies environment variables; multiprocessing passes the working directory and sys.path.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
 
 @dataclass(frozen=True)
 class Inheritance:
-    """The launcher's state when it starts a rank."""
-
     umask: int | None
     """None if the system can't report it without changing it."""
     cores: frozenset[int]

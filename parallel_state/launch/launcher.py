@@ -1,7 +1,6 @@
 """`launch`: runs a function in local ranks, and returns their results or raises the first failure.
 
-Not here: options (`launch.config`), processes (`launch.processes`), the code of a worker (`launch.worker`), the job's
-store (`launch.store`), process groups (`state`). Restarts and membership are the job of torchrun's agent.
+Restarts and membership are the job of torchrun's agent.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def launch(
     during import, use `start_method="spawn"`.
 
     Raises LaunchError with the earliest failure: its rank, exit code or signal, and traceback. After the `timeout` it
-    has the stack of each running rank. All workers have exited by then. A KeyboardInterrupt, here or in a worker, is
-    raised unchanged. Raises InvalidArgumentError, and RendezvousError if the port is taken.
+    has the stacks of up to 8 running ranks. All workers have exited by then. Also raises KeyboardInterrupt (from here
+    or a worker), InvalidArgumentError, and RendezvousError if the port is taken.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(
@@ -107,7 +106,7 @@ def launch(
 
 
 def _resolved(config: LaunchConfig) -> LaunchConfig:
-    """Returns a copy with `nproc` and `world_size` filled in. Raises InvalidArgumentError for invalid values."""
+    """Checks the options, and returns a copy with `nproc` and `world_size`."""
     numbers = ("nproc", "world_size", "rank_offset", "master_port", "preferred_port")
     for name, number in ((name, getattr(config, name)) for name in numbers):
         if number is not None and not hasattr(number, "__index__"):
@@ -200,7 +199,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
             rank=running[0].rank,
         )
     failures.sort(key=lambda failure: failure[0])
-    _blamed_first(failures)
+    _move_blamed_first(failures)
     (_, first, report_of_first), *later = failures
     if report_of_first is not None and report_of_first.kind == "interrupted":
         raise KeyboardInterrupt
@@ -212,7 +211,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
     raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
 
 
-def _blamed_first(failures: list[_Failure]) -> None:
+def _move_blamed_first(failures: list[_Failure]) -> None:
     """Moves a rank that exited without a report to the front if the first error blames it.
 
     Peers may detect its exit before this process does.

@@ -1,7 +1,6 @@
 """Starts, watches and stops the processes of a launch, through multiprocessing.
 
-Belongs here: the launcher's view of each process, signals to the launcher, and the fork server. Doesn't: the code of a
-worker (`launch.worker`), and the choice of the failure to raise (`launch.launcher`).
+Handles signals to the launcher, and the fork server.
 
 torch.distributed.elastic is not used (torch 2.13 to 2.15): its `wait` never returns after a worker's `os._exit(0)` and
 exceeds its timeout while a worker exits. It always waits 30 s after SIGTERM. It records failures in whole seconds, too
@@ -51,7 +50,7 @@ _HINT = (
 )
 
 
-def _nameless_file() -> Any:
+def _unnamed_file() -> Any:
     """Opens an unnamed file, in memory if possible: /tmp may be full. Raises OSError without space for a report."""
     file: Any = None
     if hasattr(os, "memfd_create"):
@@ -65,15 +64,13 @@ def _nameless_file() -> Any:
 
 
 class Rank:
-    """One process of a launch."""
-
     def __init__(self, rank: int, name: str) -> None:
         self.rank = rank
         self.name = name
         self.process: Any = None
         self.ended: float | None = None  # monotonic time at which `wait` detected its exit; None before
-        self.records = _nameless_file()
-        self.stacks_file = _nameless_file()
+        self.records = _unnamed_file()
+        self.stacks_file = _unnamed_file()
 
     def report(self) -> Report | None:
         return read_report(self.records.fileno())
@@ -101,19 +98,18 @@ class Rank:
         return self.exit_code != 0 or report is None or report.kind != "result"
 
     def explain(self) -> str:
-        """Describes the failure in one line."""
         report, code = self.report(), self.exit_code or 0
         names = {number.value: number.name for number in signal.Signals}
         how = f"signal {-code} ({names.get(-code, 'unnamed')})" if code < 0 else f"exit code {code}"
-        who = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
+        name = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
         if report is None:
-            return f"{who} ended with {how} before it could call the function; {_HINT}"
+            return f"{name} ended with {how} before it could call the function; {_HINT}"
         if report.kind == "error":
-            return f"{who} raised {report.summary}"
+            return f"{name} raised {report.summary}"
         if report.kind == "result":
-            return f"{who} returned, but its process ended with {how}"
+            return f"{name} returned, but its process ended with {how}"
         hint = "; if no process sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
-        return f"{who} ended with {how} before the function returned{hint}"
+        return f"{name} ended with {how} before the function returned{hint}"
 
 
 class Ranks:
@@ -178,7 +174,7 @@ class Ranks:
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """Waits until all ranks exited, or for the deadline, or for a moment after a failure (0.3 s; 0.8 s: Ctrl-C)."""
+        """Waits for all ranks to exit, until the deadline. After a first failure, waits 0.3 s (Ctrl-C: 0.8 s) more."""
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()
@@ -199,15 +195,15 @@ class Ranks:
         """Stops running ranks by this signal, and after the launch's grace by SIGKILL."""
         try:
             if number == signal.SIGINT:
-                self._all_end_within(_INTERRUPT_S)  # a terminal sends Ctrl-C to all; a second one interrupts cleanup
+                self._all_exit_within(_INTERRUPT_S)  # a terminal sends Ctrl-C to all; a second one interrupts cleanup
                 self._send(signal.SIGINT)
-                self._all_end_within(_INTERRUPT_S)  # native code may not return for it
+                self._all_exit_within(_INTERRUPT_S)  # native code may not return for it
                 number = signal.SIGTERM
             self._send(number)
-            self._all_end_within(self._grace)
+            self._all_exit_within(self._grace)
         finally:  # also if another signal raises
             self._send(signal.SIGKILL)
-            self._all_end_within(EXIT_S)
+            self._all_exit_within(EXIT_S)
 
     def _send(self, number: signal.Signals) -> None:
         for rank in self.ranks:
@@ -215,13 +211,13 @@ class Ranks:
                 with suppress(ProcessLookupError):
                     os.kill(rank.process.pid, number)
 
-    def _all_end_within(self, wait_s: float) -> None:
+    def _all_exit_within(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s
         while (alive := [rank for rank in self.ranks if rank.alive]) and (left := until - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes the leash, so that the kernel kills processes that still run, and all files."""
+        """Closes all files, and the leash, so that the kernel kills remaining processes."""
         if not self._all_started:  # after a failed start only the kernel knows the processes: kill them by the leash
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end
@@ -239,8 +235,6 @@ class Ranks:
 
 
 class _SignalReceived(Exception):
-    """The launcher received a signal that would have ended it."""
-
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(f"the launcher received {received.name}")
         self.received = received
@@ -254,9 +248,9 @@ def signals_raise() -> Iterator[None]:
     SIGINT, which is already Python's KeyboardInterrupt.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    ignores_ends = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    ignores_sigchld = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if threading.current_thread() is not threading.main_thread():  # other threads can't set handlers
-        if ignores_ends:
+        if ignores_sigchld:
             raise LaunchError(
                 "this process ignores SIGCHLD, so the system keeps no exit codes of ranks; launch from the main "
                 "thread, or first call signal.signal(signal.SIGCHLD, signal.SIG_DFL) there",
@@ -269,7 +263,7 @@ def signals_raise() -> Iterator[None]:
     try:
         for number in ours:
             signal.signal(number, _raise_signal)
-        if ignores_ends:
+        if ignores_sigchld:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
     except _SignalReceived as caught:
@@ -277,7 +271,7 @@ def signals_raise() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
-        if ignores_ends:
+        if ignores_sigchld:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if received is not None:
         signal.raise_signal(received)
@@ -296,12 +290,12 @@ def _start(process: Any) -> None:
             process.start()
             return
         except (ConnectionRefusedError, BrokenPipeError, EOFError):
-            if server is None or not _ends(server):
+            if server is None or not _exits_soon(server):
                 raise
         start_fork_server()
 
 
-def _ends(pid: int) -> bool:
+def _exits_soon(pid: int) -> bool:
     """Returns True if a child exits within 2 s: the kernel closes its sockets before it reports the exit."""
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

@@ -1,7 +1,5 @@
 """The code that runs in a process of `launch`, and its reports to the launcher.
 
-Starting, watching and stopping workers is in `launch.processes`.
-
 A worker never outlives the launcher. The kernel kills it when its parent dies (PR_SET_PDEATHSIG). That parent may be
 the fork server, so the kernel also kills it when the launcher's end of a pipe, the leash, closes. Reports and results
 are written to unlinked files: a worker never blocks on a reader, and no file remains after a kill.
@@ -61,8 +59,6 @@ def _inherit(handle: Any) -> Inherited:
 
 @dataclass(frozen=True)
 class Start:
-    """The arguments of a worker."""
-
     content: bytes  # a pickled Call, so that import errors of its modules are raised in `work`
     name: str
     environ: dict[str, str]

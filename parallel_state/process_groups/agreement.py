@@ -118,16 +118,16 @@ class Agreement:
             if wrong is not None:
                 raise error from wrong
             raise
-        said = [json.loads(text) for text in texts]
-        if wrong is not None and all(_WRONG in each for each in said):
+        requests = [json.loads(text) for text in texts]
+        if wrong is not None and all(_WRONG in each for each in requests):
             raise wrong
-        other = next((index for index, each in enumerate(said) if each != said[0]), None)
+        other = next((index for index, each in enumerate(requests) if each != requests[0]), None)
         if wrong is not None and (other is None or not isinstance(wrong, UsageError)):
             raise wrong
         if other is None:
             return
         raise ConfigMismatchError(
-            f"all ranks must request the same {what}, but {_difference(ranks, said, other)} (this is rank "
+            f"all ranks must request the same {what}, but {_difference(ranks, requests, other)} (this is rank "
             f"{self._rank}); pass the same arguments, and set the same environment variables, on every rank"
         ) from wrong
 
@@ -146,7 +146,7 @@ class Agreement:
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
         key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
-        who = f"rank {self._rank} creates {what} of global ranks {format_ranks(ranks)}"
+        attempt = f"rank {self._rank} creates {what} of global ranks {format_ranks(ranks)}"
         started, problems = time.monotonic(), None
         while problems is None:
             self._meetings[key] = number = self._meetings[key] + 1
@@ -160,7 +160,7 @@ class Agreement:
                     problem.encode(),
                     left_s,
                     watched=watched,
-                    what=who,
+                    what=attempt,
                     operation="new_group",
                 )
             except CommunicationError as error:
@@ -176,7 +176,7 @@ class Agreement:
         for suspect, text in zip(ranks, problems, strict=True):
             if text:
                 raise CommunicationError(
-                    f"{who}, but global rank {suspect} can't create it: {text.decode(errors='replace')}",
+                    f"{attempt}, but global rank {suspect} can't create it: {text.decode(errors='replace')}",
                     group="world",
                     operation="new_group",
                     rank=self._rank,
@@ -214,8 +214,8 @@ class Agreement:
                 store.within(LAST_WORD_S).delete_key(key)
 
 
-def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> str:
-    first, request = said[0], said[other]
+def _difference(ranks: Sequence[int], requests: Sequence[Request], other: int) -> str:
+    first, request = requests[0], requests[other]
     names = [name for name in {**first, **request} if name != _WRONG]
     name = next(name for name in names if first.get(name) != request.get(name))
     sides = [_short(each.get(name) or _words(each)) for each in (first, request)]
@@ -223,7 +223,6 @@ def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> st
 
 
 def _short(text: str) -> str:
-    """Returns `text`, or the start of a long text and its digest."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({digest(text)})"
 
 

@@ -31,7 +31,6 @@ class GroupOptions:
 
     @property
     def timeout_s(self) -> float:
-        """Returns the timeout in seconds; by default PARALLEL_STATE_TIMEOUT_S."""
         return seconds(self.timeout)
 
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
@@ -73,7 +72,6 @@ class GroupOptions:
 
     @property
     def is_nccl(self) -> bool:
-        """Returns True if the backend is NCCL for any device."""
         return "nccl" in str(self.backend)
 
     @property

@@ -104,10 +104,8 @@ class ProcessGroupPool:
         watcher: Watcher | None = None,
         joined: bool = False,
     ) -> None:
-        """Registers torch's default group, if there is one.
-
-        `token`: separates this world's names from others on the same store. `alone_over`: the backend of a world of one
-        rank without a default group; `alone` creates one at its first use unless the program has. `watcher`: the
+        """`token`: separates this world's names from others on the same store. `alone_over`: the backend of a world of
+        one rank without a default group; `alone` creates one at its first use unless the program has. `watcher`: the
         watcher of the rendezvous. `joined`: the program made the default group.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
@@ -126,7 +124,7 @@ class ProcessGroupPool:
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the pool must not destroy the default group
         self._channels: Counter[tuple[int, ...]] = Counter()
-        self._made: Counter[_Key] = Counter()
+        self._created: Counter[_Key] = Counter()
         self._unshared: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = {default} if joined else set()
         self._failed: set[_Key] = set()
@@ -135,18 +133,17 @@ class ProcessGroupPool:
         self._closed = False
         self._lock = threading.RLock()
         """Guards the tables above. Never held while waiting for other ranks."""
-        self._turns: dict[_Key | None, threading.Lock] = {}
+        self._creation_locks: dict[_Key | None, threading.Lock] = {}
         """Serialises threads that create the same group. Key None: groups that all ranks create together."""
 
     @property
     def default_options(self) -> GroupOptions:
-        """Returns the options of the default group."""
         return GroupOptions(self.default_backend, self.timeout_s)
 
     @property
     def groups_made(self) -> int:
         """Returns how many process groups this rank has created as a member, including destroyed ones."""
-        return sum(self._made.values())
+        return sum(self._created.values())
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -208,17 +205,17 @@ class ProcessGroupPool:
         # `new_group_of_members` temporarily unbinds a bound device: threads then take turns.
         alone = strategy == "local" and bound_device() is None
         with self._lock:
-            turn = self._turns.setdefault(own if alone else None, threading.Lock())
-        with turn:
+            creating = self._creation_locks.setdefault(own if alone else None, threading.Lock())
+        with creating:
             with self._lock:
                 missing = [key for key in keys if key not in self._groups]
                 if not missing:
-                    return self._taken(keys, mine)
+                    return self._acquired(keys, mine)
             self._make(strategy, missing)
             with self._lock:
-                return self._taken(keys, mine)
+                return self._acquired(keys, mine)
 
-    def _taken(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
+    def _acquired(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
         self._users.update(keys)
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
@@ -276,7 +273,7 @@ class ProcessGroupPool:
             elif strategy == "local":
                 self._groups[key] = self._new_group_of_members(key)
             if self.rank in ranks:
-                self._made[key] += 1
+                self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
         """Creates a group under a new name: the store keeps the addresses of a failed attempt.
@@ -334,20 +331,19 @@ class ProcessGroupPool:
     def _not_made(
         self, error: RuntimeError, what: str, name: str, ranks: Sequence[int], started: float
     ) -> CommunicationError:
-        """Returns the error for a group that couldn't be created, with the ranks that exited or gave up."""
         limit_s = settings.START_TIMEOUT_S.get()
         elapsed_s = time.monotonic() - started
         deaths = self.watcher.await_death_of(self.watched_with(ranks))
-        kind, who = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
+        kind, reasons = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
         failure, server = self.agreement.failure(name), min(ranks)
-        if not who and failure is not None and failure[0] != self.rank:
-            who = {failure[0]: f"could not ({failure[1]})"}
-        if who:
-            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
+        if not reasons and failure is not None and failure[0] != self.rank:
+            reasons = {failure[0]: f"could not ({failure[1]})"}
+        if reasons:
+            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in reasons.items())
         elif self.watcher.is_silent(server):
             held = self.watcher.conditions([server]).get(server, "")
             why = f"global rank {server}, which serves the group's store, does not answer{held and f'; it is {held}'}"
-            kind, who = CollectiveTimeoutError, {server: why}
+            kind, reasons = CollectiveTimeoutError, {server: why}
         elif isinstance(error, AbandonedError):
             why = f"they did not connect within {limit_s:g} s"
         else:
@@ -360,7 +356,7 @@ class ProcessGroupPool:
             f"raise {settings.START_TIMEOUT_S.name}",
             operation="new_group",
             rank=self.rank,
-            suspect_ranks=list(who),
+            suspect_ranks=list(reasons),
             elapsed_s=elapsed_s,
             timeout_s=limit_s,
         )

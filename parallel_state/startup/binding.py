@@ -1,7 +1,4 @@
-"""Binds this rank to its cores: its share of the host's cores, or those of a list.
-
-Belongs here: the choice of cores. Doesn't: the machine's topology and the system call (`base.cores`).
-"""
+"""Binds this rank to its cores: its share of the host's, or those of a list. `base.cores` reads the CPU topology."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def different_cores(places: Mapping[int, Address]) -> list[str]:
     return []
 
 
-def not_shared(name: str, *lists: str) -> str:
+def describe_different_cores(name: str, *lists: str) -> str:
     """Returns the message for a result of `different_cores`."""
     sides = (
         f"ranks {format_ranks([int(rank) for rank in ranks.split(',')])} may use {found}"

@@ -1,8 +1,7 @@
 """Reads rank, sizes and rank 0's address from a launcher's variables: torchrun, SLURM, Open MPI, PMI.
 
-Belongs here: variables that launchers and schedulers set. Doesn't: this library's own variables (`base.settings`),
-sockets, a scheduler's commands. Every function is pure over a mapping (default: `os.environ`, read at the call), except
-`export`, which sets unset variables.
+This library's own variables are in `base.settings`. Every function is pure over a mapping (default: `os.environ`, read
+at the call), except `export`, which sets unset variables.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
 LOOPBACK = "127.0.0.1"
 
-# Ports derived from a job id. Below Linux's ephemeral ports (32768-60999), so that no outgoing connection of another
-# process can hold one. Above the ports of cluster services (SLURM's 6817-6819, 8080, 9100, …). Jobs whose ids differ by
-# less than 10,000 never share a port.
+# Ports derived from a job id: below Linux's ephemeral ports (32768-60999), above the ports of cluster services (SLURM's
+# 6817-6819, 8080, 9100, …). Jobs whose ids differ by less than 10,000 never share a port.
 DERIVED_PORTS = range(20_000, 30_000)
 _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of the next jobs
 
@@ -117,7 +115,7 @@ def explicit(
 
 
 def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | None:
-    """Returns the number of ranks on this host from the launcher's variables; None if unknown."""
+    """Returns the number of ranks on this host by the launcher's variables, or None."""
     env = os.environ if environ is None else environ
     family = _started_by(env)
     return None if family is None else _place(family, env).local_world_size
@@ -129,10 +127,7 @@ def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets the variables that torch's `env://` reads, if they are unset. Returns the new ones, so they can be removed.
-
-    These are RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; values of None are skipped.
-    """
+    """Sets the unset variables that torch's `env://` reads, except to None. Returns the new ones."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,
@@ -269,7 +264,6 @@ def _check(place: ProcessEnvironment, family: _Family) -> None:
 
 
 def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
-    """Returns the number of tasks on this node from SLURM_STEP_TASKS_PER_NODE; None if it is unset."""
     text, node = _get(env, "SLURM_STEP_TASKS_PER_NODE"), _get(env, "SLURM_NODEID")
     if not text or not node:
         return None

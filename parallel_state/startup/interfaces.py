@@ -124,7 +124,7 @@ def without_control_plane(places: dict[int, Address]) -> list[str]:
     return [] if found is None else [str(found[0]), str(places[found[0]]), f"it {found[1]}"]
 
 
-def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
+def describe_shared_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
     """Returns the message and the suspect ranks for a result of `shared_address`."""
     both, suspects = [], []
     for name, interface, words in (hosts[:3], hosts[3:]):
@@ -150,18 +150,17 @@ def firewall_advice() -> str:
     return f"A firewall may allow that store's port, but not the ports of {settings.PORTS.name} ({chosen}). {advice()}"
 
 
-def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) -> str:
-    """Returns the message for a result of `unreachable`. `who` names this rank."""
+def describe_loopback(own: Address, name: str, address: str, *ranks: str, own_name: str) -> str:
+    """Returns the message for a result of `unreachable`. `own_name` names this rank."""
     return (
         f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} announce a loopback "
-        f"address: the name of their host, {name}, resolves to {address} there (this is {who}, on "
+        f"address: the name of their host, {name}, resolves to {address} there (this is {own_name}, on "
         f"{own.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
         "correct the name in /etc/hosts"
     )
 
 
 def first_infiniband() -> str | None:
-    """Returns the first InfiniBand interface that is up and has an IPv4 address, or None."""
     with contextlib.suppress(OSError):
         for _, name in sorted(socket.if_nameindex()):
             if name.startswith("ib") and _is_up(name) and ipv4_of(name) is not None:
@@ -196,7 +195,7 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields name, value and reason of each variable for a world of several nodes; only gloo's without NCCL."""
+    """Yields name, value and reason of each variable. None for a world on one node; only gloo's without NCCL."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:
@@ -225,7 +224,6 @@ def _is_up(name: str) -> bool:
 
 
 def _names() -> str:
-    """Returns the interfaces except loopback."""
     with contextlib.suppress(OSError):
         found = [name for _, name in socket.if_nameindex() if name != "lo"]
         return ", ".join(found[:8]) or "none"

@@ -1,9 +1,9 @@
 """Checks that all hosts reach each other at the addresses that gloo announces, before gloo connects the ranks.
 
-Without this check gloo waits until its deadline, and its error names neither host nor address. The lead of each host is
-its lowest rank. Each lead connects to the control plane of every other lead, and checks which process answers: an
-address can exist on several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the
-rank that decides the agreement uses its own host's results.
+Otherwise gloo waits until its deadline, and its error names neither host nor address. Each host's lowest rank, its
+lead, connects to the control plane of every other lead. It checks which process answers: an address can exist on
+several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the rank that decides the
+agreement uses its own host's results.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
         return
     deaths = watcher.await_death_of(ranks, None if verdict.kind == "ended" else 0.0)
     dead = {death.rank for death in deaths}
-    gone = dead.union(verdict.ranks if verdict.kind == "ended" else ())
-    closed = [lead for lead in leads if gone.issuperset(_of_host(places, lead))]
+    ended = dead.union(verdict.ranks if verdict.kind == "ended" else ())
+    closed = [lead for lead in leads if ended.issuperset(_of_host(places, lead))]
     # If a whole host refuses connections, its ranks are reported as exited, so first check for unreached hosts. But if
     # a rank exited while others of its host run, that exit is the cause: the other ranks raise because of it.
     if not dead - {rank for lead in closed for rank in _of_host(places, lead)}:
@@ -91,8 +91,8 @@ def _agree(
     """Returns the verdict of `ranks`, and the pairs that all of them found. A death of `watched` ends the agreement."""
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
-    told = [json.loads(each) for each in verdict.values]
-    return verdict, [(by, to, why) for by, found in told for why, unreached in found.items() for to in unreached]
+    reports = [json.loads(each) for each in verdict.values]
+    return verdict, [(by, to, why) for by, found in reports for why, unreached in found.items() for to in unreached]
 
 
 def _encode(rank: int, found: Mapping[int, str]) -> bytes:

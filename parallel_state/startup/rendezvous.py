@@ -67,14 +67,13 @@ E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
-_OWN_NAME_S = 2.0  # for this host's own name to resolve
+_OWN_NAME_S = 2.0  # to resolve this host's own name
 _FAREWELL_S = 1.0  # a rank 0 that gives up keeps serving for this long, so that peers can read the verdict
 _READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
 _TOGETHER_S = 0.1  # ranks that exit within this time are reported together
-_SLICE_S = 0.1  # poll interval of rank 0 for entries
-_SLICE_OF_OTHERS_S = 0.5  # poll interval of other ranks for the verdict
-_LOOK_S = 1.0  # poll interval of other ranks for the world of a later round
+_SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
+_LOOK_S = 1.0  # poll interval of other ranks for a later round's world
 _CONNECT_S = 2.0  # one attempt to reach rank 0's store
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
@@ -85,7 +84,7 @@ _WORLD, _COMPLAINT = "world", "complaint"
 """Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each with the world's name appended."""
 _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""Keys of the world's store. `_GONE` is the prefix of an entry's key after its rank exited. `_NOTHING`: see `_peek`."""
+"""Keys of the world's store. `_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -114,7 +113,6 @@ class Met(NamedTuple):
     deadline: float
     """Deadline of the whole start."""
     watcher: Watcher
-    """Watcher of the world's ranks."""
     group_store: BoundedStore
     """For torch's default group: a launcher's store, which outlives rank 0; `store` if there is none."""
     served: list[Any]
@@ -160,8 +158,8 @@ def met_before(met: Met | None) -> Iterator[None]:
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank calls it. Rank 0 serves the store unless the launcher does.
 
-    `over_gloo`: gloo will connect the ranks, so each needs an address that other hosts can reach. A world of one rank
-    gets a store in memory, without address or port.
+    `over_gloo`: each rank needs an address for gloo that other hosts can reach. A world of one rank gets a store in
+    memory.
 
     Raises RendezvousError, PeerDiedError if a rank exits meanwhile, ConfigMismatchError if ranks have different world
     sizes, InvalidArgumentError for an unknown method.
@@ -217,11 +215,11 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
             watcher.close()
             return None
         if verdict.kind != "agreed":
-            raise _not_left(old, verdict, rank, timeout_s)
+            raise _not_met_again(old, verdict, rank, timeout_s)
         places = {number: Address.parse(json.loads(value)) for number, value in enumerate(verdict.values)}
         unable = next((number for number, place in places.items() if place.obstacle), None)
         if unable is not None:
-            raise _can_not_listen(ranks[unable], places[unable], rank)
+            raise _cannot_listen(ranks[unable], places[unable], rank)
         endpoint = Endpoint.parse(places[0].endpoint)
         store = BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE))
         group_store = BoundedStore(for_torch(store.raw))
@@ -241,7 +239,7 @@ def _listening(place: Address, watcher: Watcher, address: str) -> Address:
     return place._replace(endpoint=endpoint, obstacle=obstacle)
 
 
-def _can_not_listen(suspect: int, place: Address, rank: int) -> RendezvousError:
+def _cannot_listen(suspect: int, place: Address, rank: int) -> RendezvousError:
     return RendezvousError(
         f"rank {rank} of the old world calls reinitialize(), but rank {suspect} on {place} can't listen for the next "
         f"world: {place.obstacle}. If {settings.PORTS.name} is set, it must have two ports for each rank of a host: "
@@ -252,8 +250,7 @@ def _can_not_listen(suspect: int, place: Address, rank: int) -> RendezvousError:
     )
 
 
-def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
-    """Returns the error for a `meet_again` without agreement."""
+def _not_met_again(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
     missing = [each for each in verdict.ranks if each != rank]
     deaths = old.await_death_of(missing, None if verdict.kind == "ended" else 0.0)
     why = f"ranks {format_ranks(missing)} of the old world did not call it within {timeout_s:g} s"
@@ -269,8 +266,6 @@ def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> Co
 
 @dataclass
 class _Meeting:
-    """One rendezvous of this rank."""
-
     place: ProcessEnvironment
     own_place: Address
     way: StoreWay
@@ -378,17 +373,17 @@ class _Meeting:
                     self._admit(world, rank)
                     continue
                 if time.monotonic() > surveyed_at + survey_s:
-                    self._survey(world)
+                    self._admit_all(world)
                     self._publish_near(world)
                     self.warn(lambda: self._missing(world))
                     surveyed_at = time.monotonic()
-                complaint = _peek(launcher, _COMPLAINT + name)
+                complaint = _try_get(launcher, _COMPLAINT + name)
                 if complaint and self._is_confirmed(complaint, world, launcher, name):
                     return self._complaints(complaint, world, launcher, name), size - 1
-                if self._ended(world):
+                if self._exited(world):
                     time.sleep(_TOGETHER_S)
-                    self._survey(world)
-                    ended, missing = self._ended(world), self._missing(world)
+                    self._admit_all(world)
+                    ended, missing = self._exited(world), self._missing(world)
                     # Ignore ranks that exited because their own wait timed out: they are not the cause.
                     kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
                     return [kind, *ranks], size - 1 - len(missing) - len(ended)
@@ -397,9 +392,9 @@ class _Meeting:
                     return [_MISSING, *missing], size - 1 - len(missing)
             if self._sizes[rank] != size:
                 return [_SIZES, size, rank, self._sizes[rank]], max(size, self._sizes[rank]) - 1
-        if ended := self._ended(world):
+        if ended := self._exited(world):
             time.sleep(_TOGETHER_S)
-            ended = self._ended(world)
+            ended = self._exited(world)
             return [_ENDED, *ended], size - 1 - len(ended)
         return self._obstacle() or [_COMPLETE, size], size - 1
 
@@ -425,35 +420,33 @@ class _Meeting:
         return False
 
     def _complaints(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> list[Any]:
-        """Returns the verdict for ranks that can't use the world's store."""
         time.sleep(3 * _TOGETHER_S)
-        self._survey(world)
+        self._admit_all(world)
         kind, rank, _, why = json.loads(complaint)
         near = [each for each, place in self.places.items() if place[:2] == self.own_place[:2]]
         for each in range(1, self.place.world_size):
-            if each not in self.places and (complaint := _peek(launcher, f"{_COMPLAINT}{each}{name}")):
+            if each not in self.places and (complaint := _try_get(launcher, f"{_COMPLAINT}{each}{name}")):
                 self.places[each] = Address.parse(json.loads(complaint)[2])
         obstacle = [] if kind == _NO_LIBRARY else self._obstacle()
         return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
         """Reads the entry of a rank that has entered, even if it has exited."""
-        if entry := _peek(world, _key(rank)) or _peek(world, _GONE + _key(rank)):
+        if entry := _try_get(world, _key(rank)) or _try_get(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
 
-    def _survey(self, world: BoundedStore) -> None:
-        """Reads the entries of all ranks that have entered, also beyond the first missing rank."""
+    def _admit_all(self, world: BoundedStore) -> None:
+        """Reads the entries beyond the first missing rank."""
         for rank in range(1, self.place.world_size):
             if rank not in self.places:
                 self._admit(world, rank)
 
-    def _ended(self, world: BoundedStore) -> list[int]:
-        """Returns the ranks that entered and exited."""
-        return _absent(world, sorted(rank for rank in self.places if rank != 0))
+    def _exited(self, world: BoundedStore) -> list[int]:
+        return _without_entry(world, sorted(rank for rank in self.places if rank != 0))
 
     def _missing(self, world: BoundedStore) -> list[int]:
-        return _absent(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
+        return _without_entry(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
 
     def _publish_near(self, world: BoundedStore) -> None:
         """Publishes the entered ranks of each PID namespace. If rank 0 exits, peers check which of these exited too."""
@@ -478,13 +471,13 @@ class _Meeting:
                 if launcher is None:
                     launcher = self._launcher()
                     self.obstacle = _NO_WORLD
-                newest = _peek(launcher, _WORLD)
+                newest = _try_get(launcher, _WORLD)
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # No server yet, or the server of an earlier world was shutting down.
                 launcher = None
                 if not name:  # after a world was found, its obstacle explains more
-                    who = "rank 0 doesn't answer there: " if self.way.server is not None else ""
-                    self.obstacle = who + str(error).splitlines()[0]
+                    prefix = "rank 0 doesn't answer there: " if self.way.server is not None else ""
+                    self.obstacle = prefix + str(error).splitlines()[0]
                 continue
             if newest not in ("", name):
                 name, tried_at = newest, time.monotonic()
@@ -504,8 +497,8 @@ class _Meeting:
                     launcher = None
                 continue
             except StoreSilentError as error:
-                who = "rank 0 does not answer: " if name.startswith("[") else ""
-                self.obstacle = who + str(error).splitlines()[0]
+                prefix = "rank 0 does not answer: " if name.startswith("[") else ""
+                self.obstacle = prefix + str(error).splitlines()[0]
                 continue
         raise self.not_met()
 
@@ -535,12 +528,12 @@ class _Meeting:
             left_s = max(0.0, self.deadline - time.monotonic())
             try:
                 with contextlib.suppress(StoreSilentError):
-                    if found := _peek(world.within(_SLICE_OF_OTHERS_S), _NEAR + self.own_place.processes):
+                    if found := _try_get(world.within(_SLICE_OF_OTHERS_S), _NEAR + self.own_place.processes):
                         near = json.loads(found)
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
-                self.warn(lambda: _absent(world.within(_SLICE_OF_OTHERS_S), range(1, self.place.world_size)))
+                self.warn(lambda: _without_entry(world.within(_SLICE_OF_OTHERS_S), range(1, self.place.world_size)))
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
                     if self._is_superseded(world, launcher, name):
@@ -555,12 +548,12 @@ class _Meeting:
                     refused_at = None
                     self._note_silence(error, near)
             if time.monotonic() > self.deadline:
-                raise self._gave_up(world)
+                raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
         """Returns True if a later round opened a world and this one has no verdict: its rank 0 is about to exit."""
         with contextlib.suppress(dist.DistError):
-            return _peek(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
+            return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
@@ -608,20 +601,19 @@ class _Meeting:
         time.sleep(_TOGETHER_S)
 
     def _published_verdict(self, launcher: BoundedStore, name: str) -> list[Any] | None:
-        """Returns the verdict that rank 0 published in the launcher's store, if any."""
         found = ""
         with contextlib.suppress(dist.DistError):
             launcher = launcher.within(LAST_WORD_S)
-            if found := _peek(launcher, _VERDICT + name):
+            if found := _try_get(launcher, _VERDICT + name):
                 launcher.add(_HEARD + name, 1)
         return json.loads(found) if found else None
 
-    def _gave_up(self, world: BoundedStore) -> RendezvousError:
+    def _deadline_error(self, world: BoundedStore) -> RendezvousError:
         """Returns the error for a deadline without a verdict, and publishes that this rank gave up."""
         with contextlib.suppress(dist.DistError):
             world = world.within(LAST_WORD_S)
             world.set(_GAVE_UP, "1")
-            if missing := _absent(world, range(1, self.place.world_size)):
+            if missing := _without_entry(world, range(1, self.place.world_size)):
                 return self._failure([_MISSING, *missing])
         return self.not_met()
 
@@ -659,16 +651,15 @@ class _Meeting:
         )
 
     def _failure(self, verdict: Sequence[Any]) -> Any:
-        """Returns the error for a verdict of rank 0."""
         kind, *words = verdict
         if kind == _LOOPBACK:
-            text = interfaces.not_reachable(self.own_place, *words, who=self._name)
+            text = interfaces.describe_loopback(self.own_place, *words, own_name=self._name)
             return self._error(text, [int(word) for word in words[2:]])
         if kind == _SAME:
-            text, suspects = interfaces.same_address(self.own_place, *words)
+            text, suspects = interfaces.describe_shared_address(self.own_place, *words)
             return self._error(f"{self._name} can't start: {text}", suspects)
         if kind == _CORES:
-            return ConfigMismatchError(f"{self._name} can't start: {binding.not_shared(*words)}")
+            return ConfigMismatchError(f"{self._name} can't start: {binding.describe_different_cores(*words)}")
         if kind == _NO_LIBRARY:
             rank, where, why, *_ = words
             return self._error(
@@ -725,7 +716,6 @@ class _Meeting:
 
 
 def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore:
-    """Returns the store in rank 0's control plane."""
     address = endpoint.host, endpoint.port
     store = ControlStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
     store.served_by = 0
@@ -733,7 +723,7 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
     return store
 
 
-def _peek(store: BoundedStore, key: str) -> str:
+def _try_get(store: BoundedStore, key: str) -> str:
     """Returns the value of a key, or "". `get` would block if the key vanished after a check."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
@@ -743,14 +733,14 @@ def _has_ended(pid: str, born: str) -> bool:
     return start_time(int(pid)) != born or bool(native.load().ps_control_is_ending(int(pid)))
 
 
-def _absent(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
+def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
     """Returns the ranks among `ranks` without an entry. Finding one missing rank of 1,000 takes 20 requests."""
     if not ranks or world.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
         return list(ranks)
     middle = len(ranks) // 2
-    return _absent(world, ranks[:middle]) + _absent(world, ranks[middle:])
+    return _without_entry(world, ranks[:middle]) + _without_entry(world, ranks[middle:])
 
 
 def _key(rank: int) -> str:

@@ -210,8 +210,8 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
             with connect_to(address, max(0.01, deadline - time.monotonic())):
                 poll = select.poll()  # `select` supports no descriptor above 1,023
                 poll.register(listener, select.POLLIN)
-                came = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
-            if came:
+                arrived = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
+            if arrived:
                 return
             why = "another host answers there"
         except OSError as error:

@@ -14,7 +14,7 @@ from device_communicators.liveness.health import NOTICE_S, Watcher
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SLICE_S = 0.05
 
 
@@ -38,12 +38,12 @@ def run_watched(
     ranks = list(ranks)
     abandoned = threading.Event()
     future = in_thread(lambda: call(abandoned.is_set), "connect")
-    asked = time.monotonic()
+    polled_at = time.monotonic()
     while not wait([future], _SLICE_S).done:
         now = time.monotonic()
         late, failure = now > deadline, False
-        if now - asked > _LOOK_S:
-            asked, failure = now, has_failed()
+        if now - polled_at > _POLL_S:
+            polled_at, failure = now, has_failed()
         if late or failure or watcher.deaths_of(ranks):
             if not wait([future], NOTICE_S).done:
                 abandoned.set()
@@ -53,7 +53,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a HelperThread of this name. The process can exit while it runs."""
+    """Runs `call` in a HelperThread. The process can exit while it runs."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -138,7 +138,7 @@ def test_a_rank_that_left_is_named(world: World) -> None:
 
     for rank, outcome in enumerate(world.each(gather, EVERYONE[:3])):
         assert isinstance(outcome, CollectiveTimeoutError) and outcome.suspect_ranks == (3,)
-        assert f"rank {rank} counts, but ranks [3] left the world before they came" in str(outcome)
+        assert f"rank {rank} counts, but ranks [3] left the world before they did so" in str(outcome)
 
 
 def test_gathering_without_a_control_plane_and_gloo_says_why() -> None:
