@@ -93,7 +93,6 @@ class BoundedStore:
         return self.until(time.monotonic() + limit_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
-        """Returns the same connection for keys with this prefix."""
         return BoundedStore(
             dist.PrefixStore(prefix, self.raw),
             limit_s=self._limit_s,
@@ -205,7 +204,6 @@ class BoundedStore:
 
 
 def _server_of(store: Any) -> Any:
-    """Returns the store below all prefixes."""
     while (underlying := getattr(store, "underlying_store", None)) is not None:
         store = underlying
     return store

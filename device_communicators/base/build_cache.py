@@ -33,7 +33,7 @@ class CacheError(Exception):
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError if another user may write to `path`, which is loaded as code."""
+    """Raises CacheError if `path`, which is loaded as code, isn't this user's or is writable by others."""
     if path.exists():
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:

@@ -134,7 +134,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Returns True for an IP address, which needs no look-up."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(address.partition("%")[0])
         return True

@@ -125,8 +125,6 @@ class Handle:
 
 
 class TensorHandle:
-    """A handle of a tensor that a started operation returns."""
-
     def __init__(
         self,
         handle: Handle | None,

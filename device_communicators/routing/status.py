@@ -194,12 +194,10 @@ class Status:
             return list(self._routes)
 
     def _last_operation(self) -> tuple[GroupContext, Operation] | None:
-        """Returns the operation that began last in any open group."""
         began = [(route.context, each) for route in self._live_routes() for each in route.operations()[-1:]]
         return max(began, key=lambda each: each[1].started_s, default=None)
 
     def _longest_wait(self) -> tuple[GroupContext, Operation, int | None] | None:
-        """Returns the operation that has been waited for longest, and the thread that waits for it."""
         waits: list[tuple[GroupContext, Operation, int | None]] = [
             (*wait, thread) for thread, wait in list(WAITS.items())
         ]
