@@ -91,7 +91,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
     return context.failure(
         kind_of_deaths(deaths, CollectiveTimeoutError),
         f"{operation} of {context} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. {LOST}; "
-        "look at that rank's log",
+        "see that rank's log for the cause",
         operation,
         started=started,
         suspect_ranks=[death.rank for death in deaths],

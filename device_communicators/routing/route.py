@@ -1,7 +1,7 @@
 """The route of one group: an ordered list of communicators that run its operations, eager, compiled and captured.
 
-`Route.run` runs every operation: it chooses a communicator, counts the traffic, and translates a communicator's errors
-into those of this library. It contains no membership logic and moves no bytes.
+`Route.run` runs every operation that isn't started or a native op. It chooses a communicator, counts the traffic, and
+translates a communicator's errors into those of this library. A route contains no membership logic and moves no bytes.
 """
 
 from __future__ import annotations
