@@ -229,7 +229,7 @@ def raise_descriptor_limit() -> None:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError) as error:  # macOS has a lower bound that it doesn't report
+    except (ValueError, OSError) as error:  # macOS has a smaller limit that it does not report
         logger.debug("the limit of open files (ulimit -n) stays at %d: %s", soft, error)
         return
     logger.info("raised the soft limit of open files (ulimit -n) from %d to %d, for connections", soft, wanted)

@@ -642,7 +642,7 @@ class Route:
                 stack.callback(self._drop_references)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)
-                if self._was_captured:  # NCCL waits for graphs; an exception in a capture leaves its graph in a cycle
+                if self._was_captured:  # NCCL waits for graphs; one of a failed capture is in a cycle
                     stack.callback(gc.collect)
                 stack.callback(setattr, self, "communicators", ())
                 self.serve_ops(False)
