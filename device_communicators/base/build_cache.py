@@ -20,7 +20,7 @@ from device_communicators.base import limits
 
 WAIT_S = 600
 """Waits this long for another process that holds the lock, for example to compile the same code."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _SEAL = b"parallel_state\0\0"
 _SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
 _FOLDERS_FAULTS = (
@@ -71,7 +71,7 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise CacheError(f"another process has held {path} for {WAIT_S} s; end it (fuser {path})") from None
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         yield file
 
 
