@@ -125,6 +125,8 @@ class Handle:
 
 
 class TensorHandle:
+    """A started operation that returns a tensor."""
+
     def __init__(
         self,
         handle: Handle | None,
