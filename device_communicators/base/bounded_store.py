@@ -35,7 +35,7 @@ def _never() -> bool:
     return False
 
 
-class _Line:
+class _Connection:
     """A connection to a server, and its oldest abandoned operation."""
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class _Line:
         self.pending: Call | None = None
         """Oldest unanswered operation whose caller has stopped waiting."""
 
-    def left_behind(self) -> Call | None:
+    def abandoned(self) -> Call | None:
         with self.lock:
             if self.pending is not None and self.pending.is_done():
                 self.pending = None
             return self.pending
 
-    def leave(self, call: Call) -> None:
+    def abandon(self, call: Call) -> None:
         with self.lock:
             if self.pending is None or self.pending.is_done():
                 self.pending = call
@@ -68,7 +68,7 @@ class BoundedStore:
         limit_s: float = OPERATION_S,
         deadline: float = float("inf"),
         ended: Callable[[], object] = _never,
-        line: _Line | None = None,
+        connection: _Connection | None = None,
     ) -> None:
         """Wraps a store. `limit_s` bounds each operation, `deadline` all of them. A true `ended()` ends a wait."""
         self.raw = store
@@ -76,7 +76,7 @@ class BoundedStore:
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
-        self._line = line or _Line()
+        self._connection = connection or _Connection()
         self._is_local = isinstance(_server_of(store), dist.HashStore)
 
     @classmethod
@@ -86,20 +86,19 @@ class BoundedStore:
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
         """Returns the same connection, whose operations fail at `deadline`, or when `ended()` is true."""
-        return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, line=self._line)
+        return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
 
     def within(self, limit_s: float) -> BoundedStore:
         """Returns the same connection, whose operations fail `limit_s` seconds from now."""
         return self.until(time.monotonic() + limit_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
-        """Returns the same connection for keys with this prefix."""
         return BoundedStore(
             dist.PrefixStore(prefix, self.raw),
             limit_s=self._limit_s,
             deadline=self._deadline,
             ended=self._ended,
-            line=self._line,
+            connection=self._connection,
         )
 
     @property
@@ -188,7 +187,7 @@ class BoundedStore:
             return getattr(self.raw, operation)(*args)
         started = time.monotonic()
         deadline = min(self._deadline, started + self._limit_s)
-        before = self._line.left_behind()
+        before = self._connection.abandoned()
         if before is not None and not before.wait(deadline, self._ended):
             raise self._silent(operation, before.started_s)
         call = Call(lambda: getattr(self.raw, operation)(*args))
@@ -196,7 +195,7 @@ class BoundedStore:
             if not call.wait(max(deadline, started + _SHORTEST_NAP_S), self._ended):
                 raise self._silent(operation, started)
         except BaseException:  # also Ctrl-C
-            self._line.leave(call)
+            self._connection.abandon(call)
             raise
         return call.result()
 
@@ -205,7 +204,6 @@ class BoundedStore:
 
 
 def _server_of(store: Any) -> Any:
-    """Returns the store below all prefixes."""
     while (underlying := getattr(store, "underlying_store", None)) is not None:
         store = underlying
     return store

@@ -20,7 +20,7 @@ from device_communicators.base import limits
 
 WAIT_S = 600
 """Waits this long for another process that holds the lock, for example to compile the same code."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _SEAL = b"parallel_state\0\0"
 _SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
 _FOLDERS_FAULTS = (
@@ -33,7 +33,7 @@ class CacheError(Exception):
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError if another user may write to `path`, which is loaded as code."""
+    """Raises CacheError if `path`, which is loaded as code, isn't this user's or is writable by others."""
     if path.exists():
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -71,7 +71,7 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise CacheError(f"another process has held {path} for {WAIT_S} s; end it (fuser {path})") from None
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         yield file
 
 

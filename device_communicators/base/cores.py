@@ -75,7 +75,6 @@ def _cache_of(number: int, devices: Path) -> int:
 
 
 def _sharers(number: int, devices: Path) -> set[int]:
-    """Returns the cores that share the last-level cache of a core."""
     levels = [(_text(path / "level"), path) for path in (devices / f"cpu/cpu{number}/cache").glob("index[0-9]*")]
     return _list_in(max(levels)[1] / "shared_cpu_list") if levels else set()
 

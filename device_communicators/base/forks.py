@@ -15,8 +15,6 @@ from device_communicators.base.errors import ForkedError
 
 
 class _Process:
-    """Records whether this process is a rank or a forked child of a rank."""
-
     def __init__(self) -> None:
         self.leave: Callable[[], bool] | None = None
         self.is_child = False
@@ -52,7 +50,6 @@ def check(call: str) -> None:
 
 
 def error(what: str) -> ForkedError:
-    """Returns the error for a call, or a group, in a forked child."""
     return ForkedError(
         f"{what} can't be used in process {os.getpid()}, which was forked from a rank (now process {os.getppid()}) "
         "after its groups were created, and is no rank itself. Communicate in the rank, or start processes with the "

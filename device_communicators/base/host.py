@@ -42,7 +42,7 @@ def namespace_id(kind: str) -> str:
 def process_domain() -> str:
     """Returns an id that is equal for processes that can watch each other by PID; "" if unknown."""
     processes = namespace_id("pid")
-    # The time namespace belongs to it: `start_time` is in the clock of the process that reads it.
+    # The time namespace must be equal, too: `start_time` uses the clock of the process that reads it.
     return f"{processes}/{local_namespace('time')}" if processes else ""
 
 
@@ -134,7 +134,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Returns True for an IP address, which needs no look-up."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(address.partition("%")[0])
         return True

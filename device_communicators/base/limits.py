@@ -71,7 +71,6 @@ def name_shortage(error: BaseException, doing: str) -> BaseException:
 
 
 def with_shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str:
-    """Returns an error's text, followed by the resource that ran out, if one did."""
     found = shortage(error, folder)
     return str(error) if found is None else f"{error}; {found}"
 
@@ -221,7 +220,7 @@ def _space(path: str | os.PathLike[str] | None) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files to the hard one, at most 65,536. A group over gloo needs five or more."""
+    """Raises the soft limit of open files to the hard one, at most 65,536. A group over gloo needs at least five."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -230,7 +229,7 @@ def raise_descriptor_limit() -> None:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError) as error:  # macOS has a lower bound that it doesn't report
+    except (ValueError, OSError) as error:  # macOS has a smaller limit that it does not report
         logger.debug("the limit of open files (ulimit -n) stays at %d: %s", soft, error)
         return
     logger.info("raised the soft limit of open files (ulimit -n) from %d to %d, for connections", soft, wanted)

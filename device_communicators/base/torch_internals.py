@@ -94,7 +94,6 @@ def set_backend_timeout(backend: Any, timeout: timedelta) -> None:
 
 
 def device_types_of(group: Any) -> Sequence[torch.device]:
-    """Returns the devices for which a process group has a backend."""
     return group._device_types
 
 
@@ -107,17 +106,14 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def all_gather_base(group: Any, out: Tensor, x: Tensor, *options: Any) -> Any:
-    """Starts an all-gather of tensors of equal size. Returns its work."""
     return group._allgather_base(out, x, *options)
 
 
 def reduce_scatter_base(group: Any, out: Tensor, x: Tensor, options: Any) -> Any:
-    """Starts a reduce-scatter of parts of equal size. Returns its work."""
     return group._reduce_scatter_base(out, x, options)
 
 
 def has_plugin(backend: str) -> bool:
-    """Returns True if a torch.distributed backend is registered under this name."""
     return backend.upper() in dist.Backend._plugins
 
 
@@ -137,7 +133,6 @@ def backend_options() -> Any:
 
 
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
-    """Creates a gloo backend on a gloo device."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [device]
@@ -166,22 +161,18 @@ def unregister_named(group: Any) -> None:
 
 
 def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
-    """Sets the timeout in a ProcessGroupNCCL.Options."""
     options._timeout = timeout
 
 
 def store_of(group: Any) -> Any:
-    """Returns the store of a registered process group."""
     return c10d._world.pg_map[group][1]
 
 
 def register_fake_backend() -> None:
-    """Registers torch's `fake` backend."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
 
 def functional_collectives() -> Any:
-    """Imports torch's functional collectives."""
     import torch.distributed._functional_collectives as functional
 
     return functional
@@ -304,9 +295,8 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None
 is_zero_tensor: Callable[[Tensor], bool] = torch.Tensor._is_zerotensor
 """Returns True for torch's efficient zero tensor, which has no memory."""
 disable_current_modes: Any = _python_dispatch._disable_current_modes
-"""Context manager that disables all dispatch modes."""
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-"""Context manager that runs ops below autograd."""
+"""Context manager in which ops run below autograd."""
 check_symbolic: Callable[..., None] = torch._check
 """Raises unless a condition holds, in compiled code too."""
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -337,12 +327,10 @@ def current_raw_stream() -> Callable[[int], int]:
 
 
 def current_cuda_device() -> int:
-    """Returns the index of this thread's current device."""
     return torch._C._cuda_getDevice()
 
 
 def keep_cuda_busy(cycles: int) -> None:
-    """Enqueues a kernel on the current stream that runs for this many cycles."""
     torch.cuda._sleep(cycles)
 
 
@@ -553,7 +541,6 @@ is_wrapped_tensor: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_w
 
 
 def in_forward_mode() -> bool:
-    """Returns True inside forward-mode autograd (jvp, jacfwd)."""
     return forward_ad._current_level >= 0
 
 

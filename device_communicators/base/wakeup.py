@@ -37,7 +37,7 @@ class _Wakeup:
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()
         self._inode = os.fstat(self.reader).st_ino
-        self.told: list[SignalPipe] = []
+        self.pipes: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
         """True if the wakeup descriptor is the pipe's, or the program's."""
         forks.call_in_children(self.renew)
@@ -47,13 +47,13 @@ class _Wakeup:
         """Replaces signal.set_wakeup_fd. Returns -1 instead of the pipe's descriptor, which programs must not get."""
         before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
         self.is_set, self.is_foreign = fd == -1, fd != -1
-        self.tell()
+        self.publish()
         return -1 if before == self.writer else before
 
-    def tell(self) -> None:
-        for told in self.told:
-            told.inode = self._inode
-            told.reader = self.reader if self.is_set else -1
+    def publish(self) -> None:
+        for pipe in self.pipes:
+            pipe.inode = self._inode
+            pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
         """Returns False if the program has closed the pipe, as daemons do with all descriptors."""
@@ -94,7 +94,7 @@ def _wakeup() -> _Wakeup:
 
 def tell(pipe: SignalPipe) -> None:
     """Keeps `pipe` up to date with the descriptor from now on."""
-    _wakeup().told.append(pipe)
+    _wakeup().pipes.append(pipe)
     begin()
 
 
@@ -109,4 +109,4 @@ def begin() -> None:
             before = wakeup.set(-1)
             if before != -1:
                 wakeup.set(before)
-    wakeup.tell()
+    wakeup.publish()

@@ -138,7 +138,7 @@ def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
     """Returns `normed / scale` as float8_e4m3fn. `scale` has one element, float32.
 
     Computes in float32 and multiplies by the rounded reciprocal, as vLLM's kernels do. Values beyond ±448, infinities
-    too, become ±448; torch's own conversion has differed between versions. NaN stays NaN.
+    too, become ±448, which torch's own conversion doesn't ensure. NaN stays NaN.
     """
     return (normed.float() * scale.reshape(()).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 

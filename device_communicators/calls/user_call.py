@@ -109,18 +109,15 @@ class UserCall(NamedTuple):
 
     @property
     def words(self) -> tuple[int, int]:
-        """Returns the two words of `Told` in csrc/call.h."""
         return _words(self)
 
     @property
     def kind(self) -> str:
-        """Returns the first method of the method's class."""
         number = METHODS.get(self.method, 0)
         return _CLASSES[number // _VARIANTS][0] if number else self.method
 
     @property
     def compared(self) -> tuple[object, ...]:
-        """Returns the facts that must be equal on all ranks."""
         return self.kind, str(self.dtype), self.reduce_op, self.dim, self.root, self.sizes, self.shape
 
     @property
@@ -145,7 +142,6 @@ class UserCall(NamedTuple):
 
     @property
     def word(self) -> int:
-        """Returns the word of `Told` in csrc/call.h."""
         dtype = 0 if self.dtype is None else DTYPE_NUMBERS.get(self.dtype, _UNKNOWN)
         reduction = -1 if self.reduce_op is None else REDUCE_OPS[self.reduce_op]
         return (
@@ -199,7 +195,6 @@ def message_word(method: str, src: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def message_call(method: str, src: int) -> UserCall:
-    """Returns the call of a message from `src` to all ranks."""
     return UserCall(method, root=src)
 
 
@@ -272,7 +267,6 @@ def _shape_compared(operation: str, shape: tuple[int, ...], dim: int) -> tuple[i
 
 
 def overlap_error(operation: str, group: str, where: str = "of the group") -> UsageError:
-    """Returns the error for a collective that begins during another one."""
     return UsageError(
         f"{operation} of {group} must not begin while another collective {where} is running in this process: ranks "
         "can't agree on an order of the calls of threads or signal handlers. Nothing was sent; give each thread a "
@@ -282,7 +276,6 @@ def overlap_error(operation: str, group: str, where: str = "of the group") -> Us
 
 
 def handler_error(operation: str, group: str, interrupted: str) -> UsageError:
-    """Returns the error for a signal handler that would wait for the transfer that it interrupts."""
     return UsageError(
         f"{operation} of {group} must not begin in a signal handler that interrupts a transfer of the group, here "
         f"{interrupted}. Nothing was sent; call it after the transfer, or on another group (make_sub_group)"
@@ -377,7 +370,6 @@ def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
 
 def transfer_method() -> str:
-    """Returns the method in which this thread sends or receives; empty outside `transfer`."""
     return _THREAD.transfer
 
 

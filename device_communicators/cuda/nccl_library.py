@@ -184,7 +184,6 @@ class NcclLibrary:
 
 
 def config_type(version: int) -> type[ctypes.Structure]:
-    """Returns the ctypes structure ncclConfig_t of a version, with the known fields."""
     fields = [(name, kind) for name, kind, since in CONFIG_FIELDS if since <= version]
     return type("ncclConfig_t", (ctypes.Structure,), {"_fields_": fields})
 
@@ -224,7 +223,6 @@ def candidates() -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Returns the paths of libnccl that this process has mapped."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = [line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line]

@@ -87,8 +87,6 @@ class Marker:
 
 
 class CudaStreams:
-    """The streams of one device."""
-
     def __init__(self, device: torch.device, high_priority: bool = False) -> None:
         self._device = device
         self._priority = -1 if high_priority else 0
@@ -110,7 +108,6 @@ class CudaStreams:
         torch.cuda.synchronize(self._index)
 
     def release_cached_memory(self) -> None:
-        """Returns memory that torch caches for later tensors to the device."""
         torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
@@ -125,7 +122,6 @@ class CudaStreams:
         return Marker(self._device)
 
     def guard(self) -> contextlib.AbstractContextManager[object]:
-        """Makes the device the current one in a block."""
         return torch.cuda.device(self._index)
 
     def is_current_device(self) -> bool:

@@ -98,7 +98,6 @@ class ProcessGroupCommunicator(PlainProcessGroup):
             narrow.copy_(wide_out)
 
     def _gathered(self, flat: Tensor) -> Tensor:
-        """Gathers the flat tensors of all ranks: `[size, numel]`."""
         blocks = flat.new_empty((self.context.size, flat.numel()))
         self.flat_all_gather(blocks, flat)
         return blocks

@@ -101,12 +101,10 @@ class GroupContext(GroupMember):
 
     @property
     def other_ranks(self) -> list[int]:
-        """Returns the global ranks of the peers, in group order."""
         return [rank for rank in self.ranks if rank != self.global_rank]
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns the group's native collectives, or None."""
         return None if self.host_memory is None else self.host_memory.collectives
 
     @property
@@ -179,7 +177,7 @@ class GroupContext(GroupMember):
 
 
 class Communicator(ABC):
-    """One way to move the bytes of one group. The module's docstring lists what to implement."""
+    """The interface of communicators. The module's docstring lists what to implement."""
 
     name: str
     picks_by_size: ClassVar[bool] = False
@@ -469,7 +467,6 @@ def _add_rms_norm(
 def _add_rms_norm_static(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(quantised, y)`, as GroupCoordinator's method does."""
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
         return static_fp8_quant(normed, scale), y
@@ -478,7 +475,6 @@ def _add_rms_norm_static(
 def _add_rms_norm_dynamic(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(quantised, scales, y)`, as GroupCoordinator's method does."""
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
         return (*dynamic_per_token_fp8_quant(normed), y)

@@ -17,7 +17,7 @@ def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site:
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}
     texts = context.gather(json.dumps(call).encode(), "comparison of calls")
-    if len(set(texts)) == 1:  # as a rule
+    if len(set(texts)) == 1:  # the usual case
         return
     calls = [json.loads(each) for each in texts]
     own = calls[context.rank]

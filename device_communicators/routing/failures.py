@@ -36,7 +36,6 @@ _RAISED: deque[CommunicationError] = deque(maxlen=16)
 
 
 def note_error(error: CommunicationError) -> None:
-    """Keeps a copy of `error` for `error_of`."""
     if all(str(error) != str(kept) for kept in _RAISED):
         _RAISED.append(copy.deepcopy(error))
 
@@ -65,7 +64,6 @@ def error_of(exception: BaseException | None) -> ParallelStateError | None:
 
 
 def kind_of_failure(text: str) -> type[CommunicationError]:
-    """Returns the type of the error for a text of c10d."""
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
         return CollectiveTimeoutError
@@ -93,7 +91,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
     return context.failure(
         kind_of_deaths(deaths, CollectiveTimeoutError),
         f"{operation} of {context} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. {LOST}; "
-        "look at that rank's log",
+        "see that rank's log for the cause",
         operation,
         started=started,
         suspect_ranks=[death.rank for death in deaths],
@@ -113,7 +111,6 @@ def counted_from_begin() -> Iterator[None]:
 
 
 def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFailedError:
-    """Returns the error for a call that begins after the group's first failure."""
     return context.failure(
         GroupFailedError,
         f"{context} failed earlier ({first}); destroy it and initialise again",

@@ -72,7 +72,6 @@ ON_FAILURE: list[Callable[[FailureEvent], object]] = []
 def profiled(
     carry: Callable[..., Any], context: GroupContext, operation: str, tensor: torch.Tensor | None
 ) -> Callable[..., Any]:
-    """Wraps `carry` in a range of torch's profiler."""
     name = f"parallel_state.{operation} {context.name} {0 if tensor is None else tensor.nbytes} bytes"
 
     def shown(*args: Any) -> Any:
@@ -113,8 +112,6 @@ def _call(hooks: tuple[Callable[[Any], object], ...], event: OperationEvent | Fa
 
 
 class _Meters:
-    """Seconds of calls that run in Python, by group and method."""
-
     def __init__(self) -> None:
         self.is_on = False
         self.took_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))

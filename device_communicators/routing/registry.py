@@ -55,7 +55,6 @@ def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[],
 
 
 def _add(hook: _T, hooks: list[_T], changed: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Adds a hook, and returns a function that removes it. Both call `changed`."""
     hooks.append(hook)
     changed()
 
@@ -75,11 +74,11 @@ def _serve_ops() -> None:
 
 @host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
-    """Writes the last operations of all groups of this process into a file of `folder`; None without groups.
+    """Writes the last operations of all groups of this process to a file in `folder`. Returns its path.
 
-    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. The last events of each control
-    plane are written beside it: `debug --replay FILE` shows one. From any thread: a watchdog may
-    call it while another one hangs. An `OSError` of the folder is logged only.
+    Returns None if there are no groups, or if writing fails, which is logged. `python -m parallel_state debug FOLDER`
+    shows the files of all ranks side by side. The last events of each control plane are written to files next to it,
+    which `debug --replay FILE` shows. Thread-safe: a watchdog may call it while another thread hangs.
     """
     found = routes()
     if not found:
@@ -98,7 +97,7 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
     try:
         return recorder.write(Path(folder), found[0].context.global_rank, groups, filter(None, control))
     except OSError as error:
-        logger.warning("the record of the last operations can't be written to %s: %s", folder, error)
+        logger.warning("writing the record of the last operations to %s failed: %s", folder, error)
         return None
 
 
@@ -154,5 +153,5 @@ def find_route(key: str) -> Route:
         raise GroupDestroyedError(f"group {name!r} was destroyed; call the group's getter again")
     known = sorted({route.context.name for route in _ROUTES.values()})
     raise GroupNotInitializedError(
-        f"there is no group {key!r}; the groups of this process are {known}. Call initialize_model_parallel first"
+        f"there is no group {key!r}; this process has {known}. Call initialize_model_parallel first"
     )

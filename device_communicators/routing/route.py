@@ -1,7 +1,7 @@
 """The route of one group: an ordered list of communicators that run its operations, eager, compiled and captured.
 
-`Route.run` runs every operation: it chooses a communicator, counts the traffic, and translates a communicator's errors
-into those of this library. It contains no membership logic and moves no bytes.
+`Route.run` runs every operation that isn't started or a native op. It chooses a communicator, counts the traffic, and
+translates a communicator's errors into those of this library. A route contains no membership logic and moves no bytes.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _Kind = tuple[str, torch.dtype | None, str, str | None]
 
 @dataclass
 class Traffic:
-    """The traffic of one operation of a route. `bytes` counts the tensors of this rank."""
+    """The traffic of one operation. `bytes` counts the tensors of this rank."""
 
     calls: int = 0
     bytes: int = 0
 
 
 class _CallScope:
-    """Sets this thread's call, and rejects a second call of the group meanwhile.
+    """Sets this thread's call, and rejects other calls of the group until it ends.
 
     Ranks can't agree on an order of the calls of several threads. A class, because a generator costs 3 µs more.
     """
@@ -168,7 +168,6 @@ class Route:
         """True in a forked child of the process that created the route; it is then `closed` too."""
 
     def attach_messenger(self, messenger: object) -> None:
-        """Sets the group's messenger, by a weak reference."""
         self._messenger = weakref.ref(messenger)
 
     @property
@@ -262,7 +261,6 @@ class Route:
 
     @property
     def has_memory(self) -> bool:
-        """Returns True if `allocate` may return memory."""
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -450,7 +448,6 @@ class Route:
         traffic.bytes += size_bytes
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns calls and bytes so far, by operation."""
         found = {name: Traffic(traffic.calls, traffic.bytes) for name, traffic in self._traffic.items()}
         if self._server is not None:
             for name, (calls, size_bytes) in self._server.traffic(self.context.key).items():
@@ -645,7 +642,7 @@ class Route:
                 stack.callback(self._drop_references)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)
-                if self._was_captured:  # NCCL waits for graphs; an exception in a capture leaves its graph in a cycle
+                if self._was_captured:  # NCCL waits for graphs; one of a failed capture is in a cycle
                     stack.callback(gc.collect)
                 stack.callback(setattr, self, "communicators", ())
                 self.serve_ops(False)

@@ -125,7 +125,7 @@ class Handle:
 
 
 class TensorHandle:
-    """A handle of a tensor that a started operation returns."""
+    """A started operation that returns a tensor."""
 
     def __init__(
         self,

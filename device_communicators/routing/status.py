@@ -5,7 +5,7 @@ is waited for. So a rank that fails, or waits longer than PARALLEL_STATE_SLOW_S,
 the control plane's callback thread. A request of a rank that fails contains its own state and report. So ranks that
 fail later have them even if that rank has left.
 
-A stopped process can't answer. Ranks that can watch it by PID report its state in the kernel.
+A stopped process can't answer. Ranks that can watch it by PID report the state of the process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger("parallel_state")
 _IDLE_S = 1.0
 """After this time without a call, a rank's state is the place of its main thread."""
 _KEEP_S = 3.0
-"""A failed call stays this rank's state until its next call, at most for the timeout plus this time."""
+"""A failed call stays this rank's state until its next call, or for timeout + 3 s: peers may fail later."""
 _ANSWER_S = 0.3
 """A rank that has not answered after this time counts as silent."""
 _REPORTS_S = 0.6
@@ -194,12 +194,10 @@ class Status:
             return list(self._routes)
 
     def _last_operation(self) -> tuple[GroupContext, Operation] | None:
-        """Returns the operation that began last in any open group."""
         began = [(route.context, each) for route in self._live_routes() for each in route.operations()[-1:]]
         return max(began, key=lambda each: each[1].started_s, default=None)
 
     def _longest_wait(self) -> tuple[GroupContext, Operation, int | None] | None:
-        """Returns the operation that has been waited for longest, and the thread that waits for it."""
         waits: list[tuple[GroupContext, Operation, int | None]] = [
             (*wait, thread) for thread, wait in list(WAITS.items())
         ]
@@ -211,7 +209,7 @@ class Status:
     # Requests and answers.
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states of those of these global ranks whose state is known within 0.3 s.
+        """Returns the states of these global ranks, without those that are still unknown after 0.3 s.
 
         A rank that failed in the group of `key` answers with the failed call. `own`: the state in which this rank
         failed.
@@ -352,7 +350,7 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the state in a reply, and the obstacles of ranks near its sender. Ignores an invalid reply.
+    """Returns the state in a reply, and the obstacles of ranks on its sender's host. Ignores an invalid reply.
 
     A reply may be truncated, or of another version.
     """

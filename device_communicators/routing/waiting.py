@@ -120,7 +120,6 @@ class ByThread:
         self._done.wait()
 
     def _take(self) -> bool:
-        """Returns True for the first call only; that caller runs the work."""
         with self._lock:
             begun, self._begun = self._begun, True
             return not begun
