@@ -117,7 +117,7 @@ class Watch:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """Waits until the work of all calls is done. Returns False after a failure, `limit_s` or the group's timeout."""
+        """Waits until the work of all calls is done. Returns False after a failure, after `limit_s` or the timeout."""
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():
             if time.monotonic() > deadline:
