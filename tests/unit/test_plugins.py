@@ -87,9 +87,7 @@ def test_each_reason_is_in_the_log_once(monkeypatch: pytest.MonkeyPatch, caplog:
     assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["one", "another"]
 
 
-@pytest.mark.parametrize(
-    ("version", "said"), [(None, "vllm None is not a tested"), ("", "vllm  is not a tested")]
-)
+@pytest.mark.parametrize(("version", "said"), [(None, "vllm None is not a tested"), ("", "vllm  is not a tested")])
 def test_an_installation_without_a_version_is_left_alone(
     version: str | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
