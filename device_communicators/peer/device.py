@@ -16,7 +16,7 @@ from device_communicators.cuda.streams import CudaStreams
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, uuid_of
 from device_communicators.machine.topology import read_topology
 from device_communicators.peer.kernels import Launcher, PeerKernels
-from device_communicators.peer.memory import IpcSharing, SymmetricSharing, Way, run_on_all_ranks
+from device_communicators.peer.memory import IpcSharing, SharingMethod, SymmetricSharing, run_on_all_ranks
 from device_communicators.routing.communicator import GroupContext
 
 
@@ -52,7 +52,7 @@ class HostWords:
 class PeerDevice:
     """A CUDA device."""
 
-    ways: Sequence[Way] = (SymmetricSharing, IpcSharing)
+    ways: Sequence[SharingMethod] = (SymmetricSharing, IpcSharing)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

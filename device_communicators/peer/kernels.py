@@ -404,4 +404,4 @@ def _load_driver(path: str = _LIBRARY) -> _Driver:
     try:
         return _Driver(path)
     except (OSError, AttributeError) as problem:
-        raise KernelError(f"no usable CUDA driver: {problem}") from problem
+        raise KernelError(f"no CUDA driver that these kernels can use: {problem}") from problem

@@ -51,7 +51,7 @@ class Sharing(Protocol):
         """Releases the mappings and the memory. Twice is fine."""
 
 
-class Way(Protocol):
+class SharingMethod(Protocol):
     """A way to share memory. Calling it allocates zeroed memory on this rank's device; it may raise any exception."""
 
     @property
@@ -215,7 +215,7 @@ def release(what: object) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 
-def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMemory:
+def share(context: GroupContext, size_bytes: int, ways: Sequence[SharingMethod]) -> PeerMemory:
     """Shares memory by the first way that works on all ranks. Every rank passes the same ways and size.
 
     If none works, all ranks raise NotSharedError with the reason of each way. Raises PeerDiedError,
@@ -230,7 +230,7 @@ def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMe
     raise NotSharedError("; ".join(reasons) or "there is no way to share memory")
 
 
-def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
+def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMemory:
     made: list[Sharing] = []
     mapped: list[int] = []
 
