@@ -342,9 +342,9 @@ class PeerGroup:
         (x, residual, weight, scale), (out, y, scales) = inputs, outputs
         if self._words[_REPORT] or self._words[_ABORT]:
             raise self._failed(f"{_NORM}{kind}_{DTYPES[x.dtype]}")
-        what = (_NORM, kind, x.dtype, x.numel(), x.shape[-1])
+        key = (_NORM, kind, x.dtype, x.numel(), x.shape[-1])
         with self._lock:
-            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
+            kernel, blocks, threads, call = self._prepared.get(key) or self._prepare(key)
             call.input, call.residual, call.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
             call.output, call.residual_out = out.data_ptr(), y.data_ptr()
             call.scale = 0 if scale is None else scale.data_ptr()
@@ -352,18 +352,18 @@ class PeerGroup:
             call.eps = eps
             self._start(kernel, blocks, threads, call)
 
-    def _launch(self, what: _CallKey, x: Tensor, out: Tensor) -> None:
+    def _launch(self, key: _CallKey, x: Tensor, out: Tensor) -> None:
         if self._words[_REPORT] or self._words[_ABORT]:
-            raise self._failed(what[0])
+            raise self._failed(key[0])
         with self._lock:  # a prepared call is filled in and launched by one thread at a time
-            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
+            kernel, blocks, threads, call = self._prepared.get(key) or self._prepare(key)
             call.input, call.output = x.data_ptr(), out.data_ptr()
             self._start(kernel, blocks, threads, call)
 
-    def _prepare(self, what: _CallKey) -> tuple[str, int, int, Call]:
+    def _prepare(self, key: _CallKey) -> tuple[str, int, int, Call]:
         if len(self._prepared) >= _MOST_PREPARED:
             self._prepared.clear()
-        operation, how, dtype, numel, hidden = what
+        operation, how, dtype, numel, hidden = key
         call = self._new_call(numel)
         if dtype is None:
             made = (f"{operation}_{how}", *grid(how, numel, self.context.size, self.max_blocks), call)
@@ -373,7 +373,7 @@ class PeerGroup:
         else:
             call.rows, call.hidden = numel // hidden, hidden
             made = (f"{operation}{how}_{DTYPES[dtype]}", *self._norm_grid(dtype, numel, hidden), call)
-        self._prepared[what] = made
+        self._prepared[key] = made
         return made
 
     def _norm_grid(self, dtype: torch.dtype, numel: int, hidden: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 A group has one region per rank, all of the same size. Regions are allocated and zeroed when the group is made, and
 never grow. There are several ways to share memory. All ranks try them together in the same order; if one fails on any
-rank, all ranks try the next. The kernels (`csrc`) define the contents of a region, `peer.thresholds` who uses them.
+rank, all ranks try the next. The kernels (`csrc`) define the contents of a region; `peer.thresholds` decides which
+groups use them.
 
 A region's memory is freed when its owner *and* all ranks that mapped it have closed it, so ranks may close in any
 order. Over CUDA IPC this holds only while the owner's process is alive: CUDA doesn't define mappings of an exited

@@ -86,7 +86,7 @@ def create_hierarchical_groups(
     empty lists.
     """
     groups: list[Any] = []
-    beside: list[Any] = []
+    gloo_groups: list[Any] = []
     levels = hierarchical_ranks(ranks, hierarchical_group_sizes)
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
     for level, (lists, chosen) in enumerate(zip(levels, options, strict=True)):
@@ -96,8 +96,8 @@ def create_hierarchical_groups(
             gloo = create_group(members, timeout, "gloo", group_desc=name) if create_gloo_process_groups else None
             if rank in members:
                 groups.append(made)
-                beside.append(gloo)
-    return groups, beside
+                gloo_groups.append(gloo)
+    return groups, gloo_groups
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:

@@ -118,7 +118,7 @@ def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta
     return tensor
 
 
-# Stores, and groups that torch.distributed doesn't know.
+# Stores, and groups that aren't registered with torch.distributed.
 
 
 def create_tcp_store(host: str, port: int, listen_socket: socket.socket | None = None, **kwargs: Any) -> dist.TCPStore:
