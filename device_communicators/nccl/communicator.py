@@ -229,7 +229,6 @@ class NcclCommunicator(Communicator):
         return [*own, *self._links.handles()]
 
     def _find_failure(self, operation: str, since: float) -> CommunicationError | None:
-        """Returns the error of a communicator that failed in the background, or None."""
         for handle in self._handles():
             state = handle.state()
             if state not in (SUCCESS, IN_PROGRESS):
@@ -237,7 +236,6 @@ class NcclCommunicator(Communicator):
         return None
 
     def _raise_failure(self) -> None:
-        """Raises the failure that the watch found, or that of a link."""
         if self._watch is not None and self._watch.failure is not None:
             raise self._watch.failure
         if self._links.failure is not None:
@@ -366,7 +364,6 @@ class NcclCommunicator(Communicator):
             raise watch.failure from error
 
     def _run_beside(self, enqueue: Callable[[int], None], *tensors: Tensor) -> Work:
-        """Runs `enqueue(stream)` with the side stream; returns a handle."""
         self._ready()
         if self._side is None:
             self._side = self.streams.side()

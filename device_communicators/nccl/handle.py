@@ -174,7 +174,6 @@ class Handle:
             raise
 
     def _wait(self, comm: int, deadline: Deadline) -> None:
-        """Waits until NCCL's background work on the communicator is done."""
         while (state := self._state(comm)) == IN_PROGRESS:
             deadline.step()
         if state != SUCCESS:

@@ -147,7 +147,6 @@ class Windows:
         return f"tensors of empty in registered memory, {size >> 20} MiB in {len(self._ledger.sizes)} windows"
 
     def _own_problem(self) -> str:
-        """Returns the reason why this rank can't register memory, or "" if it can."""
         missing = [self._library.missing[name] for name in FUNCTIONS if name in self._library.missing]
         if missing:
             return missing[0]
@@ -240,7 +239,6 @@ class Windows:
         return True
 
     def _agree(self, problem: str) -> str | None:
-        """Returns the first rank's problem, or None if no rank has one."""
         return self._first_problem(self._gather(problem))
 
     def _gather(self, text: str) -> list[bytes]:

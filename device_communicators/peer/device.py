@@ -50,8 +50,6 @@ class HostWords:
 
 
 class PeerDevice:
-    """A CUDA device."""
-
     ways: Sequence[SharingMethod] = (SymmetricSharing, IpcSharing)
 
     def __init__(self, device: torch.device) -> None:

@@ -399,7 +399,6 @@ class PeerGroup:
             ) from error
 
     def _new_call(self, numel: int) -> Call:
-        """Returns a call with the fields that are equal for all launches."""
         call = Call()
         for rank, address in enumerate(self.memory.addresses):
             call.regions[rank] = address

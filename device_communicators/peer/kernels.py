@@ -357,7 +357,6 @@ class PeerKernels:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the device's context current within the body."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield

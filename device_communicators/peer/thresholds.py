@@ -151,7 +151,6 @@ def cited(arch: str, world_size: int) -> Thresholds | None:
 
 
 def user_path() -> Path:
-    """Returns the path of the user's table, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(base) / "parallel_state" / "measured.json"
 
@@ -269,7 +268,6 @@ def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
 
 
 def _difference(facts: Sequence[dict[str, Any]]) -> str | None:
-    """Returns a text about the first fact that differs between ranks, or None."""
     for rank, each in enumerate(facts):
         for name, value in facts[0].items():
             if each.get(name) != value:

@@ -71,10 +71,8 @@ def get_global_symmetric_memory_buffer() -> Any:
 
 
 def destroy_global_memory_buffer() -> None:
-    """Releases the global memory buffer."""
     BUFFERS.pop("memory", None)
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
-    """Releases the global symmetric memory buffer."""
     BUFFERS.pop("symmetric_memory", None)

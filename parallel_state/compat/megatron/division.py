@@ -237,7 +237,6 @@ def _check_sharp(use_sharp: bool, sharp_enabled_group: str | None, instances: in
 
 
 def _log_unused(**options: Any) -> None:
-    """Logs each given option once per process."""
     for name in (name for name, value in options.items() if value and name not in _LOGGED):
         _LOGGED.add(name)
         logger.info("initialize_model_parallel: %s has no effect here", name)

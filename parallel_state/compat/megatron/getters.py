@@ -310,7 +310,6 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Returns True if this rank has the position embedding."""
     return group_of("position_embedding") is not None
 
 

@@ -104,7 +104,6 @@ class GroupCoordinator(GroupView):
 
     @property
     def group(self) -> Ours:
-        """Returns our GroupCoordinator."""
         return self._made
 
     # SGLang stores these functions of its NCCL allocator in the group. Without NCCL's memory they do nothing.

@@ -428,5 +428,4 @@ def get_self_pp_group() -> GroupCoordinator:
 
 
 def get_dcp_group_no_assert() -> GroupCoordinator | None:
-    """Returns the decode context-parallel group, or None."""
     return _made.get("dcp_group")

@@ -34,7 +34,6 @@ def _resources() -> Any:
 
 
 def set_global_tcp_store(store: dist.Store) -> None:
-    """Sets the store that all ranks share."""
     _resources().tcp_store = store
 
 

@@ -199,12 +199,10 @@ def init_distributed_environment(
 
 
 def _get_unique_name(name: str) -> str:
-    """Returns a unique name for a group: tp:0, tp:1."""
     return unique_name(name)
 
 
 def _register_group(group: GroupCoordinator) -> None:
-    """Registers a group by its `unique_name`, for ops that take the name."""
     groups[group.unique_name] = group
 
 

@@ -195,7 +195,6 @@ class MessageQueue:
         self._lock = threading.Lock()
 
     def export_handle(self) -> Handle:
-        """Returns the handle for `create_from_handle`."""
         return self.handle
 
     def wait_until_ready(self) -> None:
@@ -352,7 +351,6 @@ def _needing_shared_memory(what: str) -> Iterator[None]:
 
 
 def _check_local(readers: Sequence[bool]) -> None:
-    """Raises UnsupportedError unless all readers are on the writer's host."""
     if not all(readers):
         raise UnsupportedError(
             f"all readers of a message queue must be on the writer's host, but {[*readers].count(False)} of "
@@ -361,7 +359,6 @@ def _check_local(readers: Sequence[bool]) -> None:
 
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
-    """Returns the handles of all ranks of a process group. Every rank calls it."""
     ranks = range(dist.get_world_size(pg))
     every = Watcher().gather("queue", ranks, bytes(pickles.dumps(handle)), settings.TIMEOUT_S.get(), gloo=pg)
     return [pickles.loads(each) for each in every]
