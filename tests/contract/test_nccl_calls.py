@@ -436,7 +436,7 @@ def _meeting_body(library: str) -> tuple[str, str]:
 def test_ranks_with_different_versions_are_told(pools: Pools, stand_in: str) -> None:
     for name, text in pools(2).run(_meeting_body, stand_in, tp=2):
         assert name == "ConfigMismatchError"
-        assert "global rank 0 has 2.28.9 and global rank 1 2.29.3" in text
+        assert "global rank 0 has 2.28.9 and global rank 1 has 2.29.3" in text
 
 
 def _capture_body(library: str) -> list[str]:
