@@ -2,7 +2,7 @@
 
 Each collective is one call of the compiled group, the same as from the registered ops and the CPU fast path. Whether
 ranks share memory was decided when the group was created (`host_memory`); `explain()` shows why they don't. Transfers
-between two ranks use queues in shared memory, or connections (`pairs`).
+between two ranks use queues in shared memory, or connections (`streams`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from device_communicators.base.errors import CommunicationError, UnsupportedError
+from device_communicators.base.errors import UnsupportedError
 from device_communicators.calls.reductions import REDUCING, reduction_refusal
 from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
-from device_communicators.cpu.pairs import Pairs
-from device_communicators.cpu.streams import Streams
+from device_communicators.cpu.streams import connect_streams
 from device_communicators.cpu.transfers import Transfers
 from device_communicators.routing.communicator import (
     Communicator,
@@ -29,7 +28,6 @@ from device_communicators.routing.communicator import (
     new_gathered,
     new_scattered,
 )
-from device_communicators.routing.failures import died
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scatterv")
@@ -59,25 +57,20 @@ class CpuCommunicator(Communicator):
         self._group = memory.collectives
         self._channels = memory.channels
         self._is_meshed = memory.in_one_segment or memory.is_meshed
-        self._pairs: Pairs | None = None
+        self._streams: Transfers | None = None
         if not memory.in_one_segment:
             self.sized_bytes = _SIZED_BYTES_TO_ONE if len(memory.domains) == 2 else _SIZED_BYTES
             if memory.is_meshed:
-                others = [rank for rank in range(context.size) if rank != context.rank]
                 gather = partial(context.gather, operation="connect")
-                made = memory.connect(gather, context.watcher, context.failure_ranks, others)
-                streams = Streams(made.sockets, memory.waiting[0] / 1e9, made.early_bytes)
-                self._pairs = Pairs(context, streams, partial(_death, context))
-                self._connections = made
-                if context.watcher is not None:
-                    context.watcher.connections[made] = context.ranks
+                address, self._connections = connect_streams(memory, gather, context.watcher, context.failure_ranks)
+                self._streams = Transfers(self._group.library, memory.members, address)
         self._sizes = ctypes.c_size_t * context.size
         self._pointers = ctypes.c_void_p * context.size
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != "cpu":
             return f"a tensor on {request.device_type}"
-        if request.operation in _POINT_TO_POINT and self._channels is None and self._pairs is None:
+        if request.operation in _POINT_TO_POINT and self._channels is None and self._streams is None:
             return f"it has no {request.operation}"
         if request.operation in _BETWEEN_RANKS and not self._is_meshed:
             return f"it has no {request.operation}"
@@ -168,41 +161,39 @@ class CpuCommunicator(Communicator):
     # Between two ranks. In one segment, messages use queues elsewhere, and only plain tensors are sent here.
 
     def send(self, x: Tensor, dst: int) -> None:
-        x, tag = x.contiguous(), self.context.tag(0)
-        if self._pairs is not None:
-            self._pairs.send(x, dst, tag)
-        else:
-            self._transfers(tag).send(x, dst)
+        self._transfers.send(x.contiguous(), dst, self._tag(self.context.tag(0)))
 
     def recv(self, out: Tensor, src: int) -> None:
-        tag = self.context.tag(0)
-        if self._pairs is not None:
-            self._pairs.recv(out, src, tag)
-        else:
-            self._transfers(tag).recv_(out, src)
+        self._transfers.recv_(out, src, self._tag(self.context.tag(0)))
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return self._transfers(tag).isend(x, dst) if self._pairs is None else self._pairs.isend(x, dst, tag).begin()
+        return self._transfers.isend(x, dst, self._tag(tag))
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        if self._pairs is not None:
-            return self._pairs.irecv(out, src, tag).begin()
-        return self._transfers(tag).irecv_(out, src)
+        return self._transfers.irecv_(out, src, self._tag(tag))
 
-    def _transfers(self, tag: int) -> Transfers:
+    @property
+    def _transfers(self) -> Transfers:
         begin_sending()
-        if self._channels is None or tag != self.context.tag(0):
-            raise UnsupportedError(f"{self.context}: {self.name} has no transfers of tag {tag}")
+        if self._streams is not None:
+            return self._streams
+        if self._channels is None:
+            raise UnsupportedError(f"{self.context}: {self.name} has no transfers")
         return self._channels.transfers
 
+    def _tag(self, tag: int) -> int:
+        """Returns the tag of a transfer there. Rings belong to one group: they carry one kind of transfers."""
+        if self._streams is not None:
+            return tag
+        if tag != self.context.tag(0):
+            raise UnsupportedError(f"{self.context}: {self.name} has no transfers of tag {tag}")
+        return 0
+
     def abandon(self) -> None:
-        if self._pairs is not None:
-            self._pairs.end_sending()
+        if self._streams is not None:
+            self._streams.abandon()
 
     def close(self) -> None:
-        if self._pairs is not None:
-            self._pairs.close()
-
-
-def _death(context: GroupContext, operation: str, started: float) -> CommunicationError | None:
-    return died(context, operation, started) if context.deaths() else None
+        if self._streams is not None:
+            self._streams.close()
+            self._connections.close()

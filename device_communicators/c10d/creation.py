@@ -89,7 +89,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         global_ranks=list(options.global_ranks_in_group),
         library="" if collectives is None else str(collectives.library.path),
         group=0 if collectives is None else collectives.number,
-        places=group.places(),
+        transfers=group.transfers,
         timeout=timeout,
         python=group,
     )

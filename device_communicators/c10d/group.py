@@ -1,7 +1,7 @@
 """One group of the backend, as the compiled class calls it: its errors, and gloo.
 
-What gloo alone carries goes to a gloo backend of the same ranks, which is made when it is first needed on one host, and
-with the group over several.
+What gloo alone carries goes to a gloo backend of the same ranks, which is made when it is first needed; with the group
+where its ranks can't be connected each to each other.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from device_communicators.base.torch_internals import backend_options, gloo_back
 from device_communicators.c10d.world import World
 from device_communicators.calls.work import TransferError
 from device_communicators.cpu import native
+from device_communicators.cpu.connections import Connections
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members, NativeGroup
-from device_communicators.cpu.transfers import Failed, failure_of
+from device_communicators.cpu.streams import connect_streams
+from device_communicators.cpu.transfers import Failed, failure_of, failure_text_of
 from device_communicators.liveness.health import NOTICE_S, UnmetError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
@@ -122,7 +124,14 @@ class Group:
         with contextlib.suppress(native.NativeUnavailableError):
             self.signal_pipe = native.load().signal_pipe
         self._gloo: Any = None
-        if len(members.ranks) > 1 and not memory.in_one_segment:  # between hosts gloo carries transfers
+        self._connections: Connections | None = None
+        self.transfers = 0
+        """The address of the transfers between two ranks, which the compiled backend deletes; 0: gloo carries them."""
+        if memory.channels is not None:
+            self.transfers = memory.channels.open_transfers() or 0
+        elif memory.is_meshed:
+            self.transfers, self._connections = connect_streams(memory, self._gather, world.watcher, world.domain.ranks)
+        elif len(members.ranks) > 1:
             self._gloo = self.make_gloo()
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
@@ -159,15 +168,16 @@ class Group:
         if self._note_death in self._world.watcher.on_death:
             self._world.watcher.on_death.remove(self._note_death)
         self._gloo = None
+        connections, self._connections = self._connections, None
+        if connections is not None:  # which the compiled backend has left
+            connections.close()
         if self._memory.collectives is not None and not self.has_crashed:
             self._memory.collectives.leave()
         if self._is_worlds:
             self._world.close()
 
-    def places(self) -> tuple[int, ...]:
-        """Returns the places of the queues between ranks, the words of `TransferPlaces` in csrc/transfers.h, if any."""
-        channels = self._memory.channels
-        return () if channels is None else channels.transfer_places
+    def _gather(self, record: bytes) -> list[bytes]:
+        return self._context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Takes the group's new timeout, which the compiled backend has been given."""
@@ -226,7 +236,11 @@ class Group:
         failed = Failed(*words)
         if failed.is_interruption:
             native.load().raise_interruption()
-        return self._failed(failure_of(self._members, failed), failed.operation, failed.elapsed_us / 1e6)
+        operation, elapsed_s = failed.operation, failed.elapsed_us / 1e6
+        found = failure_of(self._members, failed, failure_text_of(native.load(), self.transfers))
+        if isinstance(found, TransferError):
+            return self._transport_error(found, operation, found.peer, elapsed_s, "between hosts")
+        return self._failed(found, operation, elapsed_s)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
         """Returns the error for what gloo said of a call; None where the call itself was wrong."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from ctypes import addressof, c_uint64
+from ctypes import addressof, c_int64, c_uint64
 from typing import Any
 
 from device_communicators.base.errors import CommunicationError
@@ -127,7 +127,7 @@ class Channels:
         self._senders: dict[tuple[int, int], Sender] = {}
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._waiting = Waiting(liveness, spin_ns, yields)
-        self.transfers = Transfers(library, members, liveness, self.transfer_places, group)
+        self.transfers = Transfers(library, members, self.open_transfers(), group, SHAPE.data_bytes)
         """Of plain tensors."""
 
     @property
@@ -148,14 +148,16 @@ class Channels:
         """Returns how long a reader spins before it sleeps."""
         return self._waiting.spin_ns
 
-    @property
-    def transfer_places(self) -> tuple[int, ...]:
-        """Returns the words of `TransferPlaces` in csrc/transfers.h."""
-        memory, waiting = self.memory, self._waiting
-        return (
+    def open_transfers(self) -> int | None:
+        """Returns the address of transfers over the rings of tensors, which `ps_transfers_delete` deletes."""
+        memory, waiting, members = self.memory, self._waiting, self.members
+        places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
             SHAPE.chunk_bytes, SHAPE.chunks, KINDS, waiting.spin_ns, waiting.yields,
         )  # fmt: skip
+        words = (c_int64 * len(places))(*places)  # of `TransferPlaces` in csrc/rings.h
+        address: int | None = self._library.ps_rings_new(waiting.liveness, members.rank, len(members.ranks), words)
+        return address
 
     # The queues. `to_all` stands for a rank where it is a broadcast.
 

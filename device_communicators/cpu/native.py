@@ -48,7 +48,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 16
+_VERSION = 17
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -142,22 +142,23 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_double, c_void_p)),
     "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
     "ps_queue_reserve": (None, (POINTER(c_int64), c_int)),
-    "ps_transfers_new": (c_void_p, (c_void_p, c_int, c_int, POINTER(c_int64))),
+    "ps_rings_new": (c_void_p, (c_void_p, c_int, c_int, POINTER(c_int64))),
+    "ps_streams_new": (
+        c_void_p,
+        (c_void_p, c_int, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_uint64), c_int, c_int64, c_uint64),
+    ),
+    "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
+    "ps_group_losses": (c_void_p, (c_uint64,)),
     "ps_transfers_delete": (None, (c_void_p,)),
     "ps_transfers_serve": (None, (c_void_p, c_uint64, c_double)),
     "ps_transfers_failure": (c_int, (c_void_p, POINTER(c_int64))),
+    "ps_transfers_failure_text": (None, (c_void_p, c_char_p, c_size_t)),
+    "ps_transfers_abandon": (None, (c_void_p,)),
     "ps_transfers_is_inside": (c_int, (c_void_p, c_int, c_int)),
     "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
     "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_set_calling": (None, (c_void_p,) * 11),
-    "ps_streams_new": (c_void_p, (c_int64, c_uint64)),
-    "ps_streams_add": (None, (c_void_p, c_int, c_int, c_uint64)),
-    "ps_streams_add_stripe": (None, (c_void_p, c_int, c_int)),
-    "ps_streams_delete": (None, (c_void_p,)),
-    "ps_streams_end_sending": (None, (c_void_p,)),
-    "ps_streams_close": (None, (c_void_p,)),
-    "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),

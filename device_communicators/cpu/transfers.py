@@ -1,4 +1,6 @@
-"""Sends and receives of plain tensors between the ranks of one host, as `csrc/transfers.h` carries them; their errors.
+"""Sends and receives of plain tensors between two ranks, as `csrc/transfers.h` carries them; their errors.
+
+Within a host they go through rings in shared memory, between hosts over connections.
 
 The library keeps a transfer's tensor until it no longer uses its memory. It moves what nobody waits for by the
 process' progress thread.
@@ -13,7 +15,7 @@ import functools
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,23 +25,25 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
+    InvalidArgumentError,
     MessageDecodeError,
     UsageError,
 )
 from device_communicators.base.limits import describe_address_space
 from device_communicators.base.member import LOST
 from device_communicators.calls.user_call import DTYPE_NUMBERS, handler_error
-from device_communicators.calls.work import DONE, Work
+from device_communicators.calls.work import DONE, TransferError, Work
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 
-_TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP, _NO_MEMORY, _CLOSED = 1, 2, 4, 5, 7, 8
+_TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP, _NO_MEMORY, _CLOSED, _BROKEN = 1, 2, 4, 5, 7, 8, 9
 """`QueueStatus` in csrc/queue.h and the statuses of `TransferFailure`; any other is of a malformed message."""
 _DONE, _INSIDE = 0, -2
 """What starting returns in csrc/transfer_call.h; any other negative number is a refusal."""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
 """How a wait ends there; any other number is a failure."""
 _LONGEST_S = 1e9
+MOST_TAG = (1 << 31) - 1
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 
@@ -67,10 +71,14 @@ class Failed(NamedTuple):
         return self.status == _INTERRUPTED
 
 
-def failure_of(members: Members, failed: Failed, needs_bytes: int = 0) -> CommunicationError | GroupDestroyedError:
-    """Returns the error for a failed transfer.
+Failure = CommunicationError | GroupDestroyedError | TransferError
 
-    `needs_bytes`: how much of /dev/shm a ring takes at its first message; 0 where transfers take none.
+
+def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0) -> Failure:
+    """Returns the error for a failed transfer; TransferError for a connection that broke.
+
+    `text`: what the connection's end said. `needs_bytes`: how much of /dev/shm a ring takes at its first message; 0
+    where transfers take none.
     """
     operation, status, elapsed_s = failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
@@ -80,7 +88,11 @@ def failure_of(members: Members, failed: Failed, needs_bytes: int = 0) -> Commun
             for dtype, size in ((failed.expected_dtype, failed.expected_bytes), (failed.sent_dtype, failed.sent_bytes))
         )
         forms = f"this rank receives {expected}, and global rank {who} sent {sent}"
+        if failed.sends:
+            forms = f"this rank sends {sent}, and global rank {who} receives {expected}"
         return members.mismatch(operation, forms, (who,), elapsed_s=elapsed_s)
+    if status == _BROKEN:
+        return TransferError(text, max(failed.peer, 0))
     if status == _CLOSED:
         return members.destroyed()
     if status == _INTERRUPTED:
@@ -108,6 +120,13 @@ def failure_of(members: Members, failed: Failed, needs_bytes: int = 0) -> Commun
         "must run the same version of parallel_state"
     )
     return members.failure(MessageDecodeError, text, operation, suspect_ranks=(who,))
+
+
+def failure_text_of(library: Any, transfers: int) -> str:
+    """Returns what the end of a connection said, if one of the transfers at that address broke."""
+    text = ctypes.create_string_buffer(512)
+    library.ps_transfers_failure_text(transfers, text, len(text))
+    return text.value.decode(errors="replace")
 
 
 def _what_is_short(needs_bytes: int) -> str:
@@ -148,49 +167,60 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 class Transfers:
-    """This rank's transfers in a group. Any thread may call.
+    """This rank's transfers in a group. Any thread may call."""
 
-    `places`: the words of `TransferPlaces` in csrc/transfers.h. `liveness`, of `ps_liveness_of` or `ps_liveness_new`,
-    tells which ranks are lost. `group`: the group's number, 0 without one.
-    """
+    ANY_SOURCE = -1
 
-    def __init__(self, library: Any, members: Members, liveness: int, places: Sequence[int], group: int = 0) -> None:
+    def __init__(
+        self, library: NativeLibrary, members: Members, address: int | None, group: int = 0, ring_bytes: int = 0
+    ) -> None:
+        """`address`: of `ps_rings_new` or `ps_streams_new`; this object deletes it.
+
+        `group`: the group's number, for calls past Python; 0 without them. `ring_bytes`: see `failure_of`; 0 between
+        hosts.
+        """
         self.members = members
         self._library = library
         self._functions = _functions(library)
-        words = (ctypes.c_int64 * len(places))(*places)
-        has_rings, chunk_bytes, chunks = places[0] != 0, places[4], places[5]
-        self._ring_bytes = chunk_bytes * chunks if has_rings else 0
-        self._address: int = library.ps_transfers_new(liveness, members.rank, len(members.ranks), words) or 0
-        if not self._address:
+        self._ring_bytes = ring_bytes
+        self.address = address or 0
+        if not self.address:
             raise MemoryError(f"there is no memory for the transfers of {members}")
-        self._failure: CommunicationError | GroupDestroyedError | None = None
+        self._failure: Failure | None = None
         self._is_free = False
         self._waits: set[tuple[int, int, int]] = set()
-        """Waits: their threads, whether they send, and their peers."""
+        """Waits: their threads, whether they send, and their peers; the threads alone between hosts."""
         if group:
-            library.ps_transfers_serve(self._address, group, min(members.timeout_s, _LONGEST_S))
+            library.ps_transfers_serve(self.address, group, min(members.timeout_s, _LONGEST_S))
 
-    def isend(self, x: Tensor, dst: int) -> Work:
-        """Starts to send a contiguous CPU tensor. Done at once if the ring has room for it."""
-        return self._started(1, x, dst)
+    def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
+        """Starts to send a contiguous CPU tensor. Done at once if there is room for it."""
+        return self._started(1, x, dst, tag)
 
-    def irecv_(self, out: Tensor, src: int) -> Work:
+    def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
         """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
-        return self._started(0, out, src)
+        return self._started(0, out, src, tag)
 
-    def send(self, x: Tensor, dst: int) -> None:
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
         """Sends a contiguous CPU tensor, which may be changed afterwards."""
-        self._run(1, x, dst)
+        self._run(1, x, dst, tag)
 
-    def recv_(self, out: Tensor, src: int) -> None:
+    def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
         """Receives as `irecv_`, and waits."""
-        self._run(0, out, src)
+        self._run(0, out, src, tag)
 
-    def _started(self, sends: int, x: Tensor, peer: int) -> Work:
-        if not sends:
+    def _check(self, sends: int, tag: int) -> None:
+        if not 0 <= tag <= MOST_TAG:
+            operation = "send" if sends else "recv"
+            raise InvalidArgumentError(
+                f"the tag of a {operation} on {self.members} must be from 0 to {MOST_TAG}, but is {tag}"
+            )
+
+    def _started(self, sends: int, x: Tensor, peer: int, tag: int) -> Work:
+        self._check(sends, tag)
+        if not sends or not self._ring_bytes:
             self._refuse_inside(sends, peer)
-        number = self._functions.start(self._address, sends, peer, 0, _number_of(x.dtype), x.data_ptr(), x.nbytes, x)
+        number = self._functions.start(self.address, sends, peer, tag, _number_of(x.dtype), x.data_ptr(), x.nbytes, x)
         if number == _DONE:
             return DONE
         if number == _INSIDE:
@@ -199,10 +229,11 @@ class Transfers:
             raise self._failed()
         return _Transfer(self, number, sends, peer)
 
-    def _run(self, sends: int, x: Tensor, peer: int) -> None:
+    def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
+        self._check(sends, tag)
         with self._waiting(sends, peer):
             status = self._functions.run(
-                self._address, sends, peer, 0, _number_of(x.dtype), x.data_ptr(), x.nbytes, x, self._timeout_us
+                self.address, sends, peer, tag, _number_of(x.dtype), x.data_ptr(), x.nbytes, x, self._timeout_us
             )
             if status != _ENDED:
                 self._raise(status, sends)
@@ -210,7 +241,7 @@ class Transfers:
     @contextlib.contextmanager
     def _waiting(self, sends: int, peer: int) -> Iterator[None]:
         self._refuse_inside(sends, peer)
-        key = (threading.get_ident(), sends, peer)
+        key = self._key(sends, peer)
         self._waits.add(key)
         try:
             yield
@@ -218,9 +249,15 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError in a handler of signals whose thread waits for the same peer, the same way."""
-        if (threading.get_ident(), sends, peer) in self._waits:
+        """Raises UsageError in a handler of signals whose thread waits for the same peer, the same way.
+
+        Between hosts for any peer: the handler's message might come between the parts of the one that it interrupts.
+        """
+        if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
+
+    def _key(self, sends: int, peer: int) -> tuple[int, int, int]:
+        return (threading.get_ident(), sends, peer) if self._ring_bytes else (threading.get_ident(), 0, 0)
 
     def _in_a_handler(self, sends: int) -> UsageError:
         operation = "send" if sends else "recv"
@@ -231,14 +268,14 @@ class Transfers:
         return int(1e6 * min(self.members.timeout_s, _LONGEST_S))
 
     def is_done(self, number: int) -> bool:
-        return bool(self._functions.is_done(self._address, number))
+        return bool(self._functions.is_done(self.address, number))
 
     def wait(self, number: int, sends: int, peer: int) -> None:
         if self.is_done(number):
-            status = self._functions.wait(self._address, number, 0)
+            status = self._functions.wait(self.address, number, 0)
         else:
             with self._waiting(sends, peer):
-                status = self._functions.wait(self._address, number, self._timeout_us)
+                status = self._functions.wait(self.address, number, self._timeout_us)
         if status != _ENDED:
             self._raise(status, sends)
 
@@ -249,30 +286,40 @@ class Transfers:
             raise self._in_a_handler(sends)
         raise self._failed()
 
-    def _failed(self) -> CommunicationError | GroupDestroyedError:
+    def _failed(self) -> Failure:
         """Returns the error for the first failure, with which all transfers end."""
         if self._failure is None:
             words = (ctypes.c_int64 * len(Failed._fields))()
-            self._library.ps_transfers_failure(self._address, words)
-            self._failure = failure_of(self.members, Failed(*words), self._ring_bytes)
+            self._library.ps_transfers_failure(self.address, words)
+            self._failure = failure_of(self.members, Failed(*words), self.failure_text(), self._ring_bytes)
         return self._failure
+
+    def failure_text(self) -> str:
+        """Returns what the end of a connection said, if one broke."""
+        return failure_text_of(self._library, self.address)
+
+    def abandon(self) -> None:
+        """Fails what is under way, as a call of this rank failed; peers between hosts learn of it at once."""
+        self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
         """Returns True in a handler of signals that interrupts this thread's receive from `peer`."""
-        return bool(self._library.ps_transfers_is_inside(self._address, peer, 0))
+        return bool(self._library.ps_transfers_is_inside(self.address, peer, 0))
 
     def waiting_sends(self, dst: int) -> int:
         """Returns how many sends wait until another one to the same rank is written."""
-        return int(self._library.ps_transfers_waiting_sends(self._address, dst))
+        return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
         """Fails what is under way. False where a thread is still in a queue: the memory must stay then."""
-        self._is_free = self._is_free or bool(self._library.ps_transfers_close(self._address))
+        self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # then the memory may be unmapped: a second close must not touch it
 
     def __del__(self) -> None:
-        address, self._address = getattr(self, "_address", 0), 0
+        address, self.address = getattr(self, "address", 0), 0
         if address:
+            if not self._is_free:
+                self._library.ps_transfers_close(address)
             self._library.ps_transfers_delete(address)
 
 

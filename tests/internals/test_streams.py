@@ -1,4 +1,4 @@
-"""Messages between ranks, over a pair of sockets in one process."""
+"""Transfers between two ranks on different hosts, over pairs of sockets in one process: each rank is a thread."""
 
 from __future__ import annotations
 
@@ -17,9 +17,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from device_communicators.base.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    GroupDestroyedError,
+    InvalidArgumentError,
+)
+from device_communicators.calls.user_call import DTYPE_NUMBERS
+from device_communicators.calls.work import TransferError, Work
 from device_communicators.cpu import connections, native
-from device_communicators.cpu.streams import Part, StreamError, Streams
+from device_communicators.cpu.connections import Connections
+from device_communicators.cpu.native_group import Members
+from device_communicators.cpu.streams import open_streams
+from device_communicators.cpu.transfers import MOST_TAG, Transfers
 
 try:
     native.load()
@@ -27,216 +40,257 @@ except native.NativeUnavailableError as error:
     pytest.skip(f"no compiled library: {error}", allow_module_level=True)
 
 LIMIT_S = 20.0
+ANSWERED_BYTES = 64 << 10
+"""`kAnsweredBytes` of csrc/streams.h."""
+SMALL, LARGE = 1000, 20 * ANSWERED_BYTES
 STRIPED_BYTES = 100
 EARLY_BYTES = 64 << 20
-HEAD = struct.Struct("<4s8sIIQ4x")
-"""Magic, bytes received so far, kind, bytes of the text, bytes of the body: `kHead` of csrc/streams.cpp."""
-AT_ONCE, ANNOUNCED, ASKED_FOR = b"PSH\1", b"PSHA", b"PSHB"
-TEXT = b"float32 3"
+HEAD = struct.Struct("<4sIi4xQQ")
+"""`Head` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body."""
+AT_ONCE, ANNOUNCED, ASKED_FOR, ANSWER = b"PSM\1", b"PSMA", b"PSMB", b"PSMC"
 KEPT_BYTES = 256
 """Beside a kept message's body."""
+BYTE = DTYPE_NUMBERS[torch.uint8]
+
+
+class Rank:
+    """A rank's transfers, and the sockets that they go over."""
+
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[int, Sequence[socket.socket]],
+        *,
+        early_bytes: int = EARLY_BYTES,
+        striped_bytes: int = 1 << 20,
+        timeout_s: float = LIMIT_S,
+        spin_s: float = 0.0,
+    ) -> None:
+        library, size = native.load(), 1 + max(rank, *sockets)
+        self.made = Connections(sockets, dict.fromkeys(sockets, early_bytes))
+        for each in (each for all_ in sockets.values() for each in all_):
+            each.setblocking(False)
+        losses = library.ps_liveness_new((ctypes.c_int64 * size)(), size)
+        address = open_streams(self.made, losses, rank, size, int(1e9 * spin_s), striped_bytes)
+        library.ps_liveness_delete(losses)
+        self.transfers = Transfers(library, Members("test", tuple(range(size)), rank, timeout_s), address)
+
+    def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
+        self.transfers.send(x, dst, tag)
+
+    def recv(self, out: torch.Tensor, src: int, tag: int = 0) -> None:
+        self.transfers.recv_(out, src, tag)
+
+    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        return self.transfers.isend(x, dst, tag)
+
+    def irecv(self, out: torch.Tensor, src: int, tag: int = 0) -> Work:
+        return self.transfers.irecv_(out, src, tag)
+
+    def facts(self, peer: int) -> tuple[int, int, int, int]:
+        """Returns the bytes stored for later receives; sent at once; received of these; and taken by this rank."""
+        words = (ctypes.c_uint64 * 4)()
+        native.load().ps_streams_facts(self.transfers.address, peer, words)
+        return tuple(words)
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.made.close()
+
+
+def _two(count: int = 1, **options: Any) -> tuple[Rank, Rank]:
+    pairs = [socket.socketpair() for _ in range(count)]
+    for near, _ in pairs:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    sides = zip(*pairs, strict=True)
+    first, second = (Rank(rank, {1 - rank: side}, **options) for rank, side in enumerate(sides))
+    return first, second
 
 
 @pytest.fixture(params=[1, 3], ids=["one connection", "three connections"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Streams, Streams]]:
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, Rank]]:
     """Two ranks; with several connections most bodies are striped."""
-    pairs = [socket.socketpair() for _ in range(request.param)]
-    for near, _ in pairs:
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    sides = zip((1, 0), zip(*pairs, strict=True), strict=True)
-    pair = [_streams({rank: side}, STRIPED_BYTES) for rank, side in sides]
-    yield pair[0], pair[1]
+    pair = _two(request.param, striped_bytes=STRIPED_BYTES)
+    yield pair
     for end in pair:
         end.close()
 
 
-def _streams(
-    sockets: Mapping[int, Sequence[socket.socket]], striped_bytes: int = 1 << 20, spin_s: float = 0
-) -> Streams:
-    return Streams(sockets, spin_s, dict.fromkeys(sockets, EARLY_BYTES), striped_bytes)
+@pytest.fixture(params=[64 << 20, 3 * SMALL, 0], ids="{} early bytes".format)
+def early_bytes(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
-def _wait(end: Streams, transfers: Sequence[int], limit_s: float = LIMIT_S) -> None:
-    until = time.monotonic() + limit_s
-    for transfer in transfers:
-        end.wait(transfer, lambda: until - time.monotonic())
+@pytest.fixture
+def ranks(early_bytes: int) -> Iterator[tuple[Rank, Rank]]:
+    pair = _two(early_bytes=early_bytes, timeout_s=5.0)
+    yield pair
+    for end in pair:
+        end.close()
 
 
-def _send(end: Streams, part: Part, kind: int = 2) -> int:
-    return end.send(part, kind, TEXT)
+def _both(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs the ranks; returns what they return, or raise."""
+    found: list[Any] = [None] * len(calls)
 
-
-def _receive(end: Streams, part: Part, kind: int = 2) -> int:
-    return end.receive(part, kind, TEXT)
-
-
-def _part(rank: int, memory: Any) -> Part:
-    if isinstance(memory, bytes):
-        at = ctypes.cast(ctypes.c_char_p(memory), ctypes.c_void_p).value
-    else:
-        at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-    return rank, at or 0, len(memory), memory
-
-
-SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
-
-
-def _call(end: Streams, seed: int, own: int) -> None:
-    """Sends messages of two kinds; receives as many, the kinds in another order than they were sent in."""
-    draw, other = random.Random(seed), 1 - own
-    sizes = [draw.choice(SIZES) for _ in range(5)]
-    bodies = [bytes([(own + at) % 256]) * size for at, size in enumerate(sizes)]
-    theirs = [bytes([(1 - own + at) % 256]) * size for at, size in enumerate(sizes)]
-    sends = [_send(end, _part(other, body), 2 + 2 * (at % 2)) for at, body in enumerate(bodies)]
-    outs = [bytearray(size) for size in sizes]
-    order = (0, 2, 4, 1, 3) if draw.random() < 0.5 else (1, 3, 0, 2, 4)
-    receives = [_receive(end, _part(other, outs[at]), 2 + 2 * (at % 2)) for at in order]
-    _wait(end, [*sends, *receives])
-    assert outs == theirs, seed
-
-
-def _in_threads(*runs: Callable[[], object]) -> list[BaseException]:
-    failures: list[BaseException] = []
-
-    def run(each: Callable[[], object]) -> None:
+    def run(rank: int) -> None:
         try:
-            each()
+            found[rank] = calls[rank]()
         except BaseException as error:
-            failures.append(error)
+            found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in runs]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
-    return failures
+    return found
 
 
-def test_messages_come_whole_and_by_kind(ends: tuple[Streams, Streams]) -> None:
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _room(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def _data(x: torch.Tensor) -> bytes:
+    return x.numpy().tobytes()
+
+
+def _head(kind: bytes, size: int, tag: int = 0, dtype: int = BYTE) -> bytes:
+    return HEAD.pack(kind, tag, dtype, 0, size)
+
+
+def _socket(end: Rank, peer: int, number: int = 0) -> socket.socket:
+    return end.made.sockets[peer][number]
+
+
+SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
+
+
+def _call(end: Rank, seed: int, own: int) -> None:
+    """Sends messages of two tags; receives as many, the tags in another order than they were sent in."""
+    draw, other = random.Random(seed), 1 - own
+    sizes = [draw.choice(SIZES) for _ in range(5)]
+    sends = [
+        end.isend(torch.full((size,), (own + at) % 256, dtype=torch.uint8), other, at % 2)
+        for at, size in enumerate(sizes)
+    ]
+    outs = [_room(size) for size in sizes]
+    order = (0, 2, 4, 1, 3) if draw.random() < 0.5 else (1, 3, 0, 2, 4)
+    for work in [*sends, *[end.irecv(outs[at], other, at % 2) for at in order]]:
+        work.wait()
+    assert all(out.eq((other + at) % 256).all() for at, out in enumerate(outs)), seed
+
+
+def test_messages_come_whole_and_by_tag(ends: tuple[Rank, Rank]) -> None:
     def run(own: int) -> None:
         for seed in range(60):
             _call(ends[own], seed, own)
 
-    assert not _in_threads(lambda: run(0), lambda: run(1))
+    assert _both(lambda: run(0), lambda: run(1)) == [None, None]
 
 
-def test_an_early_message_waits_for_its_receive(ends: tuple[Streams, Streams]) -> None:
+def test_an_early_message_waits_for_its_receive(ends: tuple[Rank, Rank]) -> None:
     there, here = ends
-    _send(there, _part(1, b"early"), 4)
-    _send(there, _part(1, b"first"), 2)
-    first, early = bytearray(5), bytearray(5)
-    _wait(here, [_receive(here, _part(0, first), 2)])
+    there.send(_bytes(b"early"), 1, 4)
+    there.send(_bytes(b"first"), 1, 2)
+    first, early = _room(5), _room(5)
+    here.recv(first, 0, 2)
     assert here.facts(0)[0] == 5
-    assert here.is_done(_receive(here, _part(0, early), 4))
-    assert (first, early) == (b"first", b"early") and here.facts(0)[0] == 0
+    assert here.irecv(early, 0, 4).is_completed()
+    assert (_data(first), _data(early)) == (b"first", b"early") and here.facts(0)[0] == 0
 
 
-def test_a_closed_connection_ends_a_send(ends: tuple[Streams, Streams]) -> None:
+def test_a_closed_connection_ends_a_send(ends: tuple[Rank, Rank]) -> None:
     ends[1].close()
-    body = bytes(1 << 20)
-    with pytest.raises(StreamError, match="closed by peer"):
-        _wait(ends[0], [_send(ends[0], _part(1, body))])
+    with pytest.raises(TransferError, match="closed by peer"):
+        ends[0].send(_room(1 << 20), 1)
 
 
-def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Streams, Streams]) -> None:
+def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Rank, Rank]) -> None:
     there, here = ends
-    out = bytearray(1 << 20)
-    receive = _receive(here, _part(0, out))
-    there.sockets[1][0].sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), len(out)) + TEXT + bytes([7]) * 1000)
-    with pytest.raises(StreamError, match="timed out"):
-        _wait(here, [receive], 0.1)
+    out = _room(1 << 20)
+    received = here.irecv(out, 0)
+    _socket(there, 1).sendall(_head(AT_ONCE, len(out)) + bytes([7]) * 1000)
+    while not out.any():
+        time.sleep(0.01)
     there.close()
-    with pytest.raises(StreamError, match="closed by peer"):
-        _wait(here, [receive])
-    assert not here.is_done(receive)
+    with pytest.raises(TransferError, match="closed by peer"):
+        received.wait()
 
 
 @pytest.mark.parametrize("striped", [299, 300, 301])
 def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
     """Of bodies around the least that is striped; of three bytes over four connections one carries nothing."""
-    pairs = [socket.socketpair() for _ in range(4)]
-    near = _streams({1: [pair[0] for pair in pairs]}, min(striped, 300))
-    far = _streams({0: [pair[1] for pair in pairs]}, min(striped, 300))
+    near, far = _two(4, striped_bytes=min(striped, 300))
     for size in (striped, 1000, 3):
-        body, out = random.Random(size).randbytes(size), bytearray(size)
-        sent = _send(near, _part(1, body))
-        _wait(far, [_receive(far, _part(0, out))])
-        _wait(near, [sent])
-        assert out == body
+        body, out = _bytes(random.Random(size).randbytes(size)), _room(size)
+        sent = near.isend(body, 1)
+        far.recv(out, 0)
+        sent.wait()
+        assert torch.equal(out, body)
     near.close()
     far.close()
 
 
 def test_a_connection_that_ends_within_its_stripe_is_an_error() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    here = _streams({0: [pair[0] for pair in pairs]}, STRIPED_BYTES)
-    out = bytearray(1000)
-    receive = _receive(here, _part(0, out))
-    pairs[0][1].sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), len(out)) + TEXT + bytes([7]) * 500)
+    here = Rank(0, {1: [pair[0] for pair in pairs]}, striped_bytes=STRIPED_BYTES)
+    out = _room(1000)
+    received = here.irecv(out, 1)
+    pairs[0][1].sendall(_head(AT_ONCE, len(out)) + bytes([7]) * 500)
     pairs[1][1].sendall(bytes([8]) * 499)
-    with pytest.raises(StreamError, match="timed out"):
-        _wait(here, [receive], 0.1)
     pairs[1][1].close()
-    with pytest.raises(StreamError, match="closed by peer"):
-        _wait(here, [receive])
-    assert out == bytes([7]) * 500 + bytes([8]) * 499 + bytes(1)
+    with pytest.raises(TransferError, match="closed by peer"):
+        received.wait()
+    assert _data(out) == bytes([7]) * 500 + bytes([8]) * 499 + bytes(1)
     here.close()
     pairs[0][1].close()
 
 
-def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> None:
-    _send(ends[0], _part(1, b"four"))
-    out = bytearray(5)
-    with pytest.raises(StreamError, match="5 bytes were to come, and 4 came"):
-        _wait(ends[1], [_receive(ends[1], _part(0, out))])
-    assert out == bytes(5)
-
-
-def test_a_wait_has_a_deadline(ends: tuple[Streams, Streams]) -> None:
-    with pytest.raises(StreamError, match="timed out"):
-        _wait(ends[1], [_receive(ends[1], _part(0, bytearray(1)))], 0.01)
+def test_a_wait_has_a_deadline() -> None:
+    near, far = _two(timeout_s=0.1)
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="timed out") as raised:
+        far.recv(_room(1), 0)
+    assert raised.value.suspect_ranks == (0,) and time.monotonic() - began < 1.0
+    near.close()
+    far.close()
 
 
 HEADS = {
-    "another magic": (HEAD.pack(b"PSHX", bytes(8), 7, 0, 0), "no message of this version"),
-    "no magic": (HEAD.pack(b"", bytes(8), 7, 0, 4), "no message of this version"),
-    "an older version": (HEAD.pack(b"PSH4", bytes(8), 0, 0, 0), "no message of this version"),
-    "a long text": (HEAD.pack(AT_ONCE, bytes(8), 2, 1025, 0), "a text of 1025 bytes"),
-    "the longest text": (HEAD.pack(AT_ONCE, bytes(8), 7, (1 << 32) - 1, 0), "a text of 4294967295 bytes"),
-    "a large body": (HEAD.pack(AT_ONCE, bytes(8), 7, 0, 1 << 62), "there is no memory for 4611686018427387904 bytes"),
-    "the largest body": (HEAD.pack(AT_ONCE, bytes(8), 7, 0, (1 << 64) - 1), "there is no memory for"),
-    "a large body of a receive": (
-        HEAD.pack(AT_ONCE, bytes(8), 2, 9, 1 << 62) + TEXT,
-        "4 bytes were to come, and 46116860",
-    ),
-    "what nobody asked for": (HEAD.pack(ASKED_FOR, bytes(8), 2, 0, 4), "4 bytes came that nobody had asked for"),
-    "another size announced": (
-        HEAD.pack(ANNOUNCED, bytes(8), 2, 9, 1 << 62) + TEXT,
-        "4 bytes were to come, and 46116860",
-    ),
+    "another magic": (_head(b"PSHX", 0, 7), "no message of this version"),
+    "no magic": (_head(b"", 4, 7), "no message of this version"),
+    "an older version": (_head(b"PSH\1", 0), "no message of this version"),
+    "a large body": (_head(AT_ONCE, 1 << 62, 7), "there is no memory for 4611686018427387904 bytes"),
+    "the largest body": (_head(AT_ONCE, (1 << 64) - 1, 7), "there is no memory for"),
+    "what nobody asked for": (_head(ASKED_FOR, 4), "4 bytes came that nobody had asked for"),
+    "an answer to nothing": (_head(ANSWER, 4), "an answer came that nobody awaits"),
 }
 
 
 @pytest.mark.parametrize("hostile", HEADS)
-def test_hostile_heads_break_the_connection(ends: tuple[Streams, Streams], hostile: str) -> None:
+def test_hostile_heads_break_the_connection(ends: tuple[Rank, Rank], hostile: str) -> None:
     head, words = HEADS[hostile]
-    ends[0].sockets[1][0].sendall(head)
-    out = bytearray(4)
-    with pytest.raises(StreamError, match=words):
-        _wait(ends[1], [_receive(ends[1], _part(0, out))])
-    assert out == bytes(4)
+    _socket(ends[0], 1).sendall(head)
+    out = _room(4)
+    with pytest.raises(TransferError, match=words):
+        ends[1].recv(out, 0)
+    assert not out.any()
 
 
-@pytest.fixture
-def three() -> Iterator[tuple[Streams, dict[int, Streams]]]:
-    """The connections of rank 0 to ranks 1 and 2, and their ends of these."""
-    pairs = {rank: socket.socketpair() for rank in (1, 2)}
-    here = _streams({rank: pair[:1] for rank, pair in pairs.items()})
-    theirs = {rank: _streams({0: pair[1:]}) for rank, pair in pairs.items()}
-    yield here, theirs
-    for end in (here, *theirs.values()):
-        end.close()
+@pytest.mark.parametrize("kind", [AT_ONCE, ANNOUNCED], ids=["at once", "announced"])
+@pytest.mark.parametrize("size", [3, 1 << 62])
+def test_a_message_of_another_size_is_refused(ends: tuple[Rank, Rank], kind: bytes, size: int) -> None:
+    _socket(ends[0], 1).sendall(_head(kind, size))
+    out = _room(4)
+    with pytest.raises(CollectiveMismatchError, match=f"receives 4 bytes of torch.uint8, .* sent {size} bytes"):
+        ends[1].recv(out, 0)
+    assert not out.any()
 
 
 def test_strangers_hold_nobody_up() -> None:
@@ -269,63 +323,107 @@ def test_strangers_hold_nobody_up() -> None:
     assert time.monotonic() - began < 10 * connections._STRANGER_S, "each of twenty would take as long"
 
 
-def test_who_has_sent_all_may_go(three: tuple[Streams, dict[int, Streams]]) -> None:
+@pytest.fixture
+def three() -> Iterator[tuple[Rank, dict[int, Rank]]]:
+    """Rank 0, and ranks 1 and 2, which are connected to it alone."""
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    here = Rank(0, {rank: pair[:1] for rank, pair in pairs.items()})
+    theirs = {rank: Rank(rank, {0: pair[1:]}) for rank, pair in pairs.items()}
+    yield here, theirs
+    for end in (here, *theirs.values()):
+        end.close()
+
+
+def test_who_has_sent_all_may_go(three: tuple[Rank, dict[int, Rank]]) -> None:
     here, theirs = three
-    outs = {rank: bytearray(4) for rank in (1, 2)}
-    receives = [_receive(here, _part(rank, out)) for rank, out in outs.items()]
-    _send(theirs[1], _part(0, b"soon"))
+    outs = {rank: _room(4) for rank in (1, 2)}
+    receives = [here.irecv(out, rank) for rank, out in outs.items()]
+    theirs[1].send(_bytes(b"soon"), 0)
     theirs[1].close()
-    later = threading.Timer(0.2, lambda: _send(theirs[2], _part(0, b"late")))
+    later = threading.Timer(0.2, lambda: theirs[2].send(_bytes(b"late"), 0))
     later.start()
-    _wait(here, receives)
-    assert outs == {1: b"soon", 2: b"late"}
+    for receive in receives:
+        receive.wait()
+    assert [_data(out) for out in outs.values()] == [b"soon", b"late"]
     later.join()
 
 
-class _Memory(bytearray):
-    """Of which one can tell whether it is there."""
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_a_receive_from_any_rank_takes_the_next_message(three: tuple[Rank, dict[int, Rank]], count: int) -> None:
+    """Before and after the message has come; a rank that has gone ends it only when all have."""
+    here, theirs = three
+    out = torch.zeros(count)
+    received = here.irecv(out, Transfers.ANY_SOURCE)
+    sent = theirs[2].isend(torch.full((count,), 2.0), 0)
+    received.wait()
+    sent.wait()
+    assert out.eq(2).all()
+    sent = theirs[1].isend(torch.ones(count), 0)
+    theirs[2].close()
+    here.recv(out, Transfers.ANY_SOURCE)
+    sent.wait()
+    assert out.eq(1).all()
+    received = here.irecv(out, Transfers.ANY_SOURCE)
+    theirs[1].close()
+    with pytest.raises(TransferError, match="closed by peer"):
+        received.wait()
 
 
-def test_a_transfer_keeps_its_memory_until_it_is_done(ends: tuple[Streams, Streams]) -> None:
+def test_a_transfer_keeps_its_memory_until_it_is_done(ends: tuple[Rank, Rank]) -> None:
     there, here = ends
-    memory = [_Memory(1 << 20) for _ in range(2)]
+    memory = [_room(1 << 20) for _ in range(2)]
     alive = [weakref.ref(each) for each in memory]
-    numbers = [_send(there, _part(1, memory[0])), _receive(here, _part(0, memory[1]))]
+    works = [there.isend(memory[0], 1), here.irecv(memory[1], 0)]
     memory.clear()
-    assert all(each() is not None for each in alive), "its caller may have been interrupted"
-    assert not _in_threads(lambda: _wait(there, numbers[:1]), lambda: _wait(here, numbers[1:]))
+    assert any(each() is not None for each in alive), "its caller may have been interrupted"
+    assert _both(works[0].wait, works[1].wait) == [None, None]
+    _next_call(there)
     assert [each() for each in alive] == [None, None]
 
 
-@pytest.mark.parametrize("end", [Streams.close, Streams.end_sending])
-def test_a_connection_with_an_error_lets_go_of_memory(
-    ends: tuple[Streams, Streams], end: Callable[[Streams], None]
-) -> None:
+def _next_call(end: Rank) -> None:
+    """Lets go of what other threads ended: they have no interpreter lock."""
+    until = time.monotonic() + LIMIT_S
+    while end.transfers.waiting_sends(1) and time.monotonic() < until:
+        time.sleep(0.01)
+    end.transfers.is_done(0)
+
+
+@pytest.mark.parametrize("end", [Rank.close, lambda rank: rank.transfers.abandon()], ids=["close", "abandon"])
+def test_a_connection_with_an_error_lets_go_of_memory(ends: tuple[Rank, Rank], end: Callable[[Rank], None]) -> None:
     there, _ = ends
-    memory = [_Memory(1 << 20) for _ in range(3)]
+    memory = [_room(1 << 20) for _ in range(2)]
     alive = [weakref.ref(each) for each in memory]
-    _send(there, _part(1, memory[0]))
-    _receive(there, _part(1, memory[1]))
-    end(there)
-    number = _receive(there, _part(1, memory[2]))
+    there.isend(memory[0], 1)
+    there.irecv(memory[1], 1)
     memory.clear()
-    assert not there.is_done(number)
-    assert [each() for each in alive] == [None] * 3
+    end(there)
+    time.sleep(0.05)  # the progress thread may be on its way out
+    _next_call(there)
+    assert [each() for each in alive] == [None] * 2
+    with pytest.raises((TransferError, GroupDestroyedError)):
+        there.irecv(_room(1), 1)
 
 
 @pytest.mark.parametrize(
     ("end", "words"),
-    [(Streams.end_sending, "a call of this rank in this group failed"), (Streams.close, "the group was closed")],
+    [
+        (lambda rank: rank.transfers.abandon(), "a call of this rank in this group failed"),
+        (Rank.close, "was destroyed"),
+    ],
+    ids=["abandon", "close"],
 )
 def test_a_wait_ends_as_another_thread_closes_or_fails(
-    ends: tuple[Streams, Streams], end: Callable[[Streams], None], words: str
+    ends: tuple[Rank, Rank], end: Callable[[Rank], None], words: str
 ) -> None:
     there, _ = ends
     ending = threading.Timer(0.1, end, args=(there,))
     ending.start()
-    with pytest.raises(StreamError, match=words):
-        _wait(there, [_receive(there, _part(1, bytearray(4)))])
+    began = time.monotonic()
+    with pytest.raises((TransferError, GroupDestroyedError), match=words):
+        there.recv(_room(4), 1)
     ending.join()
+    assert time.monotonic() - began < 1.0
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
@@ -333,112 +431,233 @@ def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    here, out = _streams({1: [near]}), bytearray(4)
-    far.sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), 4) + TEXT + b"last")
-    _send(here, _part(1, b"unread"))
+    here, out = Rank(0, {1: [near]}), _room(4)
+    far.sendall(_head(AT_ONCE, 4) + b"last")
+    received = here.irecv(_room(1), 1, 5)
+    here.send(_bytes(b"unread"), 1)
     far.close()
     deadline = time.monotonic() + LIMIT_S
-    while near.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:  # takes it: the next write gets EPIPE
-        assert time.monotonic() < deadline
-    _send(here, _part(1, b"body"))
-    _wait(here, [_receive(here, _part(1, out))])
-    assert out == b"last"
-    with pytest.raises(StreamError, match="closed by peer"):
-        _wait(here, [_receive(here, _part(1, bytearray(4)))])
+    while not received.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert here.facts(1)[0] in (0, 4)
+    with pytest.raises(TransferError, match=r"closed by peer|reset by peer"):
+        received.wait()
     here.close()
+    del out
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.01])
-def test_ctrl_c_ends_a_wait_and_leaves_the_connection(spin_s: float) -> None:
+def test_ctrl_c_ends_a_wait(spin_s: float) -> None:
+    """And all of the group: what was interrupted may have been a part of a message."""
     near, far = socket.socketpair()
-    here, out = _streams({1: [near]}, spin_s=spin_s), bytearray(4)
-    receive = _receive(here, _part(1, out))
+    here = Rank(0, {1: [near]}, spin_s=spin_s)
+    started = here.irecv(_room(4), 1)
     killer = threading.Timer(0.1, os.kill, args=(os.getpid(), signal.SIGINT))
     began = time.monotonic()
     killer.start()
     with pytest.raises(KeyboardInterrupt):
-        _wait(here, [receive])
+        here.recv(_room(4), 1)
     assert time.monotonic() - began < 1.0
     killer.join()
-    far.sendall(HEAD.pack(AT_ONCE, bytes(8), 2, len(TEXT), 4) + TEXT + b"body")
-    _wait(here, [receive])
-    assert out == b"body"
+    with pytest.raises(CommunicationError, match="interrupted by a signal"):
+        started.wait()
+    assert far.recv(1) == b"", "the other side sees the end"
     here.close()
     far.close()
 
 
-def test_a_forked_child_ends_nothing(ends: tuple[Streams, Streams]) -> None:
+def test_a_forked_child_ends_nothing(ends: tuple[Rank, Rank]) -> None:
     there, here = ends
     child = os.fork()
     if not child:
         code = 1
         with contextlib.suppress(BaseException):
             try:
-                _send(there, _part(1, b"no"))
-            except StreamError as error:
-                code = 0 if "forked" in str(error) else 2
-            there.close()
+                there.send(_bytes(b"no"), 1)
+            except GroupDestroyedError:
+                code = 0
+            there.transfers.close()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    _send(there, _part(1, b"still"))
-    out = bytearray(5)
-    _wait(here, [_receive(here, _part(0, out))])
-    assert out == b"still"
+    there.send(_bytes(b"still"), 1)
+    out = _room(5)
+    here.recv(out, 0)
+    assert _data(out) == b"still"
 
 
 class _Model:
-    """Messages by kind, in the order in which a receiver gets them, and the bytes that bring them."""
+    """Messages by tag, in the order in which a receiver gets them, and the bytes that bring them."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.sent: dict[int, list[tuple[bytes, bytes]]] = {}
+        self.sent: dict[int, list[bytes]] = {}
         self.stream = bytearray()
 
-    def add(self, kind: int) -> None:
-        text = self.draw.choice((TEXT, b"x" * self.draw.choice((1, 200, 1024))))
+    def add(self, tag: int) -> None:
         body = self.draw.randbytes(self.draw.choice((0, 1, 31, 500, 65_536 - HEAD.size, 65_536, 90_000)))
-        self.sent.setdefault(kind, []).append((text, body))
-        self.stream += HEAD.pack(AT_ONCE, bytes(8), kind, len(text), len(body)) + text + body
+        self.sent.setdefault(tag, []).append(body)
+        self.stream += _head(AT_ONCE, len(body), tag) + body
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
-    """Messages with receives before and after they come, of the texts that are expected and of others."""
+    """Messages with receives before and after they come."""
     draw = random.Random(seed)
     model, (near, far) = _Model(draw), socket.socketpair()
-    here = _streams({1: [near]})
+    here = Rank(0, {1: [near]})
     for _ in range(25):
-        model.add(2 * draw.randrange(3))
-    expected: list[tuple[int, bytearray, bytes, bytes]] = []
-    to_receive = [(kind, *each) for kind, messages in model.sent.items() for each in messages]
+        model.add(draw.randrange(3))
+    expected: list[tuple[Work, torch.Tensor, bytes]] = []
+    to_receive = [(tag, body) for tag, messages in model.sent.items() for body in messages]
 
     def receive_some(count: int) -> None:
-        for kind, text, body in to_receive[:count]:
-            asked = text if draw.random() < 0.8 else b"another"
-            out = bytearray(len(body) if asked == text else 5)
-            expected.append((here.receive(_part(1, out), kind, asked), out, body, text if asked != text else b""))
+        for tag, body in to_receive[:count]:
+            out = _room(len(body))
+            expected.append((here.irecv(out, 1, tag), out, body))
         del to_receive[:count]
 
     with near, far:
         far.setblocking(False)
-        sent = answers = 0
+        sent = 0
         while sent < len(model.stream) or to_receive:
             if draw.random() < 0.3:
                 receive_some(draw.randrange(4))
             with contextlib.suppress(BlockingIOError):
                 cut = draw.choice((1, 31, 32, 33, 1000, 65_536, 200_000))
                 sent += far.send(model.stream[sent : sent + cut])
-            if awaited := next((number for number, *_ in expected if not here.is_done(number)), None):
-                here.functions.wait(here.address, 0, awaited)
             with contextlib.suppress(BlockingIOError):  # answers to large messages, as the protocol has them
-                answers += len(far.recv(1 << 20))
+                far.recv(1 << 20)
             if sent == len(model.stream):
                 receive_some(len(to_receive))
-        _wait(here, [number for number, *_ in expected])
-        for number, out, body, found in expected:
-            assert here.found(number) == found
-            assert out == (bytes(5) if found else body)
+        for work, out, body in expected:
+            work.wait()
+            assert _data(out) == body
         kept, _, _, taken = here.facts(1)
-        bodies = [body for messages in model.sent.values() for _, body in messages]
+        bodies = [body for messages in model.sent.values() for body in messages]
         assert (kept, taken) == (0, sum(map(len, bodies)) + KEPT_BYTES * len(bodies))
         here.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, SMALL, LARGE])
+def test_tensors_come_by_tag(ranks: tuple[Rank, Rank], count: int) -> None:
+    def send() -> None:
+        for each in [ranks[0].isend(torch.full((count,), tag, dtype=torch.int16), 1, tag) for tag in range(4)]:
+            each.wait()
+
+    def receive() -> list[torch.Tensor]:
+        outs = [torch.empty(count, dtype=torch.int16) for _ in range(4)]
+        for tag in (2, 0, 3, 1):
+            ranks[1].recv(outs[tag], 0, tag)
+        return outs
+
+    sent, outs = _both(send, receive)
+    assert sent is None
+    assert all(torch.equal(out, torch.full((count,), tag, dtype=torch.int16)) for tag, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_what_was_started_moves_while_nobody_waits(ranks: tuple[Rank, Rank], count: int) -> None:
+    out = torch.zeros(count)
+    received = ranks[1].irecv(out, 0)
+    sent = ranks[0].isend(torch.ones(count), 1)
+    until = time.monotonic() + LIMIT_S
+    while not (received.is_completed() and sent.is_completed()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert int(out.sum()) == count
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_ranks_that_receive_first_may_both_send(ranks: tuple[Rank, Rank], count: int) -> None:
+    def exchange(rank: int) -> torch.Tensor:
+        out = torch.zeros(count)
+        received = ranks[rank].irecv(out, 1 - rank)
+        ranks[rank].send(torch.full((count,), float(rank)), 1 - rank)
+        received.wait()
+        return out
+
+    for rank, out in enumerate(_both(lambda: exchange(0), lambda: exchange(1))):
+        assert torch.equal(out, torch.full((count,), 1.0 - rank))
+
+
+def test_threads_wait_at_once(ranks: tuple[Rank, Rank]) -> None:
+    def run(rank: int, tag: int) -> int:
+        total = 0
+        for number in range(50):
+            if (number + tag) % 2 == rank:
+                ranks[rank].send(torch.full((number * 1000,), tag), 1 - rank, tag)
+            else:
+                out = torch.empty(number * 1000, dtype=torch.int64)
+                ranks[rank].recv(out, 1 - rank, tag)
+                total += int((out == tag).all())
+        return total
+
+    found = _both(*(lambda rank=rank, tag=tag: run(rank, tag) for rank in (0, 1) for tag in (0, 1, 2)))  # type: ignore[misc]
+    assert found == [25] * 6
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE // 4])
+def test_only_so_much_is_kept_before_it_is_received(ranks: tuple[Rank, Rank], count: int, early_bytes: int) -> None:
+    """A hundred tensors before the one that the receiver waits for; what is kept comes to no more than the bound."""
+    xs = [torch.full((count,), float(number)) for number in range(100)]
+    kept: list[int] = []
+
+    def send() -> None:
+        started = [ranks[0].isend(x, 1) for x in xs]
+        ranks[0].send(torch.ones(3), 1, 1)
+        for each in started:
+            each.wait()
+
+    def receive() -> bool:
+        last, outs = torch.zeros(3), [torch.empty(count) for _ in xs]
+        ranks[1].recv(last, 0, 1)
+        kept.append(ranks[1].facts(0)[0])
+        for out in outs:
+            ranks[1].recv(out, 0)
+        return bool(last.all()) and all(torch.equal(out, x) for out, x in zip(outs, xs, strict=True))
+
+    assert _both(send, receive) == [None, True]
+    assert kept[0] <= early_bytes and ranks[1].facts(0)[0] == 0
+    if early_bytes > 4 * count:
+        assert kept[0], "else the bound is lower than it says"
+
+
+def test_room_comes_back_with_what_was_received(ranks: tuple[Rank, Rank], early_bytes: int) -> None:
+    """Else all that follows the first 64 MiB would wait for its receive."""
+    count = max(1, early_bytes // 16)
+    for number in range(12):
+        sent = ranks[0].isend(torch.full((count,), float(number)), 1)
+        out = torch.empty(count)
+        ranks[1].recv(out, 0)
+        sent.wait()
+        assert out.eq(number).all()
+    assert ranks[0].facts(1)[1] >= 1.5 * early_bytes, "of three times as much"
+
+
+@pytest.mark.parametrize("sent", [SMALL, LARGE])
+@pytest.mark.parametrize("expected", [SMALL // 2, 2 * LARGE])
+def test_another_size_is_named_on_the_receiver_and_of_a_large_one_on_both(
+    ranks: tuple[Rank, Rank], sent: int, expected: int, early_bytes: int
+) -> None:
+    out = torch.zeros(expected)
+    there, here = _both(lambda: ranks[0].send(torch.ones(sent), 1), lambda: ranks[1].recv(out, 0))
+    forms = f"{4 * expected} bytes of torch.float32", f"{4 * sent} bytes of torch.float32"
+    assert isinstance(here, CollectiveMismatchError) and here.suspect_ranks == (0,), here
+    assert f"this rank receives {forms[0]}, and global rank 0 sent {forms[1]}" in str(here)
+    assert not out.any()
+    if sent == LARGE or 4 * sent > early_bytes:
+        assert isinstance(there, CollectiveMismatchError) and there.suspect_ranks == (1,), there
+        assert f"this rank sends {forms[1]}, and global rank 1 receives {forms[0]}" in str(there)
+    else:
+        assert there is None
+
+
+def test_tags_are_those_that_messages_have_room_for(ranks: tuple[Rank, Rank]) -> None:
+    out = torch.zeros(1)
+    received = ranks[1].irecv(out, 0, MOST_TAG)
+    ranks[0].isend(torch.ones(1), 1, MOST_TAG)
+    received.wait()
+    assert out == 1
+    for tag in (-8, MOST_TAG + 1, 1 << 62):
+        with pytest.raises(InvalidArgumentError, match=f"must be from 0 to {MOST_TAG}, but is {tag}"):
+            ranks[0].isend(out, 1, tag)

@@ -354,17 +354,16 @@ Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& out
 
 }  // namespace
 
-Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
-                 const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout, Callbacks callbacks)
+Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, void* transfers,
+                 std::chrono::milliseconds timeout, Callbacks callbacks)
     : c10d::Backend(rank, size),
       library_(std::move(library)),
       group_(group),
-      shares_memory_(!places.empty()),
       options_(c10::make_intrusive<Options>(timeout)),
       callbacks_(std::move(callbacks)),
       made_in_(fork_generation()) {
   lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption);
-  if (shares_memory_) pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
+  if (transfers != nullptr) pairs_ = std::make_shared<Pairs>(library_, transfers, callbacks_.pair_error);
   init();
 }
 
@@ -1183,21 +1182,21 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
 }
 
 Backend::Started Backend::send(Tensors& tensors, int dst, int tag) {
-  if (!shares_memory_) {
+  if (!pairs_) {
     return by_gloo(OpType::SEND, "send", dst, [&](c10d::Backend& gloo) { return gloo.send(tensors, dst, tag); });
   }
   return transfer({OpType::SEND, "send", "parallel_state:send"}, tensors, dst, tag);
 }
 
 Backend::Started Backend::recv(Tensors& tensors, int src, int tag) {
-  if (!shares_memory_) {
+  if (!pairs_) {
     return by_gloo(OpType::RECV, "recv", src, [&](c10d::Backend& gloo) { return gloo.recv(tensors, src, tag); });
   }
   return transfer({OpType::RECV, "recv", "parallel_state:recv"}, tensors, src, tag);
 }
 
 Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
-  if (!shares_memory_) {
+  if (!pairs_) {
     return by_gloo(OpType::RECVANYSOURCE, "recv", -1,
                    [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
   }

@@ -47,10 +47,10 @@ class Backend : public c10d::Backend {
     std::function<void(std::chrono::milliseconds)> apply_timeout;
   };
 
-  // `group` is the number of the library's group, 0 where there is none; `library` may be null then. `places`: empty
-  // where the ranks are on several hosts, whose transfers gloo carries.
-  Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group,
-          const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout, Callbacks callbacks);
+  // `group` is the number of the library's group, 0 where there is none; `library` may be null then. `transfers`: see
+  // Pairs; null for transfers over gloo.
+  Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, void* transfers,
+          std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }
@@ -151,12 +151,11 @@ class Backend : public c10d::Backend {
 
   const std::shared_ptr<const Library> library_;
   const std::uint64_t group_;
-  const bool shares_memory_;  // all ranks, so that transfers have queues
   const c10::intrusive_ptr<Options> options_;
   Callbacks callbacks_;
   const int made_in_;
   std::shared_ptr<Lane> lane_;
-  std::shared_ptr<Pairs> pairs_;
+  std::shared_ptr<Pairs> pairs_;  // null where gloo carries transfers
   std::mutex gloo_mutex_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};

@@ -28,9 +28,6 @@ Library::Library(const std::string& path) {
   FIND(broadcast);
   FIND(scatter);
   FIND(all_to_all);
-  FIND(liveness_of);
-  FIND(liveness_delete);
-  FIND(transfers_new);
   FIND(transfers_delete);
   FIND(transfers_start);
   FIND(transfers_wait);

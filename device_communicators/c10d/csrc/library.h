@@ -31,9 +31,6 @@ struct Library {
   int (*scatter)(Number, Word, Word, void*, const void*, std::size_t, int src);
   int (*all_to_all)(Number, Word, Word, void*, const void*, const std::size_t* out, const std::size_t* in);
 
-  void* (*liveness_of)(Number);
-  void (*liveness_delete)(void*);
-  void* (*transfers_new)(const void* losses, int rank, int size, const std::int64_t* places);
   void (*transfers_delete)(void*);
   std::int64_t (*transfers_start)(void*, const TransferCall*);
   int (*transfers_wait)(void*, std::uint64_t number, double timeout_s);

@@ -135,12 +135,11 @@ Callbacks callbacks_of(const py::object& python) {
 }
 
 c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, std::vector<std::uint64_t> global_ranks,
-                                 const std::string& library, std::uint64_t group,
-                                 const std::vector<std::int64_t>& places, std::chrono::milliseconds timeout,
-                                 const py::object& python) {
+                                 const std::string& library, std::uint64_t group, std::uintptr_t transfers,
+                                 std::chrono::milliseconds timeout, const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  c10::intrusive_ptr<Backend> made =
-      c10::make_intrusive<ResolvingBackend>(rank, size, loaded, group, places, timeout, callbacks_of(python));
+  c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(
+      rank, size, loaded, group, reinterpret_cast<void*>(transfers), timeout, callbacks_of(python));
   made->options()->group_name = name;
   made->options()->global_ranks_in_group = std::move(global_ranks);
   made->options()->apply_timeout = [weak = c10::weak_intrusive_ptr<Backend>(made)](std::chrono::milliseconds timeout) {
@@ -186,5 +185,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
       module, "ResolvingBackend");  // the class that `make` returns
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
-             py::arg("library"), py::arg("group"), py::arg("places"), py::arg("timeout"), py::arg("python"));
+             py::arg("library"), py::arg("group"), py::arg("transfers"), py::arg("timeout"), py::arg("python"));
 }

@@ -19,15 +19,8 @@ const TransferUser Pairs::kUser{
     [](void* self) { Held::reclaim(static_cast<Transfer*>(self)); },
 };
 
-Pairs::Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size,
-             const std::vector<std::int64_t>& places, Raise raise)
-    : library_(std::move(library)), raise_(std::move(raise)) {
-  void* const losses = library_->liveness_of(group);
-  TORCH_CHECK(losses != nullptr, "the group is gone");
-  transfers_ = library_->transfers_new(losses, rank, size, places.data());
-  library_->liveness_delete(losses);
-  TORCH_CHECK(transfers_ != nullptr, "there is no memory for the group's transfers");
-}
+Pairs::Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise)
+    : library_(std::move(library)), raise_(std::move(raise)), transfers_(transfers) {}
 
 Pairs::~Pairs() {
   library_->transfers_close(transfers_);

@@ -1,4 +1,4 @@
-// torch's works of send and recv between the ranks of one host, over the transfers of cpu/csrc/transfers.h.
+// torch's works of send and recv, over the transfers of cpu/csrc/transfers.h.
 #pragma once
 
 #include <memory>
@@ -36,9 +36,8 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   };
   using Held = c10::intrusive_ptr<Transfer>;
 
-  // `places`: the words of TransferPlaces.
-  Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size,
-        const std::vector<std::int64_t>& places, Raise raise);
+  // Deletes `transfers`, an object of the library.
+  Pairs(std::shared_ptr<const Library> library, void* transfers, Raise raise);
   ~Pairs();
 
   void start(const Held& transfer, std::chrono::milliseconds timeout);
@@ -57,7 +56,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
 
   const std::shared_ptr<const Library> library_;
   const Raise raise_;
-  void* transfers_;
+  void* const transfers_;
   std::mutex mutex_;
   std::exception_ptr closed_, failure_;  // by mutex_
 };

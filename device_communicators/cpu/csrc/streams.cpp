@@ -2,29 +2,27 @@
 
 #include <errno.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <utility>
 
-#include "forks.h"
-#include "wait.h"
+#include "interrupt.h"
 
 namespace parallel_state {
 namespace {
 
-constexpr std::size_t kHead = 32;  // magic, bytes received so far, kind, bytes of the text and the body, four unused
-constexpr char kAtOnce[] = "PSH\1", kAnnounced[] = "PSHA", kAskedFor[] = "PSHB";
+constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC";
 constexpr std::uint64_t kMessageBytes = 256;  // the memory that a kept message takes beside its body
 constexpr std::size_t kBufferBytes = 64 << 10;
-constexpr std::uint32_t kMostTextBytes = 1 << 10;
-static_assert(kHead + kMostTextBytes <= kBufferBytes, "a head and its text fit the buffer");
-constexpr std::uint64_t kAnsweredBytes = 64 << 10;  // ANSWERED_BYTES of pairs.py
-constexpr char kNoMemory[] = "there was no memory for a message";
 constexpr int kPiecesAtOnce = 16;
-constexpr std::int64_t kTwoWaitNs = 1'000'000;
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
+constexpr char kEnded[] = "a call of this rank in this group failed";
 
 std::string in_words(int error) {
   const bool broken = error == ECONNRESET || error == EPIPE || error == ECONNABORTED || error == ECONNREFUSED;
@@ -33,47 +31,150 @@ std::string in_words(int error) {
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-template <typename Number>
-Number number_at(const char* at) {
-  Number number;
-  std::memcpy(&number, at, sizeof number);
-  return number;
-}
-
-std::string other_size(std::uint64_t expected, std::uint64_t found) {
-  return std::to_string(expected) + " bytes were to come, and " + std::to_string(found) + " came";
-}
-
 }  // namespace
 
-Stream::Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
-    : rank(rank), all_(all), descriptor_(descriptor), early_limit_(early_bytes), buffer_(kBufferBytes) {}
+// The connections to one rank. All by streams_mutex_.
+class Streams::Stream {
+ public:
+  Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
+      : rank(rank), all_(all), descriptor_(descriptor), early_limit_(early_bytes), buffer_(kBufferBytes) {}
+  void add(int descriptor) { stripes_.push_back(Stripe{descriptor, {}}); }
 
-bool Stream::is_striped(std::uint64_t bytes) const { return !stripes_.empty() && bytes >= all_.striped_bytes_; }
+  bool is_sending() const { return !sends_.empty() || striped_ > 0; }
+  bool is_receiving() const { return reading_ != nullptr || !answers_.empty() || !asked_.empty() || wants(); }
+  bool has_error() const { return !error_.empty(); }
+  const std::string& error() const { return error_; }
 
-std::uint64_t Stream::stripe_bytes(std::uint64_t bytes) const {
-  const std::uint64_t connections = stripes_.size() + 1;
-  return (bytes + connections - 1) / connections;
+  void start(const Held& transfer);
+  void deliver(const Held& receive, const Body& message);
+  // Moves what the kernel has room for, or has; false where that is nothing.
+  bool move();
+  void poll_for(std::vector<pollfd>* polled) const;
+  void stop(const char* why);
+  void close();
+  Held unfinished() const;  // a transfer that the connection's end has cut off; null without one
+  void facts(std::uint64_t* out) const;
+
+  const int rank;
+  Done* done = nullptr;  // of the thread that moves
+
+ private:
+  struct Outgoing {
+    Head head;
+    const char* body;
+    std::uint64_t bytes, sent;
+    Held transfer;  // null for an answer
+  };
+  struct Awaited {
+    Held transfer;
+    bool announced;  // its body is sent after the answer
+  };
+  template <typename What>
+  using ByTag = std::map<std::uint32_t, std::deque<What>>;
+
+  void fail(std::string error) {
+    if (error_.empty()) error_ = std::move(error);
+  }
+  bool wants() const;
+  bool has_room(std::uint64_t bytes);
+  Head head_of(const char* magic, std::int32_t tag, std::int32_t dtype, std::uint64_t bytes) const;
+  Head head_of(const char* magic, const TransferCall& call) const {
+    return head_of(magic, call.tag, call.dtype, call.bytes);
+  }
+  void post(const Head& head, const char* body, std::uint64_t bytes, const Held& transfer);
+  void end_part(const Held& transfer);
+  bool write();
+  bool write_messages();
+  bool write_stripe(Stripe& stripe);
+  bool read();
+  bool read_messages();
+  bool read_stripe(Stripe& stripe);
+  void parse();
+  bool take_head(const Head& head);
+  bool begin_body(const Form& form);
+  bool begin_asked(const Form& form);
+  bool note_answer(const Form& form);
+  bool match(const Held& receive, const Form& form);
+  void ask(const Held& receive, const Form& form);
+  void answer(const Held& receive) { post(head_of(kAnswer, receive->call), nullptr, 0, nullptr); }
+  void expect(char* at, std::uint64_t bytes);
+  void consume();
+  void end_message_if_whole();
+  bool is_striped(std::uint64_t bytes) const { return !stripes_.empty() && bytes >= all_.striped_bytes_; }
+  std::uint64_t stripe_bytes(std::uint64_t bytes) const {  // of each connection but the last ones
+    return (bytes + stripes_.size()) / (stripes_.size() + 1);
+  }
+  bool awaits_stripes() const { return in_body_ && missing_ == 0; }
+
+  Streams& all_;
+  int descriptor_;  // -1 once it is closed
+  std::vector<Stripe> stripes_;
+  int striped_ = 0;       // pieces in their `sends`
+  int stripes_left_ = 0;  // of which something is missing of the body that is read
+  std::string error_;
+  std::string broken_;  // nothing more can be written, for this reason; there may be something to read
+  std::deque<Outgoing> sends_;
+  ByTag<Awaited> answers_;  // sends whose answers are to come
+  ByTag<Held> asked_;       // receives whose announced bodies are to come
+  const std::uint64_t early_limit_;
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once, and what of that the other side has received
+  std::uint64_t taken_bytes_ = 0;                      // received by this side of what came at once
+  std::vector<char> buffer_;
+  std::size_t begin_ = 0, end_ = 0;
+  bool in_body_ = false;
+  char* place_ = nullptr;      // of what is missing of a body
+  std::uint64_t missing_ = 0;  // of it, on this connection
+  Held reading_;               // whose body is being read, or
+  Early early_;
+};
+
+bool Streams::Stream::wants() const {
+  const std::lock_guard<std::mutex> lock(all_.mutex_);
+  return all_.matcher_.wants(rank) || (early_ != nullptr && early_->receiver != nullptr);
 }
 
-bool Stream::has_room(std::uint64_t bytes) {
+Streams::Held Streams::Stream::unfinished() const {
+  if (reading_ != nullptr) return reading_;
+  if (!answers_.empty()) return answers_.begin()->second.front().transfer;
+  if (!asked_.empty()) return asked_.begin()->second.front();
+  for (const Outgoing& each : sends_) {
+    if (each.transfer != nullptr) return each.transfer;
+  }
+  for (const Stripe& stripe : stripes_) {
+    if (!stripe.sends.empty()) return stripe.sends.front().transfer;
+  }
+  const std::lock_guard<std::mutex> lock(all_.mutex_);
+  return early_ == nullptr ? nullptr : early_->receiver;
+}
+
+bool Streams::Stream::has_room(std::uint64_t bytes) {
   const std::uint64_t needed = bytes + kMessageBytes;
   if (sent_bytes_ - received_bytes_ + needed > early_limit_) read();  // the other side may have received some since
   return sent_bytes_ - received_bytes_ + needed <= early_limit_;
 }
 
-std::string Stream::head_of(const char* magic, std::uint32_t kind, const std::string& text, std::uint64_t bytes) const {
-  std::string head(kHead, '\0');
-  const auto text_bytes = static_cast<std::uint32_t>(text.size());
-  std::memcpy(&head[0], magic, 4);
-  std::memcpy(&head[4], &taken_bytes_, 8);
-  std::memcpy(&head[12], &kind, 4);
-  std::memcpy(&head[16], &text_bytes, 4);
-  std::memcpy(&head[20], &bytes, 8);
-  return head += text;
+Streams::Head Streams::Stream::head_of(const char* magic, std::int32_t tag, std::int32_t dtype,
+                                       std::uint64_t bytes) const {
+  Head head{{}, static_cast<std::uint32_t>(tag), dtype, 0, taken_bytes_, bytes};
+  std::memcpy(head.magic, magic, sizeof head.magic);
+  return head;
 }
 
-void Stream::send(std::string head, const char* body, std::uint64_t bytes, Transfer* transfer) {
+// Sending.
+
+void Streams::Stream::start(const Held& transfer) {
+  const TransferCall& call = transfer->call;
+  const bool room = has_room(call.bytes);
+  if (!room || call.bytes > kAnsweredBytes) {
+    transfer->parts = 2;
+    answers_[static_cast<std::uint32_t>(call.tag)].push_back({transfer, !room});
+  }
+  if (!room) return post(head_of(kAnnounced, call), nullptr, 0, transfer);
+  sent_bytes_ += call.bytes + kMessageBytes;
+  post(head_of(kAtOnce, call), static_cast<const char*>(call.address), call.bytes, transfer);
+}
+
+void Streams::Stream::post(const Head& head, const char* body, std::uint64_t bytes, const Held& transfer) {
   std::uint64_t own = bytes;
   if (is_striped(bytes)) {
     const std::uint64_t step = own = stripe_bytes(bytes);
@@ -83,27 +184,25 @@ void Stream::send(std::string head, const char* body, std::uint64_t bytes, Trans
       if (size == 0) break;
       stripe.sends.push_back({body + start, size, transfer});
       ++striped_;
-      ++transfer->left;
+      ++transfer->parts;
       start += size;
     }
   }
-  sends_.push_back({std::move(head), body, own, 0, transfer});
+  sends_.push_back({head, body, own, 0, transfer});
   write();
 }
 
-void Stream::send_at_once(std::uint32_t kind, const std::string& text, const char* body, std::uint64_t bytes,
-                          Transfer* transfer) {
-  sent_bytes_ += bytes + kMessageBytes;
-  send(head_of(kAtOnce, kind, text, bytes), body, bytes, transfer);
+void Streams::Stream::end_part(const Held& transfer) {
+  if (transfer != nullptr && --transfer->parts == 0) all_.finish(transfer, -1, done);
 }
 
-bool Stream::write() {
+bool Streams::Stream::write() {
   bool moved = write_messages();
   for (Stripe& stripe : stripes_) moved |= write_stripe(stripe);
   return moved;
 }
 
-bool Stream::write_stripe(Stripe& stripe) {
+bool Streams::Stream::write_stripe(Stripe& stripe) {
   bool moved = false;
   while (!stripe.sends.empty() && error_.empty() && broken_.empty()) {
     Stripe::Piece& first = stripe.sends.front();
@@ -116,25 +215,24 @@ bool Stream::write_stripe(Stripe& stripe) {
     first.at += sent;
     first.bytes -= static_cast<std::uint64_t>(sent);
     if (first.bytes > 0) continue;
-    Transfer* const transfer = first.transfer;
+    const Held transfer = std::move(first.transfer);
     stripe.sends.pop_front();
     --striped_;
-    all_.part_done(transfer);
+    end_part(transfer);
   }
   return moved;
 }
 
-bool Stream::write_messages() {
+bool Streams::Stream::write_messages() {
   bool moved = false;
   while (!sends_.empty() && error_.empty() && broken_.empty()) {
     iovec pieces[kPiecesAtOnce];
     int count = 0;
-    for (const Outgoing& each : sends_) {
+    for (Outgoing& each : sends_) {
       if (count + 2 > kPiecesAtOnce) break;
-      const std::uint64_t in_head = std::min<std::uint64_t>(each.sent, each.head.size());
-      const std::uint64_t in_body = each.sent - in_head;
-      if (in_head < each.head.size()) {
-        pieces[count++] = {const_cast<char*>(each.head.data()) + in_head, each.head.size() - in_head};
+      const std::uint64_t in_head = std::min<std::uint64_t>(each.sent, sizeof(Head)), in_body = each.sent - in_head;
+      if (in_head < sizeof(Head)) {
+        pieces[count++] = {reinterpret_cast<char*>(&each.head) + in_head, sizeof(Head) - in_head};
       }
       if (in_body < each.bytes) pieces[count++] = {const_cast<char*>(each.body) + in_body, each.bytes - in_body};
     }
@@ -150,43 +248,40 @@ bool Stream::write_messages() {
     auto left = static_cast<std::uint64_t>(sent);
     while (!sends_.empty()) {
       Outgoing& first = sends_.front();
-      const std::uint64_t missing = first.head.size() + first.bytes - first.sent;
+      const std::uint64_t missing = sizeof(Head) + first.bytes - first.sent;
       first.sent += std::min(left, missing);
       if (left < missing) break;
       left -= missing;
-      Transfer* const transfer = first.transfer;
+      const Held transfer = std::move(first.transfer);
       sends_.pop_front();
-      if (transfer != nullptr) all_.part_done(transfer);
+      end_part(transfer);
     }
   }
   return moved;
 }
 
-// The other side may have said why before it left.
-void Stream::read_last() {
-  while (read()) {
+// Receiving.
+
+// Gives a message that came early, or was announced, to its receive.
+void Streams::Stream::deliver(const Held& receive, const Body& message) {
+  if (message.bytes == nullptr) return ask(receive, message.form);
+  if (match(receive, message.form)) all_.take(receive, message, done);
+}
+
+bool Streams::Stream::move() {
+  const bool sends = is_sending();
+  bool moved = sends && write();
+  if (!broken_.empty()) {  // the other side may have said why before it left
+    while (read()) {
+    }
+    fail(broken_);
+    return true;
   }
-  fail(broken_);
+  if (sends || is_receiving()) moved |= read();
+  return moved;
 }
 
-void Stream::receive(std::uint32_t kind, Transfer* transfer, bool is_answer) {
-  const Incoming incoming{transfer, is_answer};
-  const auto found = all_.matcher_.post(rank, kind, incoming);
-  if (found && (*found)->is_whole) return deliver(incoming, **found);
-  if (found) (*found)->receiver = incoming;
-  ++receiving_;
-}
-
-// Gives a message that came early to its receive.
-void Stream::deliver(const Incoming& incoming, const Early& message) {
-  if (message.announced) return ask(incoming.transfer, message.kind, message.text, message.bytes);
-  char* to = nullptr;
-  if (!match(incoming, message.kind, message.text, message.bytes, &to)) return;
-  if (to != nullptr && message.bytes > 0) std::memcpy(to, message.body.get(), message.bytes);
-  all_.part_done(incoming.transfer);
-}
-
-void Stream::expect(char* at, std::uint64_t bytes) {
+void Streams::Stream::expect(char* at, std::uint64_t bytes) {
   in_body_ = true;
   place_ = at;
   missing_ = bytes;
@@ -195,7 +290,7 @@ void Stream::expect(char* at, std::uint64_t bytes) {
     std::uint64_t start = step;
     for (Stripe& stripe : stripes_) {
       stripe.missing = std::min(step, bytes - start);
-      stripe.place = at == nullptr ? nullptr : at + start;
+      stripe.place = at + start;
       if (stripe.missing > 0) ++stripes_left_;
       start += stripe.missing;
     }
@@ -204,73 +299,58 @@ void Stream::expect(char* at, std::uint64_t bytes) {
 }
 
 // Has what is in the buffer of a body go to its place.
-void Stream::consume() {
+void Streams::Stream::consume() {
   const std::uint64_t size = std::min<std::uint64_t>(missing_, end_ - begin_);
-  if (place_ != nullptr && size > 0) {
-    std::memcpy(place_, &buffer_[begin_], size);
-    place_ += size;
-  }
+  if (size > 0) std::memcpy(place_, &buffer_[begin_], size);
+  place_ += size;
   begin_ += size;
   missing_ -= size;
-  end_part();
+  end_message_if_whole();
 }
 
-void Stream::end_part() {
-  if (missing_ == 0 && stripes_left_ == 0) end_message();
-}
-
-void Stream::end_message() {
+void Streams::Stream::end_message_if_whole() {
+  if (missing_ > 0 || stripes_left_ > 0) return;
   in_body_ = false;
-  Transfer* const transfer = reading_;
-  reading_ = nullptr;
-  if (counted_) --receiving_;
-  counted_ = false;
-  if (early_ != nullptr) {
-    const Message message = std::exchange(early_, nullptr);
+  if (const Held receive = std::exchange(reading_, nullptr)) return all_.finish(receive, rank, done);
+  const Early message = std::exchange(early_, nullptr);
+  Held receiver;
+  {
+    const std::lock_guard<std::mutex> lock(all_.mutex_);
     message->is_whole = true;
-    if (!message->receiver) return;
-    --receiving_;
-    deliver(*message->receiver, *message);
-  } else if (transfer != nullptr) {
-    all_.part_done(transfer);
+    receiver = std::exchange(message->receiver, nullptr);
   }
+  if (receiver != nullptr) deliver(receiver, *message);
 }
 
-bool Stream::read() {
+bool Streams::Stream::read() {
   bool moved = false;
   for (Stripe& stripe : stripes_) moved |= read_stripe(stripe);
   return (!awaits_stripes() && read_messages()) || moved;
 }
 
-bool Stream::read_stripe(Stripe& stripe) {
+bool Streams::Stream::read_stripe(Stripe& stripe) {
   if (stripe.missing == 0 || !error_.empty()) return false;
-  std::vector<char> nowhere(stripe.place == nullptr ? std::min<std::uint64_t>(stripe.missing, kBufferBytes) : 0);
-  const bool stays = stripe.place != nullptr;
-  const ssize_t come =
-      recv(stripe.descriptor, stays ? stripe.place : nowhere.data(), stays ? stripe.missing : nowhere.size(), 0);
+  const ssize_t come = recv(stripe.descriptor, stripe.place, stripe.missing, MSG_DONTWAIT);
   if (come <= 0) {
     if (come == 0) fail("Connection closed by peer");
     if (come < 0 && !would_block(errno)) fail(in_words(errno));
     return false;
   }
-  if (stays) stripe.place += come;
+  stripe.place += come;
   stripe.missing -= static_cast<std::uint64_t>(come);
   if (stripe.missing > 0) return true;
   --stripes_left_;
-  end_part();
+  end_message_if_whole();
   parse();
   return true;
 }
 
-bool Stream::read_messages() {
+bool Streams::Stream::read_messages() {
   if (!error_.empty()) return false;
   iovec pieces[2];
   int count = 0;
-  std::uint64_t at_place = 0;
-  if (in_body_ && place_ != nullptr) {  // then the buffer is empty
-    at_place = missing_;
-    pieces[count++] = {place_, missing_};
-  }
+  const std::uint64_t at_place = in_body_ ? missing_ : 0;  // then the buffer is empty
+  if (at_place > 0) pieces[count++] = {place_, at_place};
   if (begin_ == end_) {
     begin_ = end_ = 0;
   } else if (begin_ > 0) {
@@ -278,8 +358,11 @@ bool Stream::read_messages() {
     end_ -= begin_;
     begin_ = 0;
   }
-  if (end_ < buffer_.size()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
-  const ssize_t come = readv(descriptor_, pieces, count);
+  pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
+  msghdr message{};
+  message.msg_iov = pieces;
+  message.msg_iovlen = static_cast<std::size_t>(count);
+  const ssize_t come = recvmsg(descriptor_, &message, MSG_DONTWAIT);
   if (come <= 0) {
     if (come == 0) fail("Connection closed by peer");
     if (come < 0 && !would_block(errno)) fail(in_words(errno));
@@ -290,131 +373,117 @@ bool Stream::read_messages() {
   if (direct > 0) {
     place_ += direct;
     missing_ -= direct;
-    end_part();
+    end_message_if_whole();
   }
   parse();
   return true;
 }
 
-void Stream::parse() {
+void Streams::Stream::parse() {
   while (error_.empty()) {
     if (in_body_) {
       if (awaits_stripes() || begin_ == end_) return;
       consume();
       continue;
     }
-    if (end_ - begin_ < kHead) return;
-    const char* const head = &buffer_[begin_];
-    const auto kind = number_at<std::uint32_t>(head + 12), text_bytes = number_at<std::uint32_t>(head + 16);
-    const auto bytes = number_at<std::uint64_t>(head + 20);
-    const bool at_once = std::memcmp(head, kAtOnce, 4) == 0, announced = std::memcmp(head, kAnnounced, 4) == 0;
-    const bool asked_for = std::memcmp(head, kAskedFor, 4) == 0;
-    if (!at_once && !announced && !asked_for) return fail("what came is no message of this version's");
-    if (text_bytes > kMostTextBytes) {
-      return fail("a text of " + std::to_string(text_bytes) + " bytes was to come, more than there may be");
-    }
-    if (end_ - begin_ - kHead < text_bytes) return;
-    std::string text(head + kHead, text_bytes);
-    begin_ += kHead + text_bytes;
-    received_bytes_ = number_at<std::uint64_t>(head + 4);
-    if (announced) {
-      const auto message = std::make_shared<Early>(Early{kind, std::move(text), bytes, true, nullptr, true, {}});
-      if (const auto incoming = all_.matcher_.arrive(rank, kind, [&] { return message; })) {
-        --receiving_;
-        deliver(*incoming, *message);
-      }
-    } else if (asked_for) {
-      begin_asked(kind, bytes);
-    } else {
-      begin_body(kind, std::move(text), bytes);
-    }
+    if (end_ - begin_ < sizeof(Head)) return;
+    Head head;
+    std::memcpy(&head, &buffer_[begin_], sizeof head);
+    begin_ += sizeof head;
+    if (!take_head(head)) return;
   }
 }
 
-// Has an announced body come to its place; that of another message than is expected stays where it is.
-void Stream::ask(Transfer* transfer, std::uint32_t kind, const std::string& text, std::uint64_t bytes) {
-  const std::string own = transfer->text;
-  if (text != own) {
-    transfer->found = text;
-  } else if (transfer->bytes != bytes) {
-    return fail(other_size(transfer->bytes, bytes));
-  } else {
-    asked_[kind].push_back(transfer);
-    ++receiving_;
+// False where the connection or the group can't be used further.
+bool Streams::Stream::take_head(const Head& head) {
+  const auto is = [&head](const char* magic) { return std::memcmp(head.magic, magic, sizeof head.magic) == 0; };
+  const Form form{static_cast<std::int32_t>(head.tag), head.dtype, head.bytes};
+  if (!is(kAtOnce) && !is(kAnnounced) && !is(kAskedFor) && !is(kAnswer)) {
+    return fail("what came is no message of this version's"), false;
   }
-  answer(transfer, kind, bytes, true);
-  if (text != own) all_.part_done(transfer);
+  received_bytes_ = head.received;
+  if (is(kAtOnce)) return begin_body(form);
+  if (is(kAskedFor)) return begin_asked(form);
+  if (is(kAnswer)) return note_answer(form);
+  Held receive;
+  {
+    const std::lock_guard<std::mutex> lock(all_.mutex_);
+    const auto found = all_.matcher_.arrive(
+        rank, head.tag, [&] { return std::make_shared<Body>(Body{rank, form, nullptr, true, nullptr}); });
+    if (found) receive = *found;
+  }
+  if (receive != nullptr) ask(receive, form);
+  return done->failure.status == 0;
 }
 
-void Stream::begin_asked(std::uint32_t kind, std::uint64_t bytes) {
-  auto& asked = asked_[kind];
-  if (asked.empty() || asked.front()->bytes != bytes) {
-    return fail(std::to_string(bytes) + " bytes came that nobody had asked for");
+bool Streams::Stream::begin_body(const Form& form) {
+  {
+    const std::lock_guard<std::mutex> lock(all_.mutex_);
+    const auto found = all_.matcher_.arrive(rank, static_cast<std::uint32_t>(form.tag), [&] {
+      early_ = std::make_shared<Body>(Body{rank, form, nullptr, false, nullptr});
+      if (form.bytes <= PTRDIFF_MAX) early_->bytes.reset(new (std::nothrow) char[form.bytes]);
+      return early_;
+    });
+    if (found) reading_ = *found;
   }
-  reading_ = asked.front();
-  counted_ = true;
-  asked.pop_front();
-  expect(reading_->at, bytes);
-}
-
-void Stream::begin_body(std::uint32_t kind, std::string text, std::uint64_t bytes) {
-  const auto incoming = all_.matcher_.arrive(rank, kind, [&] {
-    early_ = std::make_shared<Early>(Early{kind, text, bytes, false, nullptr, false, {}});
-    if (bytes <= PTRDIFF_MAX) early_->body.reset(new (std::nothrow) char[bytes]);
-    return early_;
-  });
-  if (!incoming) {
-    if (early_->body != nullptr) return expect(early_->body.get(), bytes);
-    return fail("there is no memory for " + std::to_string(bytes) + " bytes that came before they were asked for");
+  if (reading_ == nullptr) {
+    if (early_->bytes != nullptr) return expect(early_->bytes.get(), form.bytes), true;
+    fail("there is no memory for " + std::to_string(form.bytes) + " bytes that came before they were asked for");
+    return false;
   }
-  char* to = nullptr;
-  if (!match(*incoming, kind, text, bytes, &to)) {
-    --receiving_;
-    return;
-  }
-  reading_ = incoming->transfer;
-  counted_ = true;
-  expect(to, bytes);
-}
-
-// Whether a message may come to its receive; where: nowhere if its text is another, by which the receiver knows.
-bool Stream::match(const Incoming& incoming, std::uint32_t kind, const std::string& text, std::uint64_t bytes,
-                   char** at) {
-  Transfer* const transfer = incoming.transfer;
-  *at = nullptr;
-  if (incoming.is_answer) {
-    if (bytes != 0) return fail(other_size(0, bytes)), false;
-    taken_bytes_ += kMessageBytes;
-    note_answer(transfer, kind, text);
-    return true;
-  }
-  if (text != transfer->text) {
-    transfer->found = text;
-  } else if (bytes != transfer->bytes) {
-    return fail(other_size(transfer->bytes, bytes)), false;
-  } else {
-    *at = transfer->at;
-  }
-  taken_bytes_ += bytes + kMessageBytes;
-  answer(transfer, kind, bytes, false);
+  if (!match(reading_, form)) return false;
+  expect(static_cast<char*>(reading_->call.address), form.bytes);
   return true;
 }
 
-// The receiver of a large message, or of one without room, says what its call is.
-void Stream::note_answer(Transfer* transfer, std::uint32_t kind, const std::string& text) {
-  if (text != transfer->text) {
-    transfer->found = text;
-  } else if (transfer->announced) {
-    ++transfer->left;
-    send(head_of(kAskedFor, kind - 1, {}, transfer->bytes), transfer->at, transfer->bytes, transfer);
+// Takes a body that came at once for its receive; false if that is for another one, so that the group fails.
+bool Streams::Stream::match(const Held& receive, const Form& form) {
+  taken_bytes_ += form.bytes + kMessageBytes;
+  if (form.bytes > kAnsweredBytes) answer(receive);
+  return all_.check_form(receive, rank, form, done);
+}
+
+// Has an announced body come; that of another message than is expected stays where it is.
+void Streams::Stream::ask(const Held& receive, const Form& form) {
+  answer(receive);
+  if (all_.check_form(receive, rank, form, done)) asked_[static_cast<std::uint32_t>(form.tag)].push_back(receive);
+}
+
+bool Streams::Stream::begin_asked(const Form& form) {
+  const auto asked = asked_.find(static_cast<std::uint32_t>(form.tag));
+  if (asked == asked_.end() || asked->second.front()->call.bytes != form.bytes) {
+    return fail(std::to_string(form.bytes) + " bytes came that nobody had asked for"), false;
   }
+  reading_ = std::move(asked->second.front());
+  asked->second.pop_front();
+  if (asked->second.empty()) asked_.erase(asked);
+  expect(static_cast<char*>(reading_->call.address), form.bytes);
+  return true;
 }
 
-void Stream::answer(Transfer* transfer, std::uint32_t kind, std::uint64_t bytes, bool announced) {
-  if (announced || bytes > kAnsweredBytes) send_at_once(kind + 1, transfer->text, nullptr, 0, nullptr);
+// The receiver of a large message, or of one without room, says what its receive is.
+bool Streams::Stream::note_answer(const Form& form) {
+  const auto answers = answers_.find(static_cast<std::uint32_t>(form.tag));
+  if (answers == answers_.end()) return fail("an answer came that nobody awaits"), false;
+  const Awaited first = std::move(answers->second.front());
+  answers->second.pop_front();
+  if (answers->second.empty()) answers_.erase(answers);
+  const TransferCall& call = first.transfer->call;
+  if (call.dtype != form.dtype || call.bytes != form.bytes) {
+    const Form own{call.tag, call.dtype, call.bytes};
+    all_.note_form(first.transfer, rank, own, form, done);
+    return false;
+  }
+  if (first.announced) {
+    ++first.transfer->parts;
+    post(head_of(kAskedFor, call), static_cast<const char*>(call.address), call.bytes, first.transfer);
+  }
+  end_part(first.transfer);
+  return true;
 }
 
-void Stream::poll_for(std::vector<pollfd>* polled) const {
+void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
+  if (!error_.empty() || !(is_sending() || is_receiving())) return;
   const auto add = [polled](int descriptor, bool sends, bool receives) {
     if (!sends && !receives) return;
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
@@ -423,278 +492,245 @@ void Stream::poll_for(std::vector<pollfd>* polled) const {
   for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), stripe.missing > 0);
 }
 
-void Stream::drop_sends() {
+void Streams::Stream::stop(const char* why) {
+  fail(why);
   sends_.clear();
-  for (Stripe& stripe : stripes_) stripe.sends.clear();
-  striped_ = 0;
-}
-
-void Stream::end_sending() {
-  fail("a call of this rank in this group failed");
-  drop_sends();
-  shutdown(descriptor_, SHUT_WR);
-  for (const Stripe& stripe : stripes_) shutdown(stripe.descriptor, SHUT_WR);
-}
-
-void Stream::close() {
-  fail("the group was closed");
-  shutdown(descriptor_, SHUT_WR);
-  descriptor_ = -1;  // its number may soon be another file's
-  for (Stripe& stripe : stripes_) {
-    shutdown(stripe.descriptor, SHUT_WR);
-    stripe.descriptor = -1;
-  }
-}
-
-void Stream::forget() {
-  to_forget_ = false;
-  drop_sends();
-  for (Stripe& stripe : stripes_) stripe.missing = 0;
-  stripes_left_ = 0;
-  all_.matcher_.clear_receives(rank);
+  answers_.clear();
   asked_.clear();
-  receiving_ = 0;
-  in_body_ = counted_ = false;
-  early_ = nullptr;
-  place_ = nullptr;
+  for (Stripe& stripe : stripes_) {
+    stripe.sends.clear();
+    stripe.missing = 0;
+    shutdown(stripe.descriptor, SHUT_WR);
+  }
+  striped_ = stripes_left_ = 0;
+  in_body_ = false;
   reading_ = nullptr;
+  early_ = nullptr;
+  shutdown(descriptor_, SHUT_WR);
+}
+
+void Streams::Stream::close() {
+  stop("the group was closed");
+  descriptor_ = -1;  // its number may soon be another file's
+  for (Stripe& stripe : stripes_) stripe.descriptor = -1;
+}
+
+void Streams::Stream::facts(std::uint64_t* out) const {
+  out[1] = sent_bytes_;
+  out[2] = received_bytes_;
+  out[3] = taken_bytes_;
 }
 
 // Streams.
 
-class Streams::Waiting {
- public:
-  explicit Waiting(int& waiters) : waiters_(waiters) { ++waiters_; }
-  ~Waiting() { --waiters_; }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
+Streams::Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::int64_t spin_ns,
+                 std::uint64_t striped_bytes)
+    : Transfers(std::move(losses), rank, size),
+      spin_ns_(spin_ns),
+      striped_bytes_(striped_bytes),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      streams_(static_cast<std::size_t>(size)) {}
 
- private:
-  int& waiters_;  // under the lock
-};
-
-Streams::Streams(std::int64_t spin_ns, std::uint64_t striped_bytes)
-    : spin_ns_(spin_ns), striped_bytes_(striped_bytes), generation_(fork_generation()) {}
+Streams::~Streams() {
+  if (wake_ >= 0) ::close(wake_);
+}
 
 void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
-  streams_.push_back(std::make_unique<Stream>(*this, rank, descriptor, early_bytes));
-  if (by_rank_.size() <= static_cast<std::size_t>(rank)) by_rank_.resize(static_cast<std::size_t>(rank) + 1);
-  by_rank_[static_cast<std::size_t>(rank)] = streams_.back().get();
-  matcher_.add_sources(rank + 1);
+  auto& stream = streams_[static_cast<std::size_t>(rank)];
+  if (stream != nullptr) return stream->add(descriptor);
+  stream = std::make_unique<Stream>(*this, rank, descriptor, early_bytes);
 }
 
-void Streams::add_stripe(int rank, int descriptor) {
-  if (Stream* const stream = at(rank)) stream->add(descriptor);
+void Streams::begin(const Held& transfer, const Early& early) {
+  const TransferCall& call = transfer->call;
+  Done done;
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    try {
+      if (call.sends != 0) {
+        Stream* const stream = streams_[static_cast<std::size_t>(call.peer)].get();
+        for (;;) {
+          Held next;
+          {
+            const std::lock_guard<std::mutex> own(mutex_);
+            auto& [waiting, count] = *sends_[call.peer];
+            if (waiting.empty()) break;
+            next = std::move(waiting.front());
+            waiting.pop_front();
+            --count;
+          }
+          if (stream == nullptr || stream->has_error() || done.failure.status != 0) break;
+          stream->done = &done;
+          stream->start(next);
+        }
+      } else if (early != nullptr) {
+        Stream& stream = *streams_[static_cast<std::size_t>(early->source)];
+        stream.done = &done;
+        stream.deliver(transfer, *early);
+      }
+    } catch (const std::bad_alloc&) {
+      done.failure.status = TransferFailure::kNoMemory;
+    }
+    note_broken(&done);
+  }
+  wake();
+  announce(done);
 }
 
-// Whether this is the copy of a process that was forked, whose other threads may have held the lock.
-bool Streams::is_foreign() const { return generation_ != fork_generation(); }
-
-Stream* Streams::at(int rank) {
-  return rank >= 0 && static_cast<std::size_t>(rank) < by_rank_.size() ? by_rank_[static_cast<std::size_t>(rank)]
-                                                                       : nullptr;
-}
-
-Transfer* Streams::make(Stream* stream, Part& part, std::string text) {
-  Pending& made = pending_[++numbers_];
-  made.stream = stream;
-  made.transfer.number = numbers_;
-  made.transfer.at = part.at;
-  made.transfer.bytes = part.bytes;
-  std::swap(made.transfer.owner, part.owner);
-  if (!stream->error_.empty()) stream->to_forget_ = true;
-  made.transfer.text = std::move(text);
-  made.transfer.left = 1;
-  return &made.transfer;
-}
-
-void Streams::part_done(Transfer* transfer) {
-  if (--transfer->left > 0) return;
-  if (!transfer->found.empty()) found_.emplace(transfer->number, std::move(transfer->found));
-  if (transfer->owner != nullptr) owners_.push_back(transfer->owner);
-  pending_.erase(transfer->number);
+// A connection that has ended fails the transfers with its rank; those from any source once all have ended.
+void Streams::note_broken(Done* done) {
+  if (done->failure.status != 0) return;
+  bool all_ended = true;
+  const Stream* ended = nullptr;
+  for (const auto& stream : streams_) {
+    if (stream == nullptr) continue;
+    if (!stream->has_error()) {
+      all_ended = false;
+      continue;
+    }
+    ended = stream.get();
+    done->first = stream->unfinished();
+    if (done->first == nullptr) done->first = first_with(stream->rank);
+    if (done->first != nullptr) break;
+  }
+  if (ended == nullptr) return;
+  if (done->first == nullptr && all_ended) done->first = first_with(kAnySource);
+  if (done->first == nullptr) return;
+  done->failure.status = TransferFailure::kBroken;
+  done->failure.sends = done->first->call.sends;
+  done->failure.peer = done->failure.suspect = ended->rank;
+  done->text = ended->error();
 }
 
 // Moves what can be moved without waiting.
-bool Streams::step() {
+bool Streams::step(Done* done) {
   bool moved = false;
-  for (const auto& stream : streams_) {
-    if (!stream->error_.empty()) continue;
-    const bool sends = stream->is_sending();
-    if (sends) moved |= stream->write();
-    if (stream->is_broken()) {
-      stream->read_last();
-      moved = true;
-    } else if (sends || stream->is_receiving()) {
-      moved |= stream->read();
+  try {
+    for (const auto& stream : streams_) {
+      if (stream == nullptr || stream->has_error()) continue;
+      stream->done = done;
+      moved |= stream->move();
+      if (done->failure.status != 0) return true;
     }
+  } catch (const std::bad_alloc&) {
+    done->failure.status = TransferFailure::kNoMemory;
+    return true;
   }
+  note_broken(done);
   return moved;
 }
 
-// Returns false if a signal came: Python runs its handler between two slices.
-bool Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns) {
-  std::vector<pollfd> polled;
-  for (const auto& stream : streams_) {
-    if (!stream->error_.empty()) continue;
-    if (stream->is_sending() || stream->is_receiving()) stream->poll_for(&polled);
+bool Streams::move_all() {
+  Done done;
+  bool moved = false;
+  {
+    const std::unique_lock<std::mutex> lock(streams_mutex_, std::try_to_lock);
+    if (!lock) return false;
+    moved = step(&done);
   }
-  if (waiters_ > 1) limit_ns = std::min(limit_ns, kTwoWaitNs);  // another one may move what this one waits for
-  lock.unlock();
-  const int limit_ms = static_cast<int>(std::max<std::int64_t>(1, limit_ns / 1'000'000));
-  const bool interrupted = poll(polled.data(), polled.size(), limit_ms) < 0 && errno == EINTR;
-  lock.lock();
-  return !interrupted;
+  announce(done);
+  return moved;
 }
 
-std::int64_t Streams::send(Part& part, std::uint32_t kind, std::string text) {
-  if (is_foreign()) return kFailed;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Stream* const stream = at(part.rank);
-  if (stream == nullptr) return kFailed - part.rank;
-  const bool has_room = stream->has_room(part.bytes);
-  Transfer* const transfer = make(stream, part, std::move(text));
-  const std::uint64_t number = transfer->number;
-  if (!has_room || part.bytes > kAnsweredBytes) {
-    transfer->announced = !has_room;
-    transfer->left = 2;
-    stream->receive(kind + 1, transfer, true);
-  }
-  if (has_room) {
-    stream->send_at_once(kind, transfer->text, part.at, part.bytes, transfer);
-  } else {
-    stream->send(stream->head_of(kAnnounced, kind, transfer->text, part.bytes), nullptr, 0, transfer);
-  }
-  return static_cast<std::int64_t>(number);
-}
-
-std::int64_t Streams::receive(Part& part, std::uint32_t kind, std::string text) {
-  if (is_foreign()) return kFailed;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Stream* const stream = at(part.rank);
-  if (stream == nullptr) return kFailed - part.rank;
-  Transfer* const transfer = make(stream, part, std::move(text));
-  const std::uint64_t number = transfer->number;
-  stream->receive(kind, transfer);
-  return static_cast<std::int64_t>(number);
-}
-
-std::int64_t Streams::wait(std::int64_t slice_ns, std::uint64_t number) {
-  if (is_foreign()) return kFailed;
-  std::unique_lock<std::mutex> lock(mutex_);
-  std::int64_t now = now_ns();
-  const std::int64_t until = now + slice_ns, spin_until = now + spin_ns_;
-  const Waiting waiting{waiters_};
-  bool late = false;
+Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
+  if (polls_.exchange(true, std::memory_order_acquire)) return Moved::kBusy;
+  struct End {
+    std::atomic<bool>& polls;
+    ~End() { polls.store(false, std::memory_order_release); }
+  } const end{polls_};
+  const Presence moving{movers_};
+  const std::int64_t spin_ns = waits_gently() ? kGentleSpinNs : spin_ns_;
+  std::int64_t spin_until = now_ns() + spin_ns;
   for (;;) {
-    const auto found = pending_.find(number);
-    if (found == pending_.end()) return 0;
-    const Stream& stream = *found->second.stream;
-    if (!stream.error_.empty()) return kFailed - stream.rank;
-    if (late) return kLook;
-    const bool moved = step();
-    now = now_ns();
-    late = now >= until;
-    if (moved || late) continue;
-    if (now < spin_until) {
-      lock.unlock();
-      lock.lock();
-      continue;
+    Done done;
+    bool moved = false;
+    {
+      const std::lock_guard<std::mutex> lock(streams_mutex_);
+      moved = step(&done);
     }
-    if (!sleep(lock, until - now)) return kLook;
+    announce(done);
+    if (!transfer->is_open()) return Moved::kSome;
+    const std::int64_t now = now_ns();
+    if (now >= until_ns) return Moved::kIdle;
+    if (moved) {
+      spin_until = now + spin_ns;
+    } else if (now < spin_until) {
+      pause_cpu();
+    } else if (sleep(until_ns) && interrupted(true)) {
+      return Moved::kInterrupted;
+    }
   }
 }
 
-bool Streams::move() {
-  if (is_foreign()) return false;
-  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-  if (!lock || waiters_ > 0) return false;
-  try {
-    return step();
-  } catch (const std::bad_alloc&) {
-    for (const auto& stream : streams_) stream->fail(kNoMemory);
-    return false;
+// Sleeps until something can be moved, or was started. Returns true if a signal ended it.
+bool Streams::sleep(std::int64_t until_ns) {
+  polled_.clear();
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    for (const auto& stream : streams_) {
+      if (stream != nullptr) stream->poll_for(&polled_);
+    }
+    sleeps_.store(true, std::memory_order_relaxed);  // by the lock: who starts a transfer afterwards sees it
   }
+  polled_.push_back({wake_, POLLIN, 0});
+  const std::int64_t limit_ms = std::min<std::int64_t>((until_ns - now_ns() + 999'999) / 1'000'000, 1000);
+  const bool signal =
+      poll(polled_.data(), polled_.size(), static_cast<int>(std::max<std::int64_t>(limit_ms, 0))) < 0 && errno == EINTR;
+  sleeps_.store(false, std::memory_order_relaxed);
+  std::uint64_t count;
+  if ((polled_.back().revents & POLLIN) != 0) static_cast<void>(::read(wake_, &count, sizeof count) > 0);
+  return signal;
+}
+
+void Streams::wake() {
+  const std::uint64_t one = 1;
+  if (sleeps_.load(std::memory_order_relaxed)) static_cast<void>(::write(wake_, &one, sizeof one) > 0);
+}
+
+// What a dead rank sent may still be on its way.
+bool Streams::read_last(const Transfer&, int, int) {
+  const std::int64_t now = now_ns();
+  std::int64_t noticed = 0;
+  if (noticed_ns_.compare_exchange_strong(noticed, now)) noticed = now;
+  if (now - noticed < kNoticeNs) return false;
+  move_all();
+  return true;
 }
 
 bool Streams::has_left() {
   if (is_foreign()) return false;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) {
-    return stream->error_.empty() && (stream->is_sending() || stream->is_receiving());
+  if (left_ > 0) return true;
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  return std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) {  // an answer
+    return stream != nullptr && !stream->has_error() && stream->is_sending();
   });
 }
 
-std::vector<void*> Streams::take_owners() {
-  if (is_foreign()) return {};
-  const std::lock_guard<std::mutex> lock(mutex_);
-  bool has_failed = false;
-  for (const auto& stream : streams_) {
-    if (!stream->to_forget_) continue;
-    has_failed = true;
-    stream->forget();
-  }
-  if (has_failed) {
-    for (auto& [number, pending] : pending_) {
-      if (pending.transfer.owner != nullptr && !pending.stream->error_.empty()) {
-        owners_.push_back(std::exchange(pending.transfer.owner, nullptr));
-      }
+void Streams::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    for (const auto& stream : streams_) {
+      if (stream != nullptr) stream->stop(kEnded);
     }
   }
-  return std::exchange(owners_, {});
+  wake();
 }
 
-bool Streams::is_done(std::uint64_t number) {
-  if (is_foreign()) return true;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return pending_.find(number) == pending_.end();
+bool Streams::leave() {
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  for (const auto& stream : streams_) {
+    if (stream != nullptr) stream->close();
+  }
+  return true;
 }
 
-std::string Streams::found(std::uint64_t number) {
-  if (is_foreign()) return {};
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = found_.find(number);
-  if (entry == found_.end()) return {};
-  std::string text = std::move(entry->second);
-  found_.erase(entry);
-  return text;
-}
-
-std::string Streams::error(int rank) {
-  if (is_foreign()) return "this process was forked from the one that made the connection";
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const Stream* const stream = at(rank);
-  return stream == nullptr ? "the group was closed" : stream->error_;
-}
-
-void Streams::fail(const std::string& error) {
-  if (is_foreign()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& stream : streams_) stream->fail(error);
-}
-
-void Streams::end_sending() {
-  if (is_foreign()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& stream : streams_) stream->end_sending();
-}
-
-void Streams::close() {
-  if (is_foreign()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& stream : streams_) stream->close();
-}
-
-// For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.
 void Streams::facts(int rank, std::uint64_t* out) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const Stream& stream = *at(rank);
+  const std::lock_guard<std::mutex> lock(streams_mutex_);
+  streams_[static_cast<std::size_t>(rank)]->facts(out);
   out[0] = 0;
-  matcher_.for_each_held(rank,
-                         [out](const Stream::Message& message) { out[0] += message->announced ? 0 : message->bytes; });
-  out[1] = stream.sent_bytes_;
-  out[2] = stream.received_bytes_;
-  out[3] = stream.taken_bytes_;
+  const std::lock_guard<std::mutex> own(mutex_);
+  matcher_.for_each_held(
+      rank, [out](const Early& message) { out[0] += message->bytes == nullptr ? 0 : message->form.bytes; });
 }
 
 }  // namespace parallel_state

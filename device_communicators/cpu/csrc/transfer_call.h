@@ -8,7 +8,7 @@ namespace parallel_state {
 // How a transfer failed: the words of `Failed` in cpu/transfers.py. Ranks are those of the group, -1 for none.
 struct TransferFailure {
   std::int64_t status = 0;  // of QueueStatus, or one of these:
-  static constexpr std::int64_t kNoMemory = 7, kClosed = 8;
+  static constexpr std::int64_t kNoMemory = 7, kClosed = 8, kBroken = 9;
   std::int64_t sends = 0;
   std::int64_t peer = -1;
   std::int64_t suspect = -1;   // to blame

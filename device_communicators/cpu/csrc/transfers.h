@@ -1,8 +1,8 @@
-// Sends and receives of plain tensors between the ranks of one host: a ring of chunks from each rank to each other.
+// Sends and receives of plain tensors between the ranks of a group: what is the same over the rings of a host (rings.h)
+// and over connections between hosts (streams.h).
 //
-// A send is done once its ring holds the whole message. Receives take messages by source and tag, as matcher.h has it.
-// A message that no receive wants yet is copied out of the ring as soon as one behind it is wanted. Within a host no
-// credit bounds these copies; the rings alone bound what a sender is ahead while nothing is received.
+// Receives take messages by source and tag, as matcher.h has it. A message says its size and dtype; one that doesn't
+// fit its receive is written nowhere. A failure of one transfer fails all that are open, and nothing starts afterwards.
 //
 // A waiting caller moves the group's transfers itself; otherwise the process' progress thread does. Any thread may
 // call. The memory of a transfer is borrowed until `release` is called.
@@ -17,37 +17,24 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <vector>
 
+#include "liveness.h"
 #include "matcher.h"
-#include "open_queue.h"
 #include "progress.h"
 #include "queue.h"
 #include "transfer_call.h"
-#include "windows.h"
+#include "wait.h"
 
 namespace parallel_state {
 
-// Locates a group's queues of tensors: `transfer_places` of cpu/channels.py.
-struct TransferPlaces {
-  char* control;
-  Windows* windows;
-  std::int64_t descriptor;
-  std::uint64_t data_offset;
-  std::uint64_t chunk_bytes;
-  std::uint64_t chunks;
-  std::int64_t kinds;  // queues between two ranks; the first is the one of tensors
-  std::int64_t spin_ns;
-  std::int64_t yields;
-};
-
-class Transfers final : public Movable, public std::enable_shared_from_this<Transfers> {
+class Transfers : public Movable, public std::enable_shared_from_this<Transfers> {
  public:
   using Number = std::uint64_t;
   static constexpr int kAnySource = -1;
 
-  Transfers(std::shared_ptr<const Losses> losses, int rank, int size, const TransferPlaces& places);
-  ~Transfers() override;
+  Transfers(std::shared_ptr<const Losses> losses, int rank, int size);
 
   // `waits`: the caller waits for it at once.
   std::int64_t start(const TransferCall& call, bool waits);
@@ -58,23 +45,28 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
   bool is_done(Number number);
   // Ends a transfer whose wait was broken off. All others fail with it if it has begun to move bytes, or `ends_all`.
   void interrupt(Number number, bool ends_all);
+  // Whether the transfers go with one whose wait was broken off: a message may have several.
+  virtual bool end_together() const { return false; }
 
   // Sends or receives with tag 0 in one step, without an allocation. kNoRoom: the ring has none for all of it; kLeft:
   // another transfer is first, the next message is another one, or the call failed: `start` finds out which.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
-  Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data);
+  virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data);
   // `data` and `begins` are called before it waits.
-  Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
-                      const std::function<void*()>& data);
+  virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
+                              const std::function<void*()>& data);
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }  // of `receive_now`
 
   bool is_foreign() const;  // of a process that was forked from its own
   // False while nothing has failed.
   bool failure(TransferFailure* found);
+  std::string failure_text();  // what a connection's end said, after kBroken
   // Whether this thread is in the middle of moving bytes to or from `peer`.
-  bool is_inside(int peer, bool sends) const;
+  virtual bool is_inside(int, bool) const { return false; }
   int waiting_sends(int dst);
 
+  // Fails what is under way, as a call of this rank failed.
+  void abandon();
   // Returns once nothing is under way, or false at the deadline.
   bool drain(double timeout_s);
   // Fails what is under way with kClosed; nothing starts afterwards. False where a thread is still in a queue: then the
@@ -84,7 +76,7 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
   bool move() override;
   bool has_left() override;
 
- private:
+ protected:
   struct Transfer {
     explicit Transfer(const TransferCall& given) : call(given), started_ns(now_ns()) {}
     ~Transfer() {
@@ -100,6 +92,7 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
     std::int64_t deadline_ns = INT64_MAX;  // this and the next: by mutex_
     int source = -1;
     Number number = 0;
+    int parts = 1;  // what has yet to be written or read of it; over connections
     std::atomic<int> state{kOpen};
   };
   using Held = std::shared_ptr<Transfer>;
@@ -113,85 +106,96 @@ class Transfers final : public Movable, public std::enable_shared_from_this<Tran
   struct Body {
     int source;
     Form form;
-    std::unique_ptr<char[]> bytes;
-    bool is_whole = false;  // this and the next: by mutex_
-    Held receiver;          // of one that isn't whole yet
+    std::unique_ptr<char[]> bytes;  // null for one that was only announced
+    bool is_whole = false;          // this and the next: by mutex_
+    Held receiver;                  // of one that isn't whole yet
   };
   using Early = std::shared_ptr<Body>;
 
-  struct End {
-    Turn turn;
-    std::atomic<pthread_t> holder{};      // 0: nobody
-    std::atomic<RingEnd*> ring{nullptr};  // once it is open
-    std::atomic<bool> is_broken{false};   // a transfer failed in it, which is announced after the turn
-  };
-  struct Outgoing : End {
-    std::unique_ptr<QueueWriter> writer;  // this and the next: by the turn
-    Held current;                         // begun, and not written to its end
-    std::deque<Held> waiting;             // by mutex_
-    std::atomic<int> count{0};            // what is in the two
-  };
-  struct Incoming : End {
-    std::unique_ptr<QueueReader> reader;  // this and what follows: by the turn
-    bool in_message = false;
-    Form form;
-    Held current;  // the receive of the message that is read; null: that is `early`
-    Early early;
-  };
-  class Inside;
-
-  // What a thread brought to its end in its turn. Announced once the turn is given back: callbacks may start transfers.
+  // What a thread brought to its end. Announced without locks: callbacks may start transfers.
   struct Done {
     std::vector<Held> transfers;
     TransferFailure failure;  // if its status isn't 0
-    Held first;               // to fail; may be null
+    std::string text;
+    Held first;  // to fail; may be null
   };
   enum class Moved { kBusy, kIdle, kSome, kInterrupted };
 
-  Moved push(int peer, double timeout_s, Transfer* goal = nullptr);
-  Moved pull(int peer, double timeout_s, Transfer* goal = nullptr);
-  Moved push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* goal, Done* done);
-  Moved pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goal, Done* done);
-  bool push_all();
-  bool pull_all();
-  char* open(int src, int dst, bool writes, char** control);
-  bool open_reader(Incoming& in, int peer, Done* done);
-  bool open_writer(Outgoing& out, int peer, Done* done);
-  bool begin_message(Incoming& in, int peer, Done* done);
-  bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
+  // One of those that a number counts, while it lives.
+  class Presence {
+   public:
+    explicit Presence(std::atomic<int>& all, bool counts = true) : all_(all), counts_(counts ? 1 : 0) {
+      all_ += counts_;
+    }
+    ~Presence() { all_ -= counts_; }
+    Presence(const Presence&) = delete;
+    Presence& operator=(const Presence&) = delete;
+
+   private:
+    std::atomic<int>& all_;
+    const int counts_;
+  };
+
+  // The sends to one rank, in their order.
+  struct Sends {
+    std::deque<Held> waiting;   // by mutex_
+    std::atomic<int> count{0};  // of these, and one that is being written
+  };
+
+  // The medium. `begin` moves what it can of a transfer that has just begun; `early` is the whole message that came
+  // before it, or null.
+  virtual void begin(const Held& transfer, const Early& early) = 0;
+  // Moves what can be moved without waiting. Returns true if anything moved.
+  virtual bool move_all() = 0;
+  // Moves until the transfer has ended, at most until `until_ns`. kBusy: another thread does.
+  virtual Moved move_for(Transfer* transfer, std::int64_t until_ns) = 0;
+  // Whether all that came from a rank before it was lost has been read.
+  virtual bool read_last(const Transfer& transfer, int from, int end) = 0;
+  virtual void stop() {}                 // after a failure
+  virtual bool leave() { return true; }  // see `close`
+
+  // Copies a whole message that came early.
   void take(const Held& receive, const Body& body, Done* done);
+  bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
+  // Notes that a message's form isn't the one that its receive has.
+  void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
+  Held first_with(int peer);  // the oldest open transfer
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
+  void fail(TransferFailure failure, const Held& first, const std::string& text = {});
+  bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
+
+  std::shared_ptr<const Losses> losses_;  // null once it is closed; by mutex_, or the turn of an end
+  const int rank_, size_;
+  std::vector<std::unique_ptr<Sends>> sends_;
+  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
+  std::atomic<int> left_{0};                 // open transfers
+  std::atomic<double> timeout_s_{0};
+
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  Matcher<Held, Early> matcher_;  // by mutex_
+
+ private:
   void settle(const std::vector<Held>& ended, const TransferFailure* failure);
-  void note_failure(QueueStatus status, bool sends, int peer, const RingEnd* end, const Held& first, Done* done);
-  void fail(TransferFailure failure, const Held& first);
   void expire();
   void expire(const Held& late);
   void find_losses();
   void find_loss(const Held& first);
-  bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
-  std::shared_ptr<const Losses> losses_;  // null once it is closed; by mutex_, or the turn of an end
-  const int rank_, size_, generation_;
-  const TransferPlaces places_;
-  WaitPolicy policy_;
-  std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  std::vector<std::unique_ptr<Incoming>> incoming_;
-  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
-  std::atomic<int> left_{0};                 // open transfers
+  const int generation_;
   std::atomic<std::int64_t> next_deadline_ns_{INT64_MAX};
   std::atomic<bool> has_failed_{false};
-  std::atomic<double> timeout_s_{0};
   std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
-
-  std::mutex mutex_;
-  std::condition_variable finished_;
-  Matcher<Held, Early> matcher_;  // this and what follows: by mutex_
-  Number numbers_ = 0;
-  std::map<Number, Held> open_;  // all that aren't settled
+  Number numbers_ = 0;                         // this and what follows: by mutex_
+  std::map<Number, Held> open_;                // all that aren't settled
   std::set<Number> failed_;
   TransferFailure failure_;
+  std::string failure_text_;
   bool closed_ = false;
 };
+
+// As `after` seconds from now; of no use to compare where that is far away.
+std::int64_t after(double seconds);
 
 }  // namespace parallel_state

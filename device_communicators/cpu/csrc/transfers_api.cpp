@@ -5,12 +5,14 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "calling.h"
 #include "handle.h"
-#include "transfers.h"
+#include "rings.h"
+#include "streams.h"
 
 namespace {
 
@@ -68,6 +70,27 @@ std::shared_ptr<Transfers> shared(void* integer) {
 
 double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
 
+// As GroupLiveness has it, of ranks on all hosts. A rank that left on purpose is no loss: what it sent may still come,
+// and then its connection ends.
+class GroupLosses final : public Losses {
+ public:
+  explicit GroupLosses(std::shared_ptr<Handle> handle) : handle_(std::move(handle)) {}
+
+  Loss loss(int awaited) const override {
+    const Loss found = handle_->loss(awaited);
+    if (found.rank != awaited || found.reporter >= 0 || !handle_->has_left(awaited)) return found;
+    return handle_->liveness().is_doomed() ? Loss(kOutside) : Loss();
+  }
+
+ private:
+  const std::shared_ptr<Handle> handle_;
+};
+
+template <typename Made>
+void* opened(Made made) {
+  return new std::shared_ptr<Transfers>(std::move(made));
+}
+
 // transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
 TransferCall call_of(void* const* given, void* owner) {
   const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
@@ -81,17 +104,41 @@ TransferCall call_of(void* const* given, void* owner) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `losses` is of ps_liveness_new or ps_liveness_of. Null without memory.
-void* ps_transfers_new(const void* losses, int rank, int size, const std::int64_t* places) {
+// Within a host. `losses` is of ps_liveness_new or ps_liveness_of. Null without memory.
+void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* places) {
   static_assert(sizeof(TransferPlaces) == 9 * sizeof(std::int64_t));
   TransferPlaces given;
   std::memcpy(&given, places, sizeof given);
   try {
-    return new std::shared_ptr<Transfers>(
-        std::make_shared<Transfers>(static_cast<const Watch*>(losses)->losses, rank, size, given));
+    return opened(std::make_shared<Rings>(static_cast<const Watch*>(losses)->losses, rank, size, given));
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
+}
+
+// Between hosts, over `count` connections to `ranks`. `losses` is of ps_liveness_new, or of ps_group_losses. Null
+// without memory.
+void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
+                     const std::uint64_t* early_bytes, int count, std::int64_t spin_ns, std::uint64_t striped_bytes) {
+  try {
+    const auto made =
+        std::make_shared<Streams>(static_cast<const Watch*>(losses)->losses, rank, size, spin_ns, striped_bytes);
+    for (int at = 0; at < count; ++at) made->add(ranks[at], descriptors[at], early_bytes[at]);
+    return opened(made);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void ps_streams_facts(void* transfers, int rank, std::uint64_t* out) {
+  static_cast<Streams&>(transfers_of(transfers)).facts(rank, out);
+}
+
+// The ranks of the whole group that are lost; to be deleted as ps_liveness_of. Null where there is no such group.
+void* ps_group_losses(std::uint64_t group) {
+  std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr) return nullptr;
+  return new (std::nothrow) Watch{std::make_shared<const GroupLosses>(std::move(handle))};
 }
 
 // In a forked child nothing is deleted: a thread of the parent may have held its lock.
@@ -126,6 +173,15 @@ int ps_transfers_failure(void* transfers, std::int64_t* words) {
   std::memcpy(words, &failure, sizeof failure);
   return has_failed ? 1 : 0;
 }
+
+// What a connection's end said, zero-terminated.
+void ps_transfers_failure_text(void* transfers, char* text, std::size_t capacity) {
+  const std::string said = transfers_of(transfers).failure_text();
+  text[said.copy(text, capacity - 1)] = '\0';
+}
+
+// Fails what is under way, as a call of this rank failed: others needn't wait for their deadline.
+void ps_transfers_abandon(void* transfers) { transfers_of(transfers).abandon(); }
 
 int ps_transfers_is_inside(void* transfers, int peer, int sends) {
   return transfers_of(transfers).is_inside(peer, sends != 0) ? 1 : 0;
@@ -164,13 +220,17 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
 }
 
 // transfers, number, timeout in us. A transfer whose wait a signal's handler broke off goes on, and can be awaited
-// again.
+// again, unless all end together.
 void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<Transfers> transfers = shared(given[0]);
   const std::uint64_t number = number_of(given[1]);
   const double timeout_s = seconds_of(given[2]);
-  return unlocked([&]() -> std::int64_t { return transfers->wait(number, timeout_s, true); });
+  return unlocked([&]() -> std::int64_t {
+    const int outcome = transfers->wait(number, timeout_s, true);
+    if (outcome == kInterruptedTransfer && transfers->end_together()) transfers->interrupt(number, true);
+    return outcome;
+  });
 }
 
 void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number

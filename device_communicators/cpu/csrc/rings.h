@@ -1,0 +1,83 @@
+// Sends and receives of plain tensors within a host: a ring of chunks from each rank to each other.
+//
+// A send is done once its ring holds the whole message. A message that no receive wants yet is copied out of the ring
+// as soon as one behind it is wanted. Within a host no credit bounds these copies; the rings alone bound what a sender
+// is ahead while nothing is received.
+#pragma once
+
+#include <pthread.h>
+
+#include "open_queue.h"
+#include "transfers.h"
+#include "windows.h"
+
+namespace parallel_state {
+
+// Locates a group's queues of tensors: `transfer_places` of cpu/channels.py.
+struct TransferPlaces {
+  char* control;
+  Windows* windows;
+  std::int64_t descriptor;
+  std::uint64_t data_offset;
+  std::uint64_t chunk_bytes;
+  std::uint64_t chunks;
+  std::int64_t kinds;  // queues between two ranks; the first is the one of tensors
+  std::int64_t spin_ns;
+  std::int64_t yields;
+};
+
+class Rings final : public Transfers {
+ public:
+  Rings(std::shared_ptr<const Losses> losses, int rank, int size, const TransferPlaces& places);
+
+  Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) override;
+  Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
+                      const std::function<void*()>& data) override;
+  bool is_inside(int peer, bool sends) const override;
+
+ protected:
+  void begin(const Held& transfer, const Early& early) override;
+  bool move_all() override;
+  Moved move_for(Transfer* transfer, std::int64_t until_ns) override;
+  bool read_last(const Transfer& transfer, int from, int end) override;
+  bool leave() override;
+
+ private:
+  struct End {
+    Turn turn;
+    std::atomic<pthread_t> holder{};      // 0: nobody
+    std::atomic<RingEnd*> ring{nullptr};  // once it is open
+    std::atomic<bool> is_broken{false};   // a transfer failed in it, which is announced after the turn
+  };
+  struct Outgoing : End {
+    std::unique_ptr<QueueWriter> writer;  // this and the next: by the turn
+    Held current;                         // begun, and not written to its end
+  };
+  struct Incoming : End {
+    std::unique_ptr<QueueReader> reader;  // this and what follows: by the turn
+    bool in_message = false;
+    Form form;
+    Held current;  // the receive of the message that is read; null: that is `early`
+    Early early;
+  };
+  class Inside;
+
+  Moved push(int peer, double timeout_s, Transfer* goal = nullptr);
+  Moved pull(int peer, double timeout_s, Transfer* goal = nullptr);
+  Moved push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* goal, Done* done);
+  Moved pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goal, Done* done);
+  bool push_all();
+  bool pull_all();
+  char* open(int src, int dst, bool writes, char** control);
+  bool open_reader(Incoming& in, int peer, Done* done);
+  bool open_writer(Outgoing& out, int peer, Done* done);
+  bool begin_message(Incoming& in, int peer, Done* done);
+  void note_failure(QueueStatus status, bool sends, int peer, const RingEnd* end, const Held& first, Done* done);
+
+  const TransferPlaces places_;
+  WaitPolicy policy_;
+  std::vector<std::unique_ptr<Outgoing>> outgoing_;
+  std::vector<std::unique_ptr<Incoming>> incoming_;
+};
+
+}  // namespace parallel_state
