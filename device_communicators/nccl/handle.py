@@ -1,6 +1,6 @@
 """`Handle`, one ncclComm_t with its registered windows: made with a deadline, split, ended or aborted.
 
-Before that, all ranks exchange a record: their version of NCCL, and NCCL's unique id.
+Before that, the ranks exchange records: each rank's version of NCCL and, from one rank, NCCL's unique id.
 
 NCCL makes *non-blocking* communicators in the background. Only these allow a deadline, detection of a rank's exit and
 an abort during set-up. But for a non-blocking communicator NCCL starts a thread for each later call, too, and a CUDA
@@ -209,7 +209,7 @@ class Handle:
         self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Works as `check`, for any communicator. With NCCL_COMM_BLOCKING=0 all calls continue in the background."""
+        """Waits for a call's background work and raises its error. With NCCL_COMM_BLOCKING=0 every call has some."""
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
             raise self.error(operation, result, deadline.started)

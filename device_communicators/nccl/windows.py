@@ -211,9 +211,8 @@ class Windows:
         free_closed()
         window_bytes = self._ledger.next_window(size_bytes, limit_bytes)
         if window_bytes is None:
-            self._warn(
-                f"the limit of {settings.SYMMETRIC_BYTES.name}={limit_bytes} or of {MOST_BLOCKS} tensors is reached"
-            )
+            name = settings.SYMMETRIC_BYTES.name
+            self._warn(f"the limit of {name} ({limit_bytes} bytes) or of {MOST_BLOCKS} tensors is reached")
             return False
         address = ctypes.c_void_p()
         with self._streams.guard():
