@@ -1,10 +1,11 @@
-"""Metrics of this rank's groups: calls, bytes, seconds moved and waited, who comes last, failures.
+"""Metrics of this rank's groups: calls, bytes, seconds of moving and waiting, the rank that arrives last, failures.
 
     parallel_state.metrics.enable()             # or PARALLEL_STATE_METRICS=on
     parallel_state.metrics.snapshot()           # {"rank": 0, "groups": [{"group": "tp:0", …}]}
     print(parallel_state.metrics.serve(9400))   # http://127.0.0.1:9400/metrics
 
-Off by default, and then nothing is measured; calls and bytes are counted in any case. All is of this rank alone.
+Times are measured only while metrics are enabled; the default is off. Calls and bytes are always counted. All values
+are of this rank only.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ __all__ = ["disable", "enable", "is_enabled", "prometheus_collector", "prometheu
 
 
 def enable() -> None:
-    """Begins to measure the operations of all groups of this rank, those that are made later among them."""
+    """Starts to measure the operations of all groups of this rank, including groups created later."""
     _switch(True)
 
 
 def disable() -> None:
-    """Ends the measuring; what was measured stays."""
+    """Stops measuring; keeps the values measured so far."""
     _switch(False)
 
 
 def is_enabled() -> bool:
-    """Returns True if operations are measured now."""
+    """Returns True while operations are measured."""
     return observers.METERS.is_on
 
 
@@ -45,16 +46,15 @@ def _switch(on: bool) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """Returns what is known of this rank's groups with others, as JSON can hold it. From any thread.
+    """Returns the metrics of this rank's groups of two or more ranks, in types that JSON supports. Thread-safe.
 
-    `rank`: this one, global, -1 without groups. `groups`, each with:
+    `rank` is this global rank, or -1 without groups. Each of `groups` has:
 
-    - `group`, `ranks` (global), `failures` (0 or 1: a group that has failed stays so);
-    - `operations`: by method `calls`, `bytes` of this rank's tensors, and while measured `seconds` in it, of those
-      `waiting_s` for other ranks and `moving_s` the rest; both None where the way of the group can't tell (all but
-      shared memory);
-    - `came_last`: by global rank, how many measured calls over shared memory began with it, the last one to come;
-    - `last`: the last `operation`, `seconds_since` it began, and whether it `is_under_way`; None without one.
+    - `group`, `ranks` (global), `failures` (0 or 1: a failed group remains failed);
+    - `operations`: by method, `calls` and `bytes` of this rank's tensors, and the measured `seconds`. These consist of
+      `waiting_s` (for other ranks) and `moving_s` (the rest); both are None for calls not over shared memory;
+    - `came_last`: by global rank, the number of measured calls over shared memory to which that rank arrived last;
+    - `last`: the last `operation`, `seconds_since` its start, and `is_under_way`; None before the first operation.
     """
     found = routes()
     rank = found[0].context.global_rank if found else -1
@@ -95,10 +95,10 @@ def _of_group(route: Route) -> dict[str, Any]:
 
 
 _BY_OPERATION = (
-    ("calls", "calls", "Operations that began."),
+    ("calls", "calls", "Operations started."),
     ("bytes", "bytes", "Bytes of this rank's tensors."),
-    ("seconds", "seconds", "Seconds in operations, while measured."),
-    ("waiting_seconds", "waiting_s", "Seconds that operations waited for other ranks, while measured."),
+    ("seconds", "seconds", "Measured seconds in operations."),
+    ("waiting_seconds", "waiting_s", "Measured seconds that operations waited for other ranks."),
 )
 
 
@@ -123,12 +123,12 @@ def prometheus_text() -> str:
             for operation, facts in group["operations"].items()
             if facts[key] is not None
         ))  # fmt: skip
-    add("came_last_total", "counter", "Measured calls to which a rank came last.", (
+    add("came_last_total", "counter", "Measured calls to which a rank arrived last.", (
         ({**labels, "last_rank": rank}, count)
         for labels, group in groups for rank, count in group["came_last"].items()
     ))  # fmt: skip
     add("failures_total", "counter", "Failures of a group.", ((labels, group["failures"]) for labels, group in groups))
-    add("operation_under_way_seconds", "gauge", "Seconds since the call that this rank is in began; none outside.", (
+    add("operation_under_way_seconds", "gauge", "Seconds since this rank's current call began; absent between calls.", (
         ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
         for labels, group in groups if group["last"] is not None and group["last"]["is_under_way"]
     ))  # fmt: skip
@@ -144,11 +144,11 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_collector() -> Any:
-    """Returns a collector for `prometheus_client.REGISTRY.register(…)`; UnsupportedError without that package."""
+    """Returns a collector for `prometheus_client.REGISTRY.register(…)`. Raises UnsupportedError without the package."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
-        raise UnsupportedError("prometheus_client isn't installed; prometheus_text() and serve() do without") from error
+        raise UnsupportedError("prometheus_client isn't installed; use prometheus_text() or serve()") from error
 
     class Collector:
         def collect(self) -> Iterable[Any]:
@@ -158,10 +158,10 @@ def prometheus_collector() -> Any:
 
 
 class Endpoint:
-    """An HTTP server of `/metrics`, until `close`."""
+    """An HTTP server of `/metrics`; `close` stops it."""
 
     def __init__(self, address: str, port: int) -> None:
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # which few ask for
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # rarely needed
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10.0
@@ -178,7 +178,7 @@ class Endpoint:
                 self.wfile.write(content)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Writes no line for each request."""
+                """Suppresses the log line of each request."""
 
         class Server(ThreadingHTTPServer):
             def process_request(self, request: Any, client_address: Any) -> None:
@@ -201,10 +201,10 @@ class Endpoint:
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
-    """Serves `/metrics` of this rank at a port, 0 for a free one, and enables the metrics; `close()` ends it.
+    """Enables the metrics and serves this rank's `/metrics` over HTTP; `close()` of the result stops the server.
 
-    Returns the server, whose `url` is what Prometheus scrapes, and what `print` shows.
-    Whoever reaches the address reads them. Raises OSError where the port is taken: each rank of a host needs its own.
+    `port` 0 picks a free port. `url` of the result, which `print` shows, is the URL for Prometheus. Any client that
+    reaches the address can read the metrics. Each rank of a host needs its own port: raises OSError if it is in use.
     """
     endpoint = Endpoint(address, port)
     enable()
