@@ -5,8 +5,9 @@
     get_tp_group() …                                    called by model layers
     destroy_model_parallel(); destroy_distributed_environment()
 
-The only file with `global`. The groups are an explicit object, `ParallelGroups`, which programs can also create and
-pass around without this module. `getters` and `aliases` have the getters of other groups and the longer names.
+The groups are an explicit object, `ParallelGroups`, which programs can also create and pass around without this module.
+Before init, `get_x` raises GroupNotInitializedError and `try_get_x` returns None. `getters` and `aliases` have the
+getters of other groups and the longer names. This is the only file with `global`.
 """
 
 from __future__ import annotations
@@ -548,51 +549,51 @@ def set_custom_all_reduce(enable: bool) -> None:
 
 
 def get_world_group() -> GroupCoordinator:
-    """Returns the group of all ranks; raises GroupNotInitializedError before init_distributed_environment."""
+    """Returns the group of all ranks; needs init_distributed_environment."""
     return _or_raise(try_get_world_group(), "world", "init_distributed_environment")
 
 
 def get_tp_group() -> GroupCoordinator:
-    """Returns the tensor-parallel group; raises GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the tensor-parallel group."""
     return _or_raise(try_get_tp_group(), "tp")
 
 
 def get_pp_group() -> GroupCoordinator:
-    """Returns the pipeline-parallel group; raises GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the pipeline-parallel group."""
     return _or_raise(try_get_pp_group(), "pp")
 
 
 def get_dp_group() -> GroupCoordinator:
-    """Returns the data-parallel group; raises GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the data-parallel group."""
     return _or_raise(try_get_dp_group(), "dp")
 
 
 def try_get_world_group() -> GroupCoordinator | None:
-    """Returns the group of all ranks; None before init_distributed_environment."""
+    """Returns the group of all ranks, or None before init."""
     current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
-    """Returns the tensor-parallel group; None before initialize_model_parallel."""
+    """Returns the tensor-parallel group, or None before init."""
     current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
-    """Returns the pipeline-parallel group; None before initialize_model_parallel."""
+    """Returns the pipeline-parallel group, or None before init."""
     current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
-    """Returns the data-parallel group; None before initialize_model_parallel."""
+    """Returns the data-parallel group, or None before init."""
     current = try_get_current_groups()
     return _DP if current is None else current.dp
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns all current groups as one object; raises GroupNotInitializedError before initialize_model_parallel."""
+    """Returns all current groups as one object."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
@@ -604,9 +605,9 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     """Returns torch's DeviceMesh over this rank's groups, with the dims `names`, slowest first: `("dp_shard", "tp")`.
 
     Every rank of the world must call it with the same names: axes, or groups that span axes (`dp`, `fsdp`). Default:
-    all axes of more than one rank, and `dp_shard` if tp or ep has more than one. Expert layers number the ranks in
-    their own way, so `ep`, `etp` and `efsdp` can't be in a mesh with tp: `experts=True`, without names, returns their
-    mesh. Raises LayoutError for names that overlap or number the ranks in different ways.
+    all axes of more than one rank, and `dp_shard` if tp or ep has more than one. Expert axes (`ep`, `etp`, `efsdp`)
+    can't be in a mesh with tp: `experts=True`, without names, returns their mesh. Raises LayoutError for names that
+    overlap or belong to different numberings of the ranks.
     """
     return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 
@@ -622,7 +623,7 @@ def get_group(name: str) -> GroupCoordinator:
 def get_group_ranks(name: str) -> list[int]:
     """Returns a new list of the global ranks of this rank's group of a kind. Doesn't create the group.
 
-    Raises GroupNotInitializedError before initialize_model_parallel, or if this rank is in no such group.
+    Raises GroupNotInitializedError before init or if this rank is in no such group.
     """
     return get_parallel_groups().ranks_of(name)
 
@@ -634,7 +635,7 @@ def get_group_rank(name: str) -> int:
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """Returns the group as get_group does; None before initialize_model_parallel or if this rank is in none."""
+    """Returns the group as get_group does; None before init or if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -663,9 +664,8 @@ def get_nodes() -> list[list[int]]:
 def get_process_environment() -> ProcessEnvironment:
     """Returns this process's rank, local rank, world size and, if known, local world size; works before any init.
 
-    The source is the first of: the world, torch's default group, the launcher's environment variables (RANK, …,
-    SLURM_PROCID, …). Without any, it is rank 0 of 1. No other rank is contacted. Raises SettingError for variables
-    that contradict each other.
+    The source is the first of: the world, torch's default group, the launcher's variables (RANK, …, SLURM_PROCID, …).
+    Without any it is rank 0 of 1. Raises SettingError for variables that contradict each other.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

@@ -13,7 +13,6 @@ from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives import checks
 
 Transfer: TypeAlias = tuple[str, Tensor, int]
-"""`("isend", x, dst)` or `("irecv", out, src)`, with ranks in the group."""
 
 
 def transfer_of(context: GroupContext, operation: Transfer | dist.P2POp) -> Transfer:

@@ -57,8 +57,6 @@ _TRANSFER = "compiled code waits for its transfers; use send and recv there, or 
 
 
 class GroupFacts:
-    """The attributes of a group that its calls read."""
-
     context: GroupContext
     route: Route
     world_size: int
@@ -70,7 +68,7 @@ class GroupFacts:
     _token: Tensor
     _destroyed: bool
     _messenger: Any
-    """A `Messenger`; this package can't import the type."""
+    """A `Messenger`."""
 
     def _is_single_rank(self) -> bool:
         """Returns True for a group of one rank, which sends nothing; raises if that was destroyed."""
@@ -532,15 +530,15 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Allocates an uninitialized tensor, if possible in memory that all ranks of the group have mapped.
 
-        A collective on such a tensor doesn't copy its input. Compute directly into it (`torch.mm(x, w, out=buffer)`),
-        then call all_reduce. On the CPU, ranks allocate independently. The memory is reused after the last tensor that
-        views it is deleted. Between hosts, or if PARALLEL_STATE_SYMMETRIC_BYTES is used up, the result is an ordinary
-        tensor; collectives support both. Default dtype: torch's; default device: the group's.
+        A collective on it needs no copy of its input: compute directly into it (`torch.mm(x, w, out=buffer)`). The
+        memory is reused after the last tensor that views it is deleted. Between hosts, or if
+        PARALLEL_STATE_SYMMETRIC_BYTES is used up, the result is an ordinary tensor. On the CPU, ranks allocate
+        independently. Default dtype: torch's; default device: the group's.
 
         On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes. The memory
-        is registered with NCCL, so that collectives use its symmetric kernels. All ranks must then pass the same part
-        of the same tensor to a collective: NCCL assumes equal offsets on all ranks. During CUDA graph capture, in
-        compiled code, and if `explain()` says so, the result is an ordinary tensor. Raises the errors of a collective.
+        is registered with NCCL for its symmetric kernels, which assume equal offsets on all ranks: pass the same part
+        of the same tensor to a collective. During CUDA graph capture, in compiled code, and if `explain()` says so, the
+        result is an ordinary tensor. Raises the errors of a collective.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -556,7 +554,6 @@ class TensorCalls(GroupFacts):
         return _OPS.empty(self._token, list(size), dtype, device, self._key)
 
     def _try_registered(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Returns a tensor in memory that a communicator has registered; None if that isn't possible."""
         is_groups = device.type == self.device.type and device.index in (None, self.device.index)
         if not is_groups or dispatch_modes():  # tracers and fake tensors use the op
             return None

@@ -73,7 +73,6 @@ def check_tensor(context: GroupContext, operation: str, x: object, *, needs_valu
 
 
 def check_started(context: GroupContext, operation: str, x: object) -> None:
-    """Checks the input of a started collective."""
     check_no_transform(context, operation)
     check_tensor(context, operation, x)
 
@@ -104,7 +103,6 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
 
 
 def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, shape: Sequence[int]) -> None:
-    """Checks that `out` can receive the result of a call on `x`, which has `shape`."""
     check_tensor(context, f"out of {operation}", out)
     if not torch.compiler.is_compiling() and is_wrapped_tensor(x) and not is_wrapped_tensor(out):
         raise InvalidArgumentError(
@@ -132,7 +130,6 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
 
 
 def has_tangent(*inputs: Tensor) -> bool:
-    """Returns True if an input has a tangent of forward mode (jvp, jacfwd)."""
     return in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
@@ -149,14 +146,11 @@ def check_no_gradient(context: GroupContext, operation: str, advice: str, *input
 
 ReduceOpName: TypeAlias = Literal["sum", "avg", "max", "min", "product"]
 ReduceOp: TypeAlias = "ReduceOpName | dist.ReduceOp.RedOpType | dist.ReduceOp"
-"""`"sum"`, or torch's `ReduceOp.SUM`, and so on."""
 NotAsync: TypeAlias = Literal[False]
-"""The type of `async_op`, a parameter of torch's collectives that ours refuse."""
 _TORCH_NAMES: dict[str, ReduceOpName] = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
 def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> ReduceOpName:
-    """Returns the name of a reduce operation, from our name or torch's ReduceOp."""
     if isinstance(reduce_op, str):
         if reduce_op in REDUCE_OPS:
             return reduce_op  # type: ignore[return-value]
@@ -171,7 +165,6 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
 
 
 def refuse_async(context: GroupContext, operation: str) -> NoReturn:
-    """Raises for `async_op=True`, which torch's function of this name accepts."""
     raise InvalidArgumentError(
         f"{operation} on {context} is blocking and takes no async_op; call {operation}_async, whose handle's "
         "wait() returns the tensor"
@@ -198,7 +191,6 @@ def check_rank(context: GroupContext, operation: str, name: str, rank: object) -
 
 
 def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> None:
-    """Checks that `rank` is another rank in the group."""
     check_rank(context, operation, name, rank)
     if rank == context.rank:
         raise InvalidArgumentError(
@@ -228,7 +220,6 @@ def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> in
 
 
 def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) -> int:
-    """Returns `dim` as normal_dim does, for a tensor of `dims` dims."""
     dims = dims if dims > 0 else 1
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
         raise InvalidArgumentError(
@@ -247,7 +238,6 @@ def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) 
 
 
 def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
-    """Checks for one non-negative size per rank."""
     check_lengths(context, operation, name, sizes)
     _check_elements(context, operation, name, sizes, sum(sizes))
     if len(sizes) != context.size:
@@ -257,7 +247,6 @@ def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequenc
 
 
 def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
-    """Checks for a list or tuple of non-negative ints."""
     if not isinstance(lengths, (list, tuple)):
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
@@ -270,7 +259,6 @@ def check_lengths(context: GroupContext, operation: str, name: str, lengths: obj
 
 
 def check_shape(context: GroupContext, operation: str, name: str, shape: Sequence[int]) -> None:
-    """Checks for the shape of a tensor that fits into an address space."""
     check_lengths(context, operation, name, shape)
     _check_elements(context, operation, name, shape, math.prod(shape))
 
@@ -283,7 +271,6 @@ def _check_elements(context: GroupContext, operation: str, name: str, lengths: S
 
 
 def check_device(context: GroupContext, operation: str, device: object) -> None:
-    """Checks for a torch.device or its name."""
     try:
         if isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
             return
@@ -315,7 +302,6 @@ def _kind(x: Any) -> str:
 
 
 def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object, eps: object) -> None:
-    """Checks that `residual` matches `x`, `weight` matches a row of `x`, and `eps` is a number."""
     check_tensor(context, operation, x)
     if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
         raise InvalidArgumentError(f"eps of {operation} on {context} must be a float, but is {eps!r}")

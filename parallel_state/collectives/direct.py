@@ -86,7 +86,6 @@ class DirectCalls:
             setattr(self, name, _not_here)
 
     def use(self, library: NativeLibrary) -> None:
-        """Installs the library's functions, if it has them and supports this Python and torch."""
         if self._facts is not None or not library.has_ops:
             return
         from device_communicators.cpu.plain_tree import find_wrap, tensor_at, type_at

@@ -1,24 +1,21 @@
-"""The registered ops, `torch.ops.parallel_state.*`: the only communication calls in torch.compile's graphs.
+"""The registered ops, `torch.ops.parallel_state.*`: schemas, kernels, fake kernels and gradient formulas.
 
-Each op finds its group's route by name and passes the tensors to it. The coordinator has checked the arguments. This
-module has schemas, kernels, fake kernels and gradient formulas. It doesn't choose transports, move bytes or check
-arguments.
+torch.compile's graphs contain these ops. Each op passes its tensors to the group's route, which it finds by name. The
+coordinator has checked the arguments.
 
-**Why a token.** A compiler may drop an op whose result is unused, and may reorder two ops that share no data. Ranks
-would then make different calls and hang. torch's effect tokens keep such ops, but inductor before 2.15 still reorders
-them. So each op's schema writes to one tensor, the token, which all ops of a device share. This orders each op after
-the previous one and keeps all of them, in every version. No kernel writes to the token. In AOTAutograd's functional
-graphs (torch.compile, exported programs) the ops use a token of that graph: see `torch_internals.order_in_graph`.
+**Why a token.** A compiler may drop an op whose result is unused, and may reorder ops that share no data. Ranks would
+then make different calls and hang. torch's effect tokens keep such ops, but inductor before 2.15 still reorders them.
+So each op's schema writes to the token, a tensor that all ops of a device share; no kernel does. This keeps all ops and
+their order in every version. AOTAutograd's graphs have their own token: see `torch_internals.order_in_graph`.
 
-**Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for the most
-frequent ops; they take precedence over those registered here. Calls that they don't support go to the op's twin in
-`parallel_state_python`, which has the same schema and always this module's kernels. Eager calls on plain tensors bypass
-both: see `direct`.
+**Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops,
+which take precedence. Calls that they don't support go to the op's twin in `parallel_state_python`, which always has
+this module's kernels. Eager calls on plain tensors bypass both: see `direct`.
 
 **Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
-all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers need Megatron's conventions instead: see `regions`. An op
-without a gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a
-gradient, the inputs of all ranks must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
+all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers need Megatron's conventions: see `regions`. An op without a
+gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a gradient, the
+inputs of all ranks must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ _TWINS = Library("parallel_state_python", "DEF")
 _OPS = torch.ops.parallel_state
 _TOKENS: dict[torch.device, Tensor] = {}
 OP_NAMES: list[str] = []
-"""The names of all registered ops."""
 
 Formula = Callable[..., Tensor]
 """Computes the gradient of `x` from the gradient of the output and the op's arguments after `x`."""
@@ -151,9 +147,8 @@ def register(
 ) -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel as the op of its name.
 
-    `fake`: its fake kernel, which computes shapes only; the default suits ops without a result. `formula`: its
-    gradient. `advice`: appended to the error for inputs whose gradient would be lost. `autograd`: replaces the kernel
-    on the Autograd key that is otherwise derived from these arguments.
+    `fake`: computes the results' shapes; the default suits ops without a result. `advice`: ends the error for inputs
+    whose gradient would be lost. `autograd`: replaces the derived kernel on the Autograd key.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -171,7 +166,7 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Replaces the token by a fake tensor: it is the only real tensor of a call under the caller's FakeTensorMode."""
+    """Replaces the token, the only real tensor of a call under the caller's FakeTensorMode, by a fake."""
     tokens = _TOKENS.values()
     fakes = [
         mode.from_tensor(arg, static_shapes=True) if any(arg is token for token in tokens) else arg for arg in args
@@ -180,8 +175,6 @@ def _in_fake_mode(
 
 
 class _Differentiable(OpFunction):
-    """The autograd function of all ops with a formula."""
-
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
         ctx.formula, ctx.args = formula, args
@@ -198,7 +191,6 @@ def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *arg
 
 
 def refuse_tangent(name: str, group: str, *inputs: Tensor) -> None:
-    """Raises InvalidArgumentError in forward mode (jvp, jacfwd), which no op supports."""
     if checks.has_tangent(*inputs):
         raise InvalidArgumentError(
             f"{name} on {find_route(group).context} has no forward-mode gradient, but its input has a tangent; "
@@ -232,7 +224,6 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
 
 
 def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key of an op on several tensors that has no formula."""
     in_place = name.endswith("_")
 
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
@@ -342,7 +333,6 @@ def _averaged(grad: Tensor, reduce_op: str, group: str) -> Tensor:
 def _autograd_add_rms_norm(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Calls differentiable ops one by one if a gradient is needed, otherwise the fused op."""
     refuse_tangent("all_reduce_add_rms_norm", group, x, residual, weight)
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
         total = _OPS.all_reduce(x, token, "sum", group) + residual

@@ -7,26 +7,24 @@ The pass is off by default. With inductor:
     model(x)                                                # the first call compiles
     print(fusion.report)
 
-Your own pass manager calls `fusion(graph)` or `fuse_all_reduce_rms_norm(graph)` with AOTAutograd's graph.
-`torch.compile(model, backend=fusion.aot_eager)` applies the pass without inductor.
+Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
 **What it fuses** (see `compile.match`): a `group.all_reduce` with sum, the addition of a residual, and `F.rms_norm`
 over the last dim, or the norm written out in float32 as in transformers' LlamaRMSNorm. Optionally also a division by
 one float32 scale, a clamp to ±448 and a conversion to float8_e4m3fn. Other nodes may use the sum as well. All other
 all-reduces stay unchanged, and the report gives the reasons.
 
-**What changes.** Results are those of the fused op (see `collectives.calls`). The norm may differ in its last bit, or
-by two steps of the dtype if the weight was multiplied after a rounding. A float8 may then differ by one step. The op
-requires that residual and weight are equal on all ranks, as in a tensor-parallel layer; the pass can't check that.
-Either all ranks must compile the same graph with the pass, or none: otherwise their calls mismatch.
+**What changes.** The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after
+a rounding. A float8 may then differ by one step. Residual and weight must be equal on all ranks, as in a
+tensor-parallel layer; the pass can't check that. All ranks or none must compile with the pass: otherwise their calls
+mismatch.
 
 **Order.** The fused op takes the position of the all-reduce and keeps its ordering token, so no collective moves. Nodes
-that compute its other inputs are moved before it. If one of them depends on the all-reduce, nothing is fused. In
-training nothing is fused either, because the backward uses values inside the norm.
+that compute its other inputs are moved before it.
 
-With `dynamic=True` torch makes every float an input, including eps. Nothing is fused then, unless
-torch._dynamo.config.specialize_float is set; torch's default needs no setting. The pass doesn't run for code from
-inductor's cache, so the report doesn't count it.
+**Never fused:** an all-reduce whose residual, weight or scale depends on it; in training, because the backward uses
+values inside the norm; with `dynamic=True`, which makes eps an input, unless torch._dynamo.config.specialize_float is
+set. The report doesn't count code from inductor's cache, for which no pass runs.
 """
 
 from __future__ import annotations
@@ -128,7 +126,6 @@ def _move_inputs_up(graph: Graph, found: Found) -> None:
 
 
 def _replace(graph: Graph, found: Found) -> str:
-    """Replaces the matched nodes by the fused op; returns its description for the report."""
     old = found.all_reduce
     token = {name: old.kwargs[name] for name in ("_token_base_index", "_all_bases")}
     arguments: dict[str, Any] = {"x": old.kwargs["x"], "residual": found.residual, "weight": found.weight}
@@ -164,7 +161,6 @@ def _result(graph: Graph, fused: Node, index: int) -> Node:
 
 
 def _erase(graph: Graph, nodes: set[Node]) -> None:
-    """Erases the nodes without users."""
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users:
             graph.erase_node(node)

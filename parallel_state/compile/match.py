@@ -1,8 +1,7 @@
 """Finds all-reduces in a compiled graph that one op can fuse with an add, an RMS norm and possibly a quantization.
 
-It doesn't change the graph; `compile.fusion_pass` does. The graph is what AOTAutograd passes to a backend: functional
-aten or prims ops, in which an op that writes the ordering token appears as `auto_functionalized_v2`. Anything else is
-rejected with a reason.
+The graph is what AOTAutograd passes to a backend: functional aten or prims ops, in which an op that writes the ordering
+token appears as `auto_functionalized_v2`.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
@@ -107,7 +106,6 @@ def _residual(reduced: Node, add: Node) -> Node:
 
 
 def _one_node(found: Found) -> Found:
-    """Finds `aten.rms_norm` or `aten._fused_rms_norm` of the sum."""
     norms = [node for node in found.add.users if node.target in _ONE_NODE and node.args[0] is found.add]
     if not norms:
         raise NoMatch("no norm of the sum follows")
@@ -303,7 +301,6 @@ def _is_square(node: Node) -> bool:
 
 
 def _is_result(node: Node, dtype: torch.dtype, found: Found) -> bool:
-    """Returns True if the fused op's result can replace `node`."""
     value = _value(node)
     return bool(
         value.dtype == dtype and _alike(node, found.reduced) and _same(value.stride(), _value(found.reduced).stride())
@@ -337,7 +334,6 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
 
 
 def writers(nodes: list[Node]) -> Iterator[Node]:
-    """Yields the nodes that change a tensor in place; functionalized ops don't."""
     for node in nodes:
         schema = schema_of(node.target)
         if schema is not None and schema.is_mutable:

@@ -36,7 +36,7 @@ from parallel_state.state import (
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """Returns `get_dp_group()`; with context parallelism `dp_cp`, or `intra_dp_cp` of this optimizer instance."""
+    """Returns the `dp` group, with context parallelism `dp_cp`, or its part `intra_dp_cp` of one optimizer instance."""
     return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -71,7 +71,7 @@ def get_tensor_and_data_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `edp` group, or with `partial_expert_data_parallel` the `intra_edp` of this optimizer instance."""
+    """Returns the `edp` group, or its part `intra_edp` of one optimizer instance."""
     name = "intra_edp" if partial_expert_data_parallel else "edp"
     return get_group(name) if check_initialized else try_get_group(name)
 
@@ -99,7 +99,6 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
 
 
 def _data_parallel(context: bool, partial: bool) -> str:
-    """Returns the name of the group that Megatron's flags select."""
     if partial and not context:
         raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
     return "intra_dp_cp" if partial else "dp_cp" if context else "dp"

@@ -90,7 +90,6 @@ def _compare_clock(world: GroupCoordinator) -> float:
 
 
 def _chrome_trace(rank: int, offset_s: float, events: list[tuple[int, OperationEvent]]) -> dict[str, object]:
-    """Returns a rank's own trace: one process per rank, one thread per group."""
     tracks = {name: at for at, name in enumerate(dict.fromkeys(event.group for _, event in events), 1)}
     shown: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {socket.gethostname()}"}},

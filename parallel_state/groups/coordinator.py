@@ -162,9 +162,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     ) -> GroupCoordinator:
         """Creates a coordinator over an existing torch ProcessGroup: gloo, our own backend, NCCL or another one.
 
-        Every rank of the group must call it, and no other rank. Ranks that share several groups call it in the same
-        order. torch.distributed must be initialized; `initialize_model_parallel` isn't needed. Shared memory, the
-        transport between hosts and failure detection work as for any group. The death of one of *these* ranks fails it.
+        Every rank of the group must call it, and no other rank. If process groups have common ranks, these must call it
+        in the same order. torch.distributed must be initialized; `initialize_model_parallel` isn't needed. Shared
+        memory, the transport between hosts and failure detection work as for any group. The death of one of *these*
+        ranks fails it.
 
         - `process_group`: `device_group` returns it.
         - `cpu_group`: the gloo group of the same ranks. If left out, it is `process_group` where that is gloo for CPU
@@ -372,7 +373,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return create_group(self.pool, inside, name, self.traits, domain=domain, unshared=True)
 
     def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the global ranks of a sub-group; raises InvalidArgumentError for invalid ranks."""
         if not isinstance(ranks, (list, tuple, range)):
             raise InvalidArgumentError(
                 f"ranks of a sub-group of {self.context} must be a list of ints, but is a {type(ranks).__name__}"

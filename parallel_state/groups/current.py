@@ -100,7 +100,6 @@ def _in_event_loop() -> bool:
 
 
 def _find(_: _Current) -> Any:
-    """Returns the current groups, None, or `POOLED`."""
     node = node_in_backward() if _Forwards.exist else None
     forwards = None if node is None else stashed_for_autograd()
     if node is not None and forwards is not None:
@@ -133,7 +132,6 @@ CURRENT = _Current()
 
 @contextmanager
 def using(groups: _Groups) -> Iterator[_Groups]:
-    """Makes `groups` current in this context; see `ParallelGroups.use`."""
     before = _CONTEXT.get()
     forwards = _forwards_of_thread(before)
     with _THREAD_STARTS.wrapped():
@@ -168,7 +166,6 @@ class _ThreadStarts:
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
         self._original: Any = None
-        """The unwrapped `start`, while it is wrapped."""
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:

@@ -22,15 +22,12 @@ logger = logging.getLogger("parallel_state")
 
 
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
-    """Returns this rank's mesh with the dims `names`, slowest first; creates missing groups.
+    """Returns this rank's mesh as get_device_mesh does; creates missing groups.
 
-    Every rank of the world must call it with the same names. The names are axes, or groups that span axes (`dp`,
-    `fsdp`); they belong to one numbering of the ranks and don't overlap. By default they are all axes of more than one
-    rank. `dp_shard` is added if tp or ep has more than one rank, because FSDP needs a dim to shard. A world of one rank
-    has the dim `world`. The result is a slice of a root mesh, which also has the axes that aren't named.
-
-    With `experts`, and no names: the axes of the experts' numbering (`ep`, `etp`, `efsdp`, `dp_replicate`, `pp`).
-    Raises LayoutError for names that can't be in one mesh, GroupNotInitializedError in a simulated world.
+    `dp_shard` is a default dim if tp or ep has more than one rank, because FSDP needs a dim to shard. A world of one
+    rank has the dim `world`. The result is a slice of a root mesh, which also has the axes that aren't named. With
+    `experts` the dims are those axes of the experts' numbering (`ep`, `etp`, `efsdp`, `dp_replicate`, `pp`) that have
+    more than one rank. Raises GroupNotInitializedError in a simulated world.
     """
     world, layout = groups.world, groups.layout
     if world.pool is None:

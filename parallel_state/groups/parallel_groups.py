@@ -1,9 +1,7 @@
 """`ParallelGroups`: the groups of one model as an explicit, frozen object; and the division of a world into them.
 
 The singletons of `state` are a view of one such object. A process can have several: for two models, a draft model or a
-test. `use()` makes one current, so that model code that calls `get_tp_group()` runs on it. `current` explains the
-effect on threads, tasks and backward passes. All ranks agree on a layout before the groups are created. This module
-keeps no state.
+test. `use()` makes one current, so that model code that calls `get_tp_group()` runs on it.
 """
 
 from __future__ import annotations
@@ -275,14 +273,12 @@ def create_parallel_groups(
 ) -> ParallelGroups:
     """Creates the groups of a layout over `world`; leaves the process-wide groups unchanged.
 
-    `world` is the world's group or any other group; the layout divides its ranks. So two models, each on a part of the
-    ranks, can have separate groups. See initialize_model_parallel for sizes, order and the other arguments. Every rank
-    of `world` must call it with the same arguments; otherwise all ranks raise ConfigMismatchError before any group is
-    created. Raises LayoutError for sizes that don't fit, and InvalidArgumentError for an invalid backend, timeout or
-    option.
+    `world` is the world's group or any other group, whose ranks the layout divides; so two models can have separate
+    parts of the ranks. Every rank of `world` must call it with the same arguments: see initialize_model_parallel. Only
+    deaths in `world` fail these groups.
 
-    The death of any rank of `world` fails all of these groups; other deaths don't. With `failure_domain="replica"` a
-    death fails only `world` and the groups that have ranks of the dead rank's data-parallel replica.
+    Raises LayoutError for sizes that don't fit, InvalidArgumentError for other invalid arguments, and
+    ConfigMismatchError on every rank if ranks differ, before any group is created.
     """
     arguments: dict[str, Any] = {**locals()}
     world.route.check_usable()
@@ -376,9 +372,7 @@ class _Division:
     world: GroupCoordinator
     layout: Layout
     made: tuple[str, ...]
-    """The kinds of group to create at start."""
     options: Mapping[str, GroupOptions]
-    """By kind of group, for all kinds that the layout has."""
     virtual_pipeline: VirtualPipeline | None
     eager: bool
     allow_pickle: bool
@@ -389,7 +383,6 @@ class _Division:
 
     @property
     def pool(self) -> ProcessGroupPool:
-        """Returns the world's pool; raises GroupNotInitializedError after the world was destroyed."""
         if self.world.pool is None:
             raise GroupNotInitializedError(f"{self.world} was destroyed with its process groups; initialize again")
         return self.world.pool
@@ -419,7 +412,6 @@ class _Division:
         }
 
     def non_default_options(self) -> list[tuple[str, GroupOptions]]:
-        """Returns the (name, options) pairs that differ from the most common options."""
         kinds = list(self.options.values())
         usual = max(kinds, key=kinds.count)
         return sorted((name, options) for name, options in self.options.items() if options != usual)

@@ -69,7 +69,6 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def _exists(name: str) -> bool:
-    """Returns True if this host has such a segment of the same user."""
     try:
         found = Segment.open(name)
     except SegmentError:

@@ -71,7 +71,6 @@ class Joined:
 
     place: ProcessEnvironment
     device: torch.device
-    """The device of the default group's tensors."""
     is_ours: bool
     """False if the program created the default group."""
     token: str = ""
@@ -97,7 +96,7 @@ class Joined:
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Returns this process's ranks and world size: the arguments, or the launcher's where they are -1."""
+    """Returns this process's ranks and world size; the launcher's for arguments of -1."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
             raise InvalidArgumentError(
@@ -217,7 +216,6 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
 
 
 def backend_of(backend: str | None) -> str:
-    """Returns the default group's backend: the argument, the setting, nccl with CUDA, or gloo."""
     return backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -281,13 +279,12 @@ def make_default_group(
 
 
 def give_up(watcher: Watcher, error: BaseException) -> None:
-    """Reports to the other ranks that this rank gives up its start, and why."""
     text = str(error).partition("\n")[0]
     watcher.give_up(f"gave up its start ({type(error).__name__}: {text})")
 
 
 def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
-    """Creates the default group over torch's `fake` backend, which simulates the other ranks: no rendezvous."""
+    """Creates the default group over torch's `fake` backend, without a rendezvous."""
     register_fake_backend()
     dist.init_process_group(
         "fake",
@@ -408,7 +405,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Raises InvalidArgumentError on every rank if ranks share a GPU that they must not share; each rank must call it.
+    """Raises InvalidArgumentError on every rank if ranks share a GPU without permission; each rank must call it.
 
     Logs one warning if sharing is allowed. GPUs are compared by UUID, because ranks with one visible GPU may share it.
     """

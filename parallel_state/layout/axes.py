@@ -27,11 +27,9 @@ class Axis:
     size_parameter: str | None = None
     """The argument of initialize_model_parallel; None if the other sizes determine its size."""
     spans: tuple[str, ...] = ()
-    """The rows that the group spans."""
     within: str | None = None
-    """The axis that it divides."""
     experts: bool = False
-    """True if it belongs to the numbering of ranks for expert layers."""
+    """True if it belongs to the numbering for expert layers."""
     cuts_sequence: bool = False
     """True if its ranks hold parts of one sequence. Expert layers treat them as data-parallel ranks."""
     ends_of: str | None = None
@@ -130,12 +128,10 @@ DEFAULT_ORDER = PRESETS["megatron"].order
 
 
 def embedding_ranks(pipeline: list[int]) -> list[int]:
-    """Returns the ranks of a pipeline's first and last stage."""
     return [pipeline[0], pipeline[-1]]
 
 
 def position_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """Returns the rank of a pipeline's first stage."""
     return [pipeline[0]]
 
 

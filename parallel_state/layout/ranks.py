@@ -1,4 +1,4 @@
-"""Computes lists of ranks from axis sizes and their order: pure arithmetic, no torch, no environment.
+"""Computes lists of ranks from axis sizes and their order.
 
 A `Grid` numbers the ranks in mixed radix: axes from the fastest-varying (neighbouring ranks) to the slowest.
 For `tp=2, dp=3, pp=2` in the order `tp-dp-pp`:
@@ -46,7 +46,6 @@ class Grid:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the axes, fastest first."""
         return tuple(name for name, _ in self.axes)
 
     def size(self, *axes: str) -> int:
@@ -138,7 +137,6 @@ class Layout:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Returns every kind of group that the layout has."""
         axes = dict.fromkeys(name for grid in self.grids for name in grid.names if "/" not in name)
         return (*axes, *self.spans, *self.ends, *self.parts)
 
@@ -298,7 +296,6 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
 
 
 def check_size(name: str, size: object) -> None:
-    """Raises LayoutError unless `size` is a positive int."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise LayoutError(
             f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}"

@@ -1,4 +1,4 @@
-"""Creates a `Layout` from sizes and an order: pure arithmetic, no torch, no environment.
+"""Creates a `Layout` from sizes and an order.
 
 A layout has two numberings of the same ranks, like Megatron's two RankGenerators and torchtitan's dense and sparse
 meshes:
@@ -124,7 +124,6 @@ def resolve_layout(
 
 
 def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the sizes of the dense axes, whose product is `world_size`."""
     parts = ("dp_shard", "dp_replicate")
     shard, replicate = (_given(given.get(name), name) for name in parts)
     open_parts = _open_sizes(given, parts)
@@ -252,7 +251,6 @@ def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
 def _check_fixed_experts(
     order: str, given: Mapping[str, int | None], dense: Grid, spans: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Raises LayoutError if a size contradicts the axes that ep spans in this order."""
     found = dense.size(*spans["ep"])
     if given.get("ep") not in (None, -1, 1, found) or given.get("etp") not in (None, 1):
         raise LayoutError(
