@@ -38,7 +38,14 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import mesh
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, follow, prove, watch
+from parallel_state.groups.coordinator import (
+    GroupCoordinator,
+    Traits,
+    create_group,
+    follow,
+    record_neighbours,
+    verify_group,
+)
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division, position_in
@@ -103,7 +110,7 @@ def init_distributed_environment(
       initialized, otherwise those of the launcher (torchrun, SLURM, Open MPI, PMI). A process without a launcher is
       rank 0 of 1 and needs no address.
     - `local_rank`: the rank within this host. Default (-1): the launcher's.
-    - `distributed_init_method`: as in torch.distributed: `env://` or `tcp://host:port`.
+    - `distributed_init_method`: as in torch.distributed, such as `env://` or `tcp://host:port`.
     - `backend`: for device tensors. Default: PARALLEL_STATE_BACKEND, otherwise nccl with CUDA, otherwise gloo.
     - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The
       deadline for finding the other ranks is PARALLEL_STATE_START_TIMEOUT_S.
@@ -117,8 +124,8 @@ def init_distributed_environment(
     torch's default group only when a process group is first used.
 
     Raises AlreadyInitializedError; SettingError for a missing or invalid environment variable; InvalidArgumentError;
-    ConfigMismatchError if ranks disagree, or the arguments contradict an existing default group; RendezvousError if
-    ranks don't connect in time.
+    ConfigMismatchError if ranks disagree, or the arguments contradict an existing default group; RendezvousError, which
+    names the address, if ranks don't connect in time.
     """
     global _NODES, _START, _UNDO
     forks.check("init_distributed_environment()")
@@ -137,15 +144,15 @@ def init_distributed_environment(
     undo, _UNDO = contextlib.ExitStack(), None
     try:
         # Imported here: only an init needs it, and the import must finish before the first deadline starts.
-        from parallel_state.groups import world as startup
+        from parallel_state.groups import world as world_module
         from parallel_state.startup.rendezvous import Start
 
         if dist.is_initialized():
-            joined = startup.join_default_group(world_size, rank, local_rank, backend)
+            joined = world_module.join_default_group(world_size, rank, local_rank, backend)
         else:
-            place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
+            place = world_module.place_of(world_size, rank, local_rank, distributed_init_method)
             logs.configure(place.rank)
-            joined = startup.join_world(
+            joined = world_module.join_world(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
         place, watcher, met = joined.place, joined.watcher, joined.met
@@ -177,8 +184,8 @@ def init_distributed_environment(
         )
         if bind_device:
             world.route.set_up(divisible=True)
-        prove(world)
-        _NODES = startup.hosts_of(world)
+        verify_group(world)
+        _NODES = world_module.hosts_of(world)
         if joined.is_ours:
             options = {
                 "local_rank": place.local_rank,
@@ -200,7 +207,7 @@ def init_distributed_environment(
     except BaseException as error:
         named = limits.name_shortage(error, "init_distributed_environment()")
         if watcher is not None:
-            startup.give_up(watcher, named)
+            world_module.give_up(watcher, named)
         _UNDO = undo
         destroy_distributed_environment()
         if watcher is not None:
@@ -226,7 +233,7 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Creates the world group over an initialized torch.distributed default group, and returns it."""
     global _WORLD
-    from parallel_state.groups import world as startup
+    from parallel_state.groups import world as world_module
 
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
@@ -247,8 +254,8 @@ def init_world_group(
         traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
-    watch(pool, _WORLD)
-    startup.check_shared_gpus(_WORLD)
+    record_neighbours(pool, _WORLD)
+    world_module.check_shared_gpus(_WORLD)
     return _WORLD
 
 
@@ -333,7 +340,7 @@ def initialize_model_parallel(
     Raises GroupNotInitializedError without a world; AlreadyInitializedError; LayoutError for sizes that don't fit;
     ConfigMismatchError on every rank if ranks differ; CommunicationError if a rank doesn't call it in time.
     """
-    from parallel_state.groups import world as startup
+    from parallel_state.groups import world as world_module
 
     forks.check("initialize_model_parallel()")
     if _GROUPS is not None:
@@ -365,7 +372,7 @@ def initialize_model_parallel(
     try:
         if warm_up:
             groups.warm_up()
-        startup.closing_barrier(_WORLD)
+        world_module.closing_barrier(_WORLD)
     except BaseException:
         groups.close()
         raise
@@ -444,7 +451,7 @@ def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | No
             return f"{axis}={size}"
     if order is None:
         return ""
-    # Sizes that aren't requested are those of the layout. dp follows from them.
+    # The layout's sizes replace those that aren't requested; dp follows from the other sizes.
     others = {row.name: layout.size(row.name) for row in BY_PARAMETER.values() if row.name not in layout.missing}
     others = {name: size for name, size in others.items() if name not in ("dp", "dp_shard", "inter_dist_opt")}
     if "intra_dp_cp" in layout.parts:

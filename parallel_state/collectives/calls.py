@@ -721,7 +721,7 @@ class TensorCalls(GroupFacts):
         checks.check_norm(self.context, operation, x, residual, weight, eps)
         checks.check_scale(self.context, operation, scale)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm_static_fp8_quant", x):
-            checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight, scale)
+            checks.check_no_gradient(self.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight, scale)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return static_fp8_quant(normed, scale), y
         return _OPS.all_reduce_add_rms_norm_static_fp8_quant(x, self._token, residual, weight, scale, eps, self._key)
@@ -738,7 +738,7 @@ class TensorCalls(GroupFacts):
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant", x):
-            checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight)
+            checks.check_no_gradient(self.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return (*dynamic_per_token_fp8_quant(normed), y)
         return _OPS.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(

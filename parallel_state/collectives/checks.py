@@ -1,4 +1,4 @@
-"""Checks a call's arguments against its group. All checks raise `InvalidArgumentError` before anything is sent.
+"""Checks a call's arguments against its group. They raise `InvalidArgumentError` before anything is sent.
 
 torch.compile must be able to trace them: they compare, and build text only for a `raise`.
 """

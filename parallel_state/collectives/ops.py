@@ -345,7 +345,7 @@ def _autograd_add_rms_norm(
 
 _SUM_OR_AVG = "only sum and avg are differentiable"
 _DETACH = "detach the tensor first and send the gradient back yourself"
-QUANTISE_YOURSELF = "quantize the result of all_reduce_add_rms_norm yourself"
+QUANTIZE_YOURSELF = "quantize the result of all_reduce_add_rms_norm yourself"
 
 
 @register("Tensor x, Tensor(a!) token, str reduce_op, str group",
@@ -515,7 +515,7 @@ def all_reduce_add_rms_norm(
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, Tensor scale, float eps, str group",
           "(Tensor, Tensor)", fake=lambda x, *_: (x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape)),
-          advice=QUANTISE_YOURSELF)  # fmt: skip
+          advice=QUANTIZE_YOURSELF)  # fmt: skip
 def all_reduce_add_rms_norm_static_fp8_quant(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
@@ -524,7 +524,7 @@ def all_reduce_add_rms_norm_static_fp8_quant(
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, float eps, str group",
-          "(Tensor, Tensor, Tensor)", advice=QUANTISE_YOURSELF,
+          "(Tensor, Tensor, Tensor)", advice=QUANTIZE_YOURSELF,
           fake=lambda x, *_: (x.new_empty(x.shape, dtype=FP8),
                               x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)))  # fmt: skip
 def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(

@@ -147,7 +147,7 @@ def _replace(graph: Graph, found: Found) -> str:
         given.meta = {**wanted.meta, "val": given.meta["val"]}
         wanted.replace_all_uses_with(given)
     for node in list(old.users):
-        if node is not found.reduced:  # the token, after it
+        if node is not found.reduced:  # the getitem of the token
             node.args = (fused, cast(int, node.args[1]) + 1)
     _erase(graph, {found.normed, *found.inside, found.add, found.reduced, old})
     name = torch_internals.schema_of(op).name.removeprefix("parallel_state::")

@@ -86,7 +86,7 @@ def find(all_reduce: Node) -> Found:
         except NoMatch as no:
             reasons.append(str(no))
         else:
-            return _quantised(found)
+            return _quantized(found)
     raise NoMatch("; ".join(dict.fromkeys(reasons)))
 
 
@@ -207,7 +207,7 @@ def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
 # Quantization by one scale
 
 
-def _quantised(found: Found) -> Found:
+def _quantized(found: Found) -> Found:
     """Adds the quantization that follows, if there is one that the fused op supports."""
     chain: list[Node] = [found.normed]
     try:

@@ -213,10 +213,10 @@ def all_to_all(
     """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along `gather_dim`.
 
     `group`: any torch ProcessGroup, a GroupCoordinator, or None for torch's default group. This library needn't be
-    initialized. Without a default group the result is `x`; otherwise it is new and contiguous. `x` may have any
-    strides. The backward is also an all-to-all: either all ranks' `x` require a gradient, or none. Split sizes: see
-    `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent, and CommunicationError if the
-    transfer fails.
+    initialized. `x` may have any strides. The result is new and contiguous; without a default group, or in a group of
+    one rank, it is `x`. The backward is also an all-to-all: either all ranks' `x` require a gradient, or none. Split
+    sizes: see `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent, and
+    CommunicationError if the transfer fails.
     """
     if isinstance(group, GroupCoordinator):
         return group.all_to_all(

@@ -107,9 +107,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         *,
         pool: ProcessGroupPool | None = None,
         acquired: list[Acquired] | None = None,
-        for_callers: Any = None,
+        public_cpu_group: Any = None,
     ) -> None:
-        """`for_callers`: the process group that `cpu_group` returns; None for that of `context`."""
+        """`public_cpu_group`: the process group that `cpu_group` returns; None for that of `context`."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -124,7 +124,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.backend = self.traits.options.backend or "simulated"
         self.route = build_route(context)
         self.acquired = acquired if acquired is not None else []
-        self._for_callers = for_callers
+        self._public_cpu_group = public_cpu_group
         self._owns_pool = False
         """True if `destroy` closes the pool: this group created it."""
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
@@ -210,7 +210,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             group = create_group(pool, given.ranks, name, traits, domain=domain, given=given)
             group._owns_pool = outer is None
             if outer is None:
-                watch(pool, group)
+                record_neighbours(pool, group)
         except BaseException:
             if outer is None:
                 pool.close()
@@ -299,7 +299,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @host_call(OUTSIDE)
     def device_group(self) -> Any:
         """Returns the torch ProcessGroup for tensors on `device`, for code that calls torch.distributed itself."""
-        if self.device.type == "cpu" and self._for_callers is not None:
+        if self.device.type == "cpu" and self._public_cpu_group is not None:
             return self.cpu_group
         return self._process_group(lambda: self.context.device_group, self.traits.options)
 
@@ -312,7 +312,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         DeviceMesh's, the default group of a joined world) keep their backend. Some device groups create their gloo
         group at its first use: that use must be a call by every rank of the group, such as a barrier.
         """
-        found = self._for_callers
+        found = self._public_cpu_group
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
 
     @property
@@ -436,7 +436,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         memory = self.context.host_memory
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)
-        self._for_callers = None
+        self._public_cpu_group = None
         self.acquired.clear()  # so that a reference to a destroyed group keeps no process group alive
         all_sent = False
         # Each step runs even if another one raises.
@@ -544,7 +544,7 @@ def create_group(
             found = device.process_group
         elif len(ranks) > 1 and not fake and not is_programs and for_callers != traits.options.for_cpu:
             found = acquire(for_callers).process_group
-        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found)
+        return GroupCoordinator(context, traits, pool=pool, acquired=taken, public_cpu_group=found)
     except BaseException as error:
         # After a failed call the group may still have transfers that never complete.
         failed = isinstance(error, CommunicationError)
@@ -570,7 +570,7 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
     meet(store, pool.rank, ranks, pool.watcher, pool.address, caller)
 
 
-def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
+def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
     """Records the cores and PIDs of this host's ranks, from the first group of the pool."""
     from device_communicators.cpu.watching import know_neighbours
 
@@ -581,7 +581,7 @@ def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
     know_neighbours(memory, pool.watcher)
 
 
-def prove(group: GroupCoordinator) -> None:
+def verify_group(group: GroupCoordinator) -> None:
     """Runs a small all-reduce, so that a broken group fails now rather than in the middle of a model."""
     if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())

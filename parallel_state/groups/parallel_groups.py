@@ -25,7 +25,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import given_mesh
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, verify_group
 from parallel_state.groups.current import CURRENT, POOLED, using
 from parallel_state.layout.axes import (
     AXES,
@@ -155,7 +155,7 @@ class ParallelGroups:
         """
         for axis in AXES:
             if axis.name in self.groups:
-                prove(self.groups[axis.name])
+                verify_group(self.groups[axis.name])
 
     @property
     def tp(self) -> GroupCoordinator:

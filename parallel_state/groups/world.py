@@ -66,7 +66,7 @@ _START_DESCRIPTORS = 20
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedWorld:
     """A world that this process has joined, before the library creates any group in it."""
 
     place: ProcessEnvironment
@@ -125,7 +125,7 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
     return place
 
 
-def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> Joined:
+def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
     """Joins an existing default group; every rank of it must call this.
 
     Raises ConfigMismatchError if it contradicts the arguments, RendezvousError if a rank doesn't call it in time.
@@ -145,7 +145,7 @@ def join_default_group(world_size: int, rank: int, local_rank: int, backend: str
     device = device_of(found_backend, place)
     prepare(found_size)
     token = agree_on_token(device)
-    return Joined(place, device, False, token, watcher=_watch_joined(place, token))
+    return JoinedWorld(place, device, False, token, watcher=_watch_joined(place, token))
 
 
 def join_world(
@@ -157,28 +157,28 @@ def join_world(
     high_priority_stream: bool,
     *,
     undo: contextlib.ExitStack,
-) -> Joined:
+) -> JoinedWorld:
     """Joins a new world. A world of one rank gets no default group, unless it binds a device.
 
     Callbacks on `undo` revert the effects at the world's end, or if the start fails. Raises as make_default_group.
     """
     place = _with_free_port(place)
-    undo.callback(_take_back, environment.export(environment.with_address_of(init_method, place)))
-    undo.callback(_take_back, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
+    undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
+    undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
     if place.world_size == 1 and not bind_device:
         alone_over = backend_of(backend)
         check_backend(alone_over)
-        return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
+        return JoinedWorld(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
     if met is not None:
         undo.callback(_close, met)  # this reference also keeps the stores alive: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
     server = environment.store_server(init_method, place)
     watcher = None if met is None or place.world_size == 1 else met.watcher
-    return Joined(place, device, True, server=server, watcher=watcher, met=met)
+    return JoinedWorld(place, device, True, server=server, watcher=watcher, met=met)
 
 
-def _take_back(exported: Mapping[str, str]) -> None:
+def _unexport(exported: Mapping[str, str]) -> None:
     for name, value in exported.items():
         if os.environ.get(name) == value:
             del os.environ[name]
@@ -351,7 +351,7 @@ def _not_connected(
     late = time.monotonic() > met.deadline
     # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
     deaths = met.watcher.await_death_of(range(place.world_size), 0.0 if late else None)
-    who = f"rank {place.rank} of {place.world_size} met the others, but "
+    who = f"rank {place.rank} of {place.world_size} found the other ranks, but "
     facts = {
         "group": "world",
         "operation": "init_process_group",
@@ -362,7 +362,7 @@ def _not_connected(
     }
     if deaths:
         kind, text = kind_of_deaths(deaths, RendezvousError), describe_deaths(deaths)
-        return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
+        return kind(f"{who}{text}; see the log of that rank", **facts)  # type: ignore[arg-type]
     where = met.places.get(place.rank, "?")
     what = f"not all ranks were connected within {settings.START_TIMEOUT_S.get():g} s"
     if missing:
