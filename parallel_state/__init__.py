@@ -1,15 +1,15 @@
-"""Groups of ranks, and the communication between them.
+"""Groups of ranks, and the transports that move tensors between them.
 
-    init_distributed_environment()               # under torchrun, SLURM, MPI, with explicit arguments, or alone
+    init_distributed_environment()               # torchrun, SLURM, MPI, explicit arguments, or alone
     initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     y = get_tp_group().all_reduce(x)             # in a layer: eager and under torch.compile
     get_pp_group().send_tensor_dict({"hidden": y})
     destroy_model_parallel()
     destroy_distributed_environment()
 
-`GroupCoordinator` has every call on a group. `launch` starts local processes. `simulate` creates the groups of any rank
-of any layout in one process. Importing the package starts nothing and changes no environment variable. The module of a
-public name is imported at the name's first use.
+`GroupCoordinator` has all operations of a group. `launch` starts local processes. `simulate` imitates any rank of any
+layout in one process. Importing starts nothing and changes no environment variable. The first use of a name imports its
+module.
 """
 
 import os
@@ -88,7 +88,7 @@ _NAMES = {
         "try_get_tp_group", "try_get_world_group",
     ],
 }  # fmt: skip
-"""Module -> its public names. The getters of the axis table are added by `__getattr__`."""
+"""Module -> public names. The first use of a name imports its module. Getters of the axis table are not listed."""
 
 _names, _load = load_on_use(globals(), _NAMES)
 
@@ -96,7 +96,7 @@ _names, _load = load_on_use(globals(), _NAMES)
 def __getattr__(name: str) -> Any:
     if name in _names:
         return _load(name)
-    if name.startswith("__") and name != "__all__":  # a name of Python's, never a public one
+    if name.startswith("__") and name != "__all__":  # Python probes for such names; none of ours is one
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from parallel_state.functions import getters
 
@@ -114,7 +114,7 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Returns True for `parallel-state …` and `python -m parallel_state …`; each command imports what it needs.
+    """Returns True in `parallel-state …` and `python -m parallel_state …`. Commands import what they need.
 
     Python sets `sys.argv[0]` to "-m" while it locates the module, whose name precedes the arguments in `orig_argv`.
     """
@@ -123,7 +123,7 @@ def _is_command() -> bool:
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "parallel-state"
 
 
-name_classes(__name__, _NAMES)  # tracebacks then show the errors under this package's name
-if not _is_command():  # registers the ops and torch's backend "parallel_state", which programs use by name
+name_classes(__name__, _NAMES)  # tracebacks then show errors under this package's name
+if not _is_command():  # registers the ops and torch's backend "parallel_state", which programs access by name only
     import parallel_state.regions
     import parallel_state.state  # noqa: F401

@@ -1,11 +1,10 @@
-"""Metrics of this rank's groups: calls, bytes, seconds of moving and waiting, the rank that arrives last, failures.
+"""Metrics of this rank's groups: calls, bytes, moving and waiting times, late ranks, failures.
 
     parallel_state.metrics.enable()             # or PARALLEL_STATE_METRICS=on
     parallel_state.metrics.snapshot()           # {"rank": 0, "groups": [{"group": "tp:0", …}]}
     print(parallel_state.metrics.serve(9400))   # http://127.0.0.1:9400/metrics
 
-Times are measured only while metrics are enabled; the default is off. Calls and bytes are always counted. All values
-are of this rank only.
+Times are measured only while enabled (default: off). Calls and bytes are always counted. All values are of this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stops measuring; keeps the values measured so far."""
+    """Stops measuring; keeps the values."""
     _switch(False)
 
 
@@ -46,15 +45,15 @@ def _switch(on: bool) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """Returns the metrics of this rank's groups of two or more ranks, in types that JSON supports. Thread-safe.
+    """Returns the metrics as JSON-compatible values. May be called from any thread.
 
-    `rank` is this global rank, or -1 without groups. Each of `groups` has:
+    `rank` is this global rank, -1 without groups. Each of `groups` (of two or more ranks) has:
 
-    - `group`, `ranks` (global), `failures` (0 or 1: a failed group remains failed);
-    - `operations`: by method, `calls` and `bytes` of this rank's tensors, and the measured `seconds`. These consist of
-      `waiting_s` (for other ranks) and `moving_s` (the rest); both are None for calls not over shared memory;
-    - `came_last`: by global rank, the number of measured calls over shared memory to which that rank arrived last;
-    - `last`: the last `operation`, `seconds_since` its start, and `is_under_way`; None before the first operation.
+    - `group`, `ranks` (global), `failures` (0, or 1 once the group failed);
+    - `operations`: method -> `calls`, `bytes` of this rank's tensors, and measured times: total `seconds`, of which
+      `waiting_s` for other ranks and `moving_s` the rest. Only shared memory measures the last two; None elsewhere;
+    - `came_last`: global rank -> number of measured calls over shared memory for which it arrived last;
+    - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`; None without one.
     """
     found = routes()
     rank = found[0].context.global_rank if found else -1
@@ -95,10 +94,10 @@ def _of_group(route: Route) -> dict[str, Any]:
 
 
 _BY_OPERATION = (
-    ("calls", "calls", "Operations started."),
+    ("calls", "calls", "Started operations."),
     ("bytes", "bytes", "Bytes of this rank's tensors."),
     ("seconds", "seconds", "Measured seconds in operations."),
-    ("waiting_seconds", "waiting_s", "Measured seconds that operations waited for other ranks."),
+    ("waiting_seconds", "waiting_s", "Measured seconds in which operations waited for other ranks."),
 )
 
 
@@ -123,16 +122,16 @@ def prometheus_text() -> str:
             for operation, facts in group["operations"].items()
             if facts[key] is not None
         ))  # fmt: skip
-    add("came_last_total", "counter", "Measured calls to which a rank arrived last.", (
+    add("came_last_total", "counter", "Measured calls for which a rank arrived last.", (
         ({**labels, "last_rank": rank}, count)
         for labels, group in groups for rank, count in group["came_last"].items()
     ))  # fmt: skip
     add("failures_total", "counter", "Failures of a group.", ((labels, group["failures"]) for labels, group in groups))
-    add("operation_under_way_seconds", "gauge", "Seconds since this rank's current call began; absent between calls.", (
+    add("operation_under_way_seconds", "gauge", "Seconds since the running call started; absent without one.", (
         ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
         for labels, group in groups if group["last"] is not None and group["last"]["is_under_way"]
     ))  # fmt: skip
-    add("last_operation_age_seconds", "gauge", "Seconds since the last operation began.", (
+    add("last_operation_age_seconds", "gauge", "Seconds since the last operation started.", (
         ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
         for labels, group in groups if group["last"] is not None
     ))  # fmt: skip
@@ -144,11 +143,16 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_collector() -> Any:
-    """Returns a collector for `prometheus_client.REGISTRY.register(…)`. Raises UnsupportedError without the package."""
+    """Returns a collector for `prometheus_client.REGISTRY.register(…)`.
+
+    Raises UnsupportedError if prometheus_client isn't installed.
+    """
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
-        raise UnsupportedError("prometheus_client isn't installed; use prometheus_text() or serve()") from error
+        raise UnsupportedError(
+            "prometheus_client isn't installed; install it, or use prometheus_text() or serve(), which don't need it"
+        ) from error
 
     class Collector:
         def collect(self) -> Iterable[Any]:
@@ -158,7 +162,7 @@ def prometheus_collector() -> Any:
 
 
 class Endpoint:
-    """An HTTP server of `/metrics`; `close` stops it."""
+    """An HTTP server for `/metrics`. Runs until `close`."""
 
     def __init__(self, address: str, port: int) -> None:
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # rarely needed
@@ -178,7 +182,7 @@ class Endpoint:
                 self.wfile.write(content)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Suppresses the log line of each request."""
+                """Doesn't log requests."""
 
         class Server(ThreadingHTTPServer):
             def process_request(self, request: Any, client_address: Any) -> None:
@@ -201,10 +205,10 @@ class Endpoint:
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
-    """Enables the metrics and serves this rank's `/metrics` over HTTP; `close()` of the result stops the server.
+    """Enables the metrics and serves this rank's `/metrics` at a port (0: any free one) until `close()`.
 
-    `port` 0 picks a free port. `url` of the result, which `print` shows, is the URL for Prometheus. Any client that
-    reaches the address can read the metrics. Each rank of a host needs its own port: raises OSError if it is in use.
+    Returns the server; `print` shows the URL to scrape. Every process that reaches the address can read the metrics.
+    Raises OSError if the port is taken: each rank of a host needs its own.
     """
     endpoint = Endpoint(address, port)
     enable()

@@ -1,7 +1,7 @@
-"""Megatron's tensor- and sequence-parallel regions: where activations enter and leave the sharded part of a layer.
+"""Megatron's tensor- and sequence-parallel regions: the entry and exit of the sharded part of a layer.
 
     region                                    forward              backward
-    copy_to_tensor_model_parallel_region      copy                 all-reduce
+    copy_to_tensor_model_parallel_region      x                    all-reduce
     reduce_from_tensor_model_parallel_region  all-reduce           gradient unchanged
     scatter_to_tensor_model_parallel_region   own slice, last dim  all-gather, last dim
     gather_from_tensor_model_parallel_region  all-gather, last dim own slice, last dim
@@ -11,13 +11,13 @@
     all_gather_last_dim_from_tensor_parallel_region    all-gather, last dim      reduce-scatter, last dim
     reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
 
-Their gradients differ from those of the plain ops in one point. Here all ranks compute *one* loss together, so the
-gradient of a replicated tensor is complete on every rank and is not summed again.
+Unlike with the plain ops, the ranks compute *one* loss together. So the gradient of a replicated tensor is already
+complete on every rank, and is not summed again. Higher-order gradients follow the same table, also under torch.func.
 
-Shapes: `[tokens, hidden]`, or any other shape that has the dim named above. Every rank of the group must call them;
-`group` defaults to the tensor-parallel group. Higher-order gradients follow the same table, also under torch.func (see
-`transforms`). The result may be changed in place; the input stays unchanged. With one rank the result is the input.
-Source: Shoeybi et al., arXiv:1909.08053, and Korthikanti et al., arXiv:2205.05198.
+Shapes: `[tokens, hidden]`, or any other with the dim named above. Every rank of the group calls them. `group` defaults
+to the tensor-parallel one. The result may be changed in place; the input is never changed.
+
+After Shoeybi et al., arXiv:1909.08053, and Korthikanti et al., arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns a copy of `x`, whose gradient is summed over the group. For the input of a column-parallel layer.
+    """Copies `x`; its gradient is summed over the group. Use before a column-parallel layer.
 
-    The copy has its own memory, so `relu_` on it doesn't change `x`. Compiled code omits a copy that nothing changes.
+    The copy may be changed in place (`relu_`). Compiled code omits the copy if nothing changes it.
     """
     return _run("copy_region", _copy, x, group)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns the sum over the group; its gradient passes unchanged. For the output of a row-parallel layer."""
+    """Sums over the group; the gradient is unchanged. Use after a row-parallel layer."""
     return _run("reduce_region", _reduce, x, group)
 
 
@@ -70,14 +70,14 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Concatenates the ranks' slices along dim 0.
 
-    `tensor_parallel_output_grad`: True if a sharded layer follows. Each rank then has a partial gradient, and the
-    backward reduce-scatters them. False if every rank has the complete gradient; the backward then only slices it.
+    `tensor_parallel_output_grad`: True if a sharded layer follows. Each rank then has a partial gradient, and they are
+    reduce-scattered. False if every rank has the complete gradient; each rank then takes its slice.
     """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of dim 0 of the sum over the group."""
+    """Sums over the group, and returns this rank's slice of dim 0."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
@@ -87,7 +87,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoord
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of the last dim of the sum over the group; the gradient is all-gathered."""
+    """Sums over the group, and returns this rank's slice of the last dim; the gradient is all-gathered."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 
@@ -101,17 +101,14 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
         args = (dim, *args[1:])
     if group.world_size == 1:
         return x
-    # The slice, of the result or of its gradient, differs by rank.
+    # The slice, of the result or of its gradient, depends on the rank.
     is_ranked = torch.is_grad_enabled() and (name == "scatter_region" or (name == "gather_region" and not args[-1]))
     return _with_gradient(name, kernel, x, group._token, *args, group._ranked_key if is_ranked else group._key)
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the region's op in grad mode; otherwise the plain ops that it consists of, which graph passes recognize."""
+    """Calls the op if gradients are enabled; otherwise the plain ops, which compiler passes recognise."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
-
-
-# Kernels, which call the plain ops
 
 
 def _copy(x: Tensor, token: Tensor, group: str) -> Tensor:
@@ -150,7 +147,7 @@ def _define(
 ) -> None:
     def autograd(x: Tensor, *args: Any) -> Tensor:
         ops.refuse_tangent(name, args[-1], x)
-        # Inside a torch.func transform the op must reach the next level, which may need its gradient, too.
+        # Within a torch.func transform, the op must reach the next level, which may need its gradient as well.
         below = getattr(_OPS, name) if in_transform() else kernel
         if x.requires_grad and torch.is_grad_enabled():
             return ops.differentiable(below, formula, x, *args)

@@ -1,13 +1,12 @@
-"""The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP` and all others, set by one init and cleared by one destroy.
+"""The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP` and all others, made by one init, cleared by one destroy.
 
-    init_distributed_environment()                      joins the world
+    init_distributed_environment()                      creates the world group
     initialize_model_parallel(tp, pp)                   divides it into tp, pp and dp groups
     get_tp_group() …                                    called by model layers
     destroy_model_parallel(); destroy_distributed_environment()
 
-The groups are an explicit object, `ParallelGroups`, which programs can also create and pass around without this module.
-Before init, `get_x` raises GroupNotInitializedError and `try_get_x` returns None. `getters` and `aliases` have the
-getters of other groups and the longer names. This is the only file with `global`.
+Only this file uses `global`. The groups are held by a `ParallelGroups` object, which programs can also create and pass
+around without this module. `functions.getters` and `functions.aliases` have the other getters and the longer names.
 """
 
 from __future__ import annotations
@@ -79,15 +78,16 @@ _NODES: list[list[int]] | None = None
 _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: Start | None = None
-"""How this process joined the world, for `reinitialize`; None if the program made the default group."""
+"""How this process joined a world that this library made; `reinitialize` needs it."""
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
-"""Undoes at destroy the other effects of init on this process: exports, default group, ports, cores.
+"""At destroy, undoes init's other changes to this process: exported variables, default group, ports, cores.
 
-None while an init runs, which has its own stack. A destroy in that time sets a new stack; the init then undoes itself.
+None while an init runs, which has its own stack. A destroy during an init puts a new stack here; the init then fails
+and cleans up.
 """
 
 
-# The world
+# The world.
 
 
 @host_call(OUTSIDE)
@@ -104,46 +104,45 @@ def init_distributed_environment(
     bind_device: bool = False,
     high_priority_stream: bool = False,
 ) -> None:
-    """Joins this process with the other processes of its world; every process must call it once.
+    """Connects this process with the other ranks of its world. Every process must call it once.
 
-    - `world_size`, `rank`: if left out (-1), they are those of torch.distributed's default group if that is
-      initialized, otherwise those of the launcher (torchrun, SLURM, Open MPI, PMI). A process without a launcher is
-      rank 0 of 1 and needs no address.
-    - `local_rank`: the rank within this host. Default (-1): the launcher's.
-    - `distributed_init_method`: as in torch.distributed, such as `env://` or `tcp://host:port`.
-    - `backend`: for device tensors. Default: PARALLEL_STATE_BACKEND, otherwise nccl with CUDA, otherwise gloo.
-    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The
-      deadline for finding the other ranks is PARALLEL_STATE_START_TIMEOUT_S.
-    - `allow_pickle`: see initialize_model_parallel; for the world group.
-    - `bind_device`: creates NCCL's communicator for this rank's device now. Those of groups are then split from it.
-    - `high_priority_stream`: runs the world's NCCL collectives on a high-priority stream; other backends ignore it.
+    If torch.distributed is already initialised, joins that world. Otherwise a launcher's variables (torchrun, SLURM,
+    Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
-    Effects on the process: ranks, sizes and the address are exported for torch's env:// unless the variables are set.
-    The soft limit of open files is raised to the hard one (at most 65,536), because each gloo group takes five or more.
-    With PARALLEL_STATE_CORES the process is bound to its cores until the world is destroyed. A world of one creates
-    torch's default group only when a process group is first used.
+    - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
+    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. Waiting
+      for the other ranks at start has its own, PARALLEL_STATE_START_TIMEOUT_S.
+    - `allow_pickle`: as in initialize_model_parallel, for the world group.
+    - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
+    - `high_priority_stream`: runs the world's NCCL collectives on a high-priority stream; ignored by other backends.
 
-    Raises AlreadyInitializedError; SettingError for a missing or invalid environment variable; InvalidArgumentError;
-    ConfigMismatchError if ranks disagree, or the arguments contradict an existing default group; RendezvousError, which
-    names the address, if ranks don't connect in time.
+    Exports ranks, sizes and address for torch's `env://`, except variables that are already set. With
+    PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
+    files to the hard one, at most 65,536: each gloo group needs five or more. A world of one rank creates torch's
+    default group only when a process group is requested.
+
+    Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
+    ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
     """
     global _NODES, _START, _UNDO
     forks.check("init_distributed_environment()")
     if _UNDO is None:
-        raise AlreadyInitializedError("init_distributed_environment() is already running in this process")
+        raise AlreadyInitializedError(
+            "init_distributed_environment() is already running in this process; wait until it returns"
+        )
     if _WORLD is not None:
         raise AlreadyInitializedError(
-            f"the distributed environment is already initialized ({_WORLD.context}); "
+            f"the distributed environment is initialised already ({_WORLD.context}); "
             "call destroy_distributed_environment() first"
         )
-    logs.configure(None)  # the rank isn't checked yet
+    logs.configure(None)  # `place_of` checks the rank
     settings.warn_about_unknown_names()
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
     watcher: Watcher | None = None
     undo, _UNDO = contextlib.ExitStack(), None
     try:
-        # Imported here: only an init needs it, and the import must finish before the first deadline starts.
+        # Imported here: only a program that starts a world needs them, and the import must precede the first deadline.
         from parallel_state.groups import world as world_module
         from parallel_state.startup.rendezvous import Start
 
@@ -156,7 +155,7 @@ def init_distributed_environment(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
         place, watcher, met = joined.place, joined.watcher, joined.met
-        # After the rendezvous, in which ranks find out whether ranks of their host share cores.
+        # Only after the rendezvous, in which ranks compare the cores that they may use.
         cores_before = bind_as_set(place.local_rank, place.local_world_size)
         if cores_before is not None:
             undo.callback(cores.bind, cores_before)
@@ -200,8 +199,8 @@ def init_distributed_environment(
             _START = Start(distributed_init_method, options, own_place, is_served)
         if _UNDO is not None:
             raise GroupDestroyedError(
-                "destroy_distributed_environment() was called while init_distributed_environment() was running, by a "
-                "signal handler or another thread; the init was undone"
+                "destroy_distributed_environment() was called while init_distributed_environment() ran, by a signal "
+                "handler or another thread; the init was undone"
             )
         _UNDO = undo
     except BaseException as error:
@@ -231,14 +230,14 @@ def init_world_group(
     allow_pickle: bool = False,
     high_priority_stream: bool = False,
 ) -> GroupCoordinator:
-    """Creates the world group over an initialized torch.distributed default group, and returns it."""
+    """Creates the world group over an initialised torch.distributed default group, and returns it."""
     global _WORLD
     from parallel_state.groups import world as world_module
 
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
     if pool is None and not dist.is_initialized():
-        raise GroupNotInitializedError("init_world_group needs an initialized torch.distributed default group")
+        raise GroupNotInitializedError("init_world_group needs an initialised torch.distributed default group")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     size = dist.get_world_size() if pool is None else pool.world_size
@@ -250,7 +249,7 @@ def init_world_group(
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
     if high_priority_stream and options.is_nccl:
-        # Only for our own communicators: torch's default group exists, and the pool finds it by its options.
+        # Not in `options`: these identify torch's existing group in the pool.
         traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
@@ -261,10 +260,9 @@ def init_world_group(
 
 @host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
-    """Destroys the parallel groups and the world, but no default group of the program. Repeated calls do nothing.
+    """Destroys the parallel groups and the world. Keeps a default group that the program made. May be called twice.
 
-    If init_distributed_environment() is running, for example when a signal handler calls this, that init raises
-    GroupDestroyedError.
+    If called while init_distributed_environment() runs (from a signal handler), that init raises GroupDestroyedError.
     """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
@@ -272,7 +270,7 @@ def destroy_distributed_environment() -> None:
     if undo is None:
         return
     world, _WORLD, _NODES, _START = _WORLD, None, None, None
-    with undo:  # runs in reverse order, each step even if another one raises
+    with undo:  # runs all callbacks, the last one first, even if one raises
         if world is not None:
             if world.pool is not None:
                 undo.callback(world.pool.close)
@@ -280,7 +278,7 @@ def destroy_distributed_environment() -> None:
         destroy_model_parallel()
 
 
-# The parallel groups
+# The groups of its axes.
 
 
 @host_call(OUTSIDE)
@@ -306,39 +304,36 @@ def initialize_model_parallel(
     failure_domain: str = "root",
     **sizes: Unpack[Sizes],
 ) -> None:
-    """Divides the world into tensor-, pipeline-, data-parallel and other groups.
+    """Divides the world into tensor-, pipeline-, data-parallel and all other groups.
 
-    Every rank must call it with the same arguments. Without init_distributed_environment() it joins the world of
-    torch.distributed's default group.
+    Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first.
+    Groups of equal ranks share one process group. Groups of tp, dp, pp and of each axis with a given size are created
+    now. The others (model, dp_cp, embedding, …) are created when the group's ranks first use them.
 
-    - `**sizes`: sizes of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
-      expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; default: that of tp), data_parallel_shard_size
-      (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_context_model_parallel_size (pcp),
-      decode_context_model_parallel_size (dcp), external_data_parallel_size (external_dp),
-      num_distributed_optimizer_instances (inter_dist_opt). The default is 1, except for dp: it takes the remaining
-      ranks, unless another size is -1. Only tp and pp are positional, because Megatron and vLLM differ in the third
-      argument.
-    - `order`: the axes from fastest to slowest: in `tp-cp-ep-dp-pp` the ranks of a tensor-parallel group are
-      neighbours. Any permutation, or a preset: `megatron` (default), `vllm`, `torchtitan`.
-    - `device_mesh`: replaces sizes and order. Its dims must have names of axes, and its process groups are used. Other
-      sizes must not contradict the mesh.
-    - `backend`, `timeout`: of all groups. Default: those of the world.
-    - `axis_options`: options by group name, in place of `backend` and `timeout`.
-    - `allow_pickle`: sends objects of unregistered types by pickle. A peer can then run any code in this process, so
-      use it only among processes that you trust.
-    - `eager`: creates all groups now. By default the groups of tp, dp, pp and of each axis that was given a size are
-      created now, and the others (model, dp_cp, embedding, …) at their first use by the group's ranks.
-    - `warm_up`: runs a small all-reduce on each created group.
-    - `get_embedding_ranks`, `get_position_embedding_ranks`: pick ranks of a pipeline's ranks. Default: the first and
-      the last; the first.
-    - `failure_domain`: with "root" the death of any rank fails all groups on all ranks. With "replica" it fails the
-      world and the groups that have ranks of the dead rank's data-parallel replica: its tp, pp and cp groups, and the
-      dp groups that join it to others. The tp, pp and cp groups of other replicas remain usable.
+    - `sizes`: of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
+      expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size
+      (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp,
+      dcp), external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size of
+      None is 1, but dp takes the remaining ranks unless another size is -1. Only tp and pp are positional: the third
+      argument differs between Megatron and vLLM.
+    - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
+      consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
+    - `backend`, `timeout`: of all groups that `axis_options` doesn't override.
+    - `axis_options`: options by group name.
+    - `allow_pickle`: lets objects of unregistered types be sent by pickle, which runs code that a peer sends. Only for
+      processes that you trust.
+    - `eager`: creates all groups now.
+    - `warm_up`: sends a small all-reduce over each created group.
+    - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
+    - `get_position_embedding_ranks`: picks from a pipeline's ranks; default: the first.
+    - `device_mesh`: replaces sizes and order, and supplies process groups. Its dims must be named after axes, and a
+      size that is also given must be equal.
+    - `failure_domain`: `root`: the death of any rank fails all groups on all ranks, so that no rank waits for one that
+      failed elsewhere. `replica`: it fails the world and each group that touches the dead rank's data-parallel replica:
+      its tp, pp and cp groups, and the dp groups that join it to others. Other groups keep working.
 
-    Groups of equal ranks and options share a process group.
-
-    Raises GroupNotInitializedError without a world; AlreadyInitializedError; LayoutError for sizes that don't fit;
-    ConfigMismatchError on every rank if ranks differ; CommunicationError if a rank doesn't call it in time.
+    Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
+    ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
     """
     from parallel_state.groups import world as world_module
 
@@ -348,7 +343,7 @@ def initialize_model_parallel(
             f"the model-parallel groups exist already ({_GROUPS.layout}); call destroy_model_parallel() first"
         )
     if _WORLD is None and dist.is_initialized():
-        init_distributed_environment()  # joins the program's default group
+        init_distributed_environment()
     if _WORLD is None:
         raise GroupNotInitializedError("call init_distributed_environment() before initialize_model_parallel()")
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
@@ -381,7 +376,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns the number of ranks on each host; None unless it is equal and each host's ranks are consecutive."""
+    """Returns the number of ranks on each host; None unless it is the same on all and their ranks are consecutive."""
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -409,10 +404,10 @@ def ensure_model_parallel_initialized(
     virtual_pipeline_model_parallel_size: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> None:
-    """Initializes the groups, or checks that the existing groups match the arguments.
+    """Initialises the groups, or checks that the existing ones match these arguments.
 
-    It compares only what is passed: the sizes, the backend of tp's device group, and with `order` the ranks of every
-    kind of group. Raises ConfigMismatchError if they differ, InvalidArgumentError for a backend that torch lacks.
+    Compares only given arguments: the sizes, the backend of tp's device group and, for an order, the ranks of every
+    kind of group. Raises ConfigMismatchError if one differs, InvalidArgumentError for a backend unknown to torch.
     """
     if backend is not None:
         check_backend(backend)
@@ -440,18 +435,18 @@ def ensure_model_parallel_initialized(
     if difference:
         raise ConfigMismatchError(
             f"the model-parallel groups exist with {groups.layout}, but {difference} was requested; "
-            "call destroy_model_parallel() first to change them"
+            "call destroy_model_parallel() first to replace them"
         )
 
 
 def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | None) -> str:
-    """Returns the first difference between a layout and the requested one; "" if there is none."""
+    """Returns the first size or kind of group in which `layout` differs from the request, or ""."""
     for axis, size in asked.items():
         if axis in layout.missing or size not in (-1, layout.size(axis)):
             return f"{axis}={size}"
     if order is None:
         return ""
-    # The layout's sizes replace those that aren't requested; dp follows from the other sizes.
+    # Unrequested sizes keep the layout's values; dp follows from them.
     others = {row.name: layout.size(row.name) for row in BY_PARAMETER.values() if row.name not in layout.missing}
     others = {name: size for name, size in others.items() if name not in ("dp", "dp_shard", "inter_dist_opt")}
     if "intra_dp_cp" in layout.parts:
@@ -481,17 +476,18 @@ def init_model_parallel_group(
     use_custom_allreduce: bool | None = None,
     allow_pickle: bool = False,
 ) -> GroupCoordinator:
-    """Creates the groups of `group_ranks`, lists of global ranks, and returns this rank's group.
+    """Creates groups from lists of global ranks, and returns the one of this rank.
 
-    Each rank of the world must be in exactly one list and call it with the same arguments.
-    `use_custom_allreduce`: allows communicators with our own kernels; default: the value of `set_custom_all_reduce`.
-    `use_device_communicator=False` forbids them. `use_message_queue_broadcaster` is accepted for vLLM's callers and
-    has no effect: objects within a host go through a shared-memory queue anyway.
+    Each rank of the world is in exactly one list, and calls it with the same arguments.
+
+    - `use_device_communicator`: False forbids this library's kernels, whatever `use_custom_allreduce` is.
+    - `use_custom_allreduce`: allows this library's kernels. None: the value of `set_custom_all_reduce`.
+    - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers. Objects always use a queue within a host.
     """
     world = get_world_group()
     pool = world.pool
     if pool is None:
-        raise GroupNotInitializedError("the current world is simulated; it can't have process groups")
+        raise GroupNotInitializedError("the current world is simulated; it can't create process groups")
 
     custom = use_device_communicator and (_CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce)
 
@@ -512,13 +508,13 @@ def init_model_parallel_group(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns True if there are current groups: those of `use()`, or process-wide ones."""
+    """Returns True if tp and pp groups exist, process-wide or through `ParallelGroups.use()`."""
     return try_get_current_groups() is not None or _GROUPS is not None
 
 
 @host_call(OUTSIDE)
 def destroy_model_parallel() -> None:
-    """Destroys all parallel groups, but not the world. Every rank calls it; repeated calls do nothing."""
+    """Destroys all parallel groups, but not the world. Every rank calls it. May be called twice."""
     forks.check("destroy_model_parallel()")
     groups = _GROUPS
     _install(None)
@@ -529,7 +525,7 @@ def destroy_model_parallel() -> None:
 @contextmanager
 @host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `get_tp_group()` return `tp_group` in the body, such as for a draft model of another size. Doesn't nest."""
+    """Within the body, `get_tp_group()` returns `tp_group`, such as that of a draft model. Doesn't nest."""
     groups = get_parallel_groups()
     if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
@@ -547,60 +543,60 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
 
 @host_call(OUTSIDE)
 def set_custom_all_reduce(enable: bool) -> None:
-    """Allows or forbids our own kernels in tensor-parallel groups that are created later (default: allowed)."""
+    """Allows or forbids this library's kernels in tensor-parallel groups created later (default: allowed)."""
     global _CUSTOM_ALL_REDUCE
     _CUSTOM_ALL_REDUCE = enable
 
 
-# Getters
+# Getters.
 
 
 def get_world_group() -> GroupCoordinator:
-    """Returns the group of all ranks; needs init_distributed_environment."""
+    """Returns the group of all ranks; GroupNotInitializedError before init_distributed_environment."""
     return _or_raise(try_get_world_group(), "world", "init_distributed_environment")
 
 
 def get_tp_group() -> GroupCoordinator:
-    """Returns the tensor-parallel group."""
+    """Returns the tensor-parallel group; GroupNotInitializedError before initialize_model_parallel."""
     return _or_raise(try_get_tp_group(), "tp")
 
 
 def get_pp_group() -> GroupCoordinator:
-    """Returns the pipeline-parallel group."""
+    """Returns the pipeline-parallel group; GroupNotInitializedError before initialize_model_parallel."""
     return _or_raise(try_get_pp_group(), "pp")
 
 
 def get_dp_group() -> GroupCoordinator:
-    """Returns the data-parallel group."""
+    """Returns the data-parallel group; GroupNotInitializedError before initialize_model_parallel."""
     return _or_raise(try_get_dp_group(), "dp")
 
 
 def try_get_world_group() -> GroupCoordinator | None:
-    """Returns the group of all ranks, or None before init."""
+    """Returns the group of all ranks; None before init_distributed_environment."""
     current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
-    """Returns the tensor-parallel group, or None before init."""
+    """Returns the tensor-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
-    """Returns the pipeline-parallel group, or None before init."""
+    """Returns the pipeline-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
-    """Returns the data-parallel group, or None before init."""
+    """Returns the data-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _DP if current is None else current.dp
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns all current groups as one object."""
+    """Returns all current groups as one object; GroupNotInitializedError before initialize_model_parallel."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
@@ -609,40 +605,39 @@ def get_parallel_groups() -> ParallelGroups:
 
 @host_call(OUTSIDE)
 def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
-    """Returns torch's DeviceMesh over this rank's groups, with the dims `names`, slowest first: `("dp_shard", "tp")`.
+    """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
 
-    Every rank of the world must call it with the same names: axes, or groups that span axes (`dp`, `fsdp`). Default:
-    all axes of more than one rank, and `dp_shard` if tp or ep has more than one. Expert axes (`ep`, `etp`, `efsdp`)
-    can't be in a mesh with tp: `experts=True`, without names, returns their mesh. Raises LayoutError for names that
-    overlap or belong to different numberings of the ranks.
+    Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
+    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one. The mesh can be
+    sliced and flattened like any other.
+
+    Expert groups order the ranks differently, so `ep`, `etp` and `efsdp` can't be in one mesh with tp. `experts=True`,
+    without names, returns their mesh. Raises LayoutError for names that overlap or order the ranks differently.
     """
     return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 
 
 def get_group(name: str) -> GroupCoordinator:
-    """Returns this rank's group of a kind by its name in the axis table: `get_group("ep")` is `get_ep_group()`.
-
-    See ParallelGroups.get: the first use of some kinds creates the group, for which every rank of it must call this.
-    """
+    """Returns this rank's group with this name in the axis table: `get_group("ep")` is `get_ep_group()`."""
     return get_parallel_groups().get(name)
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """Returns a new list of the global ranks of this rank's group of a kind. Doesn't create the group.
+    """Returns the global ranks of this rank's group with this name, as a new list. Doesn't create the group.
 
-    Raises GroupNotInitializedError before init or if this rank is in no such group.
+    Raises GroupNotInitializedError before initialize_model_parallel, or if this rank is in no such group.
     """
     return get_parallel_groups().ranks_of(name)
 
 
 def get_group_rank(name: str) -> int:
-    """Returns this rank's position in its group of a kind. Doesn't create the group."""
+    """Returns this rank's position in its group with this name. Doesn't create the group."""
     groups = get_parallel_groups()
     return groups.ranks_of(name).index(groups.world.rank)
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """Returns the group as get_group does; None before init or if this rank is in no such group."""
+    """Returns the result of get_group; None before initialize_model_parallel, or if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -652,27 +647,28 @@ def _or_raise(
 ) -> GroupCoordinator:
     if group is None:
         long_name = BY_NAME[name].long_name if name in BY_NAME else name
-        raise GroupNotInitializedError(f"the {long_name} group doesn't exist; call {made_by}() first")
+        raise GroupNotInitializedError(f"the {long_name} group does not exist; call {made_by}() first")
     return group
 
 
 def get_node_count() -> int:
-    """Returns the number of hosts that the world spans: sets of ranks that share memory."""
+    """Returns the number of hosts of the world. Ranks that share memory are on one host."""
     return len(get_nodes())
 
 
 def get_nodes() -> list[list[int]]:
-    """Returns new ascending lists of the global ranks on each host, ordered by their first ranks."""
+    """Returns the global ranks of each host as new lists, each ascending, ordered by first rank."""
     if _NODES is None:
         raise GroupNotInitializedError("the ranks of each host are unknown; call init_distributed_environment() first")
     return [list(node) for node in _NODES]
 
 
 def get_process_environment() -> ProcessEnvironment:
-    """Returns this process's rank, local rank, world size and, if known, local world size; works before any init.
+    """Returns this process's rank, local rank, world size and, if known, local world size. Works before any init.
 
-    The source is the first of: the world, torch's default group, the launcher's variables (RANK, …, SLURM_PROCID, …).
-    Without any it is rank 0 of 1. Raises SettingError for variables that contradict each other.
+    Uses the first of these that exists: the world, torch's default group, the launcher's variables (RANK, …,
+    SLURM_PROCID, …), rank 0 of 1. Doesn't communicate, and leaves out the address. Raises SettingError for
+    contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)
@@ -683,12 +679,12 @@ def get_process_environment() -> ProcessEnvironment:
 
 
 def is_global_first_rank() -> bool:
-    """Returns True on rank 0 of the world; before init, by get_process_environment."""
+    """Returns True on global rank 0. Before init, the rank is that of get_process_environment."""
     world = try_get_world_group()
     return get_process_environment().rank == 0 if world is None else world.is_first_rank
 
 
 def is_local_first_rank() -> bool:
-    """Returns True on the first rank of a host; before init, by get_process_environment."""
+    """Returns True on local rank 0. Before init, the local rank is that of get_process_environment."""
     world = try_get_world_group()
     return (get_process_environment().local_rank if world is None else world.local_rank) == 0
