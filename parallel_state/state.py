@@ -37,7 +37,14 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import mesh
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, follow, prove, watch
+from parallel_state.groups.coordinator import (
+    GroupCoordinator,
+    Traits,
+    create_group,
+    follow,
+    record_neighbours,
+    verify_group,
+)
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division, position_in
@@ -136,15 +143,15 @@ def init_distributed_environment(
     undo, _UNDO = contextlib.ExitStack(), None
     try:
         # Imported here: only a program that starts a world needs them, and the import must precede the first deadline.
-        from parallel_state.groups import world as startup
+        from parallel_state.groups import world as world_module
         from parallel_state.startup.rendezvous import Start
 
         if dist.is_initialized():
-            joined = startup.join_default_group(world_size, rank, local_rank, backend)
+            joined = world_module.join_default_group(world_size, rank, local_rank, backend)
         else:
-            place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
+            place = world_module.place_of(world_size, rank, local_rank, distributed_init_method)
             logs.configure(place.rank)
-            joined = startup.join_world(
+            joined = world_module.join_world(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
         place, watcher, met = joined.place, joined.watcher, joined.met
@@ -176,8 +183,8 @@ def init_distributed_environment(
         )
         if bind_device:
             world.route.set_up(divisible=True)
-        prove(world)
-        _NODES = startup.hosts_of(world)
+        verify_group(world)
+        _NODES = world_module.hosts_of(world)
         if joined.is_ours:
             options = {
                 "local_rank": place.local_rank,
@@ -199,7 +206,7 @@ def init_distributed_environment(
     except BaseException as error:
         named = limits.name_shortage(error, "init_distributed_environment()")
         if watcher is not None:
-            startup.give_up(watcher, named)
+            world_module.give_up(watcher, named)
         _UNDO = undo
         destroy_distributed_environment()
         if watcher is not None:
@@ -225,7 +232,7 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Creates the world group over an initialised torch.distributed default group, and returns it."""
     global _WORLD
-    from parallel_state.groups import world as startup
+    from parallel_state.groups import world as world_module
 
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
@@ -246,8 +253,8 @@ def init_world_group(
         traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
-    watch(pool, _WORLD)
-    startup.check_shared_gpus(_WORLD)
+    record_neighbours(pool, _WORLD)
+    world_module.check_shared_gpus(_WORLD)
     return _WORLD
 
 
@@ -328,7 +335,7 @@ def initialize_model_parallel(
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
     ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
     """
-    from parallel_state.groups import world as startup
+    from parallel_state.groups import world as world_module
 
     forks.check("initialize_model_parallel()")
     if _GROUPS is not None:
@@ -360,7 +367,7 @@ def initialize_model_parallel(
     try:
         if warm_up:
             groups.warm_up()
-        startup.closing_barrier(_WORLD)
+        world_module.closing_barrier(_WORLD)
     except BaseException:
         groups.close()
         raise

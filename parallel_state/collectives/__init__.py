@@ -1,4 +1,4 @@
-"""Calls on tensors: the registered ops with their gradients, the checks of a call, the coordinator's methods.
+"""Calls on tensors: the registered ops with gradients, the checks of arguments, the coordinator's methods.
 
 May import the lower package only.
 """

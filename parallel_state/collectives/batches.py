@@ -1,4 +1,4 @@
-"""Transfers that are started together, of `batch_isend_irecv`: their checks, and the order in which they begin."""
+"""The transfers of `batch_isend_irecv`: their checks, and the order in which they start."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives import checks
 
 Transfer: TypeAlias = tuple[str, Tensor, int]
-"""`("isend", x, dst)` or `("irecv", out, src)`, of ranks in the group."""
 
 
 def transfer_of(context: GroupContext, operation: Transfer | dist.P2POp) -> Transfer:
-    """Returns a checked transfer, with its rank in the group; InvalidArgumentError for what is none."""
+    """Returns the checked transfer, with the peer's rank in the group; raises InvalidArgumentError if it is invalid."""
     method = "batch_isend_irecv"
     if isinstance(operation, dist.P2POp):
         if operation.peer not in context.ranks:
@@ -44,8 +43,8 @@ def transfer_of(context: GroupContext, operation: Transfer | dist.P2POp) -> Tran
 def starting_order(own: int, operations: Sequence[Transfer]) -> list[int]:
     """Returns the order in which rank `own` starts its transfers.
 
-    Receives first: a send may wait for its reader. A device's queue takes one after the other, so there both ranks
-    of a pair come to it in the same order as all others come to theirs, and the lower one sends first.
+    On the CPU receives start first, because a send may wait for its receiver. A device runs transfers one by one. So
+    all ranks order the pairs of ranks in the same way, and within a pair the lower rank sends first.
     """
 
     def place(at: int) -> tuple[int, ...]:

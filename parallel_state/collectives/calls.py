@@ -1,16 +1,20 @@
-"""The tensor calls of a group: each checks its arguments, ends here for one rank, and goes on as a registered op.
+"""The tensor calls of a group: each checks its arguments and calls a registered op; one rank needs no op.
 
-Common to all: every rank of the group calls it, in the same order, with tensors that fit; `src` and `dst` are ranks in
-the group; inputs of any strides, also empty, are left unchanged and results are new contiguous tensors (for a group of
-one rank: the input itself). Conjugated and negated views count with their values, as inputs and as outputs. Wrong
-arguments raise InvalidArgumentError before anything is sent. A tensor that no communicator supports raises
-UnsupportedError. A failure during the call raises a CommunicationError.
-With `out`, a tensor of the result's shape and dtype on the same device, of any strides, the result is there and `out`
-is returned. A contiguous one that needs no gradient is written in place; else the result is copied, with its gradient,
-as by `copy_`.
-All of it works under torch.compile(fullgraph=True), but for what starts a transfer and leaves the waiting to a handle.
-Sizes may come from a tensor's values there (`.tolist()`); wrong ones raise torch's RuntimeError when the code runs.
-Gradients: see `ops`.
+Contract of all collectives:
+
+- Every rank of the group must call them in the same order, with matching arguments. `src` and `dst` are ranks in the
+  group.
+- Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
+  rank, the input itself. Lazily conjugated and negated views are supported as inputs and outputs.
+- Wrong arguments raise InvalidArgumentError before anything is sent. A tensor that no communicator supports raises
+  UnsupportedError. A failure during the call raises CommunicationError.
+- `out` must have the result's shape, dtype and device, and may have any strides. It receives the result and is
+  returned. If it is contiguous and no gradient is needed, the call writes to it directly. Otherwise the call copies the
+  result as by `copy_`, with its gradient.
+- They work under torch.compile(fullgraph=True), except for calls that return handles. Sizes may come from a tensor's
+  values (`.tolist()`); then wrong ones raise torch's RuntimeError when the compiled code runs.
+
+For gradients see `ops`.
 """
 
 from __future__ import annotations
@@ -46,15 +50,13 @@ _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
     _OPS.reduce_scatter.default,
     _OPS.all_to_all.default,
 )
-# The overloads themselves, which `_OPS.all_reduce(…)` would look for in each call: 0.3 us of three to four.
+# Bound once: `_OPS.all_reduce(…)` would look up the overload in each call, 0.3 of 3 to 4 µs.
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
-_COLLECTIVE = "compiled code waits for its collectives; use the one without _async there"
+_COLLECTIVE = "compiled code waits for its collectives; use the collective without _async there"
 _TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
 
 
 class GroupFacts:
-    """The facts of a group that the calls on it read."""
-
     context: GroupContext
     route: Route
     world_size: int
@@ -62,14 +64,14 @@ class GroupFacts:
     device: torch.device
     _key: str
     _ranked_key: str
-    """The key for ops whose compiled code depends on the rank."""
+    """The group's key in ops whose compiled code depends on the rank."""
     _token: Tensor
     _destroyed: bool
     _messenger: Any
-    """The `Messenger`, of a room above."""
+    """A `Messenger`."""
 
     def _is_single_rank(self) -> bool:
-        """Returns True for a group of one rank, in which nothing is sent; raises where it was destroyed."""
+        """Returns True for a group of one rank, which sends nothing; raises if that was destroyed."""
         if self.world_size > 1:
             return False
         if self._destroyed:
@@ -86,7 +88,7 @@ class GroupFacts:
 
 
 def _is_straight(x: Tensor) -> bool:
-    """Returns True if the registered op on `x` would only call the route. The op's dispatch takes 3 to 10 µs."""
+    """Returns True if the op on `x` would only call the route, so that its dispatch (3 to 10 µs) can be skipped."""
     return not is_dynamo_compiling() and DIRECT.straight(x) is x
 
 
@@ -95,15 +97,15 @@ def _copied(out: Tensor, received: Tensor) -> Tensor:
 
 
 class TensorCalls(GroupFacts):
-    """The part of `GroupCoordinator` for tensors."""
+    """The methods of `GroupCoordinator` on tensors."""
 
     def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum", *, async_op: checks.NotAsync = False) -> Tensor:
-        """Reduces `x` over all ranks; every rank gets the same new tensor.
+        """Reduces `x` over all ranks; returns the same values on every rank, as a new tensor.
 
-        `op`: sum, avg, max, min or product; on bool tensors sum and max mean or, min and product and. An average of
-        integers is NCCL's: the sum in the tensor's dtype, which wraps, divided toward zero.
-        torch's `ReduceOp.SUM` and its like are taken, too.
-        A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
+        `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
+        min and product are AND. The average of integers is as in NCCL: the sum wraps in the tensor's dtype, and the
+        division rounds toward zero. In a tensor-parallel layer that is trained, use
+        `regions.reduce_from_tensor_model_parallel_region`, which has another gradient.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")
@@ -140,8 +142,7 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
-        A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. `out`: see
-        above.
+        A 0-d tensor becomes `[world_size]`. Shapes must be equal on all ranks; all_gatherv supports other shapes.
         """
         if async_op:
             checks.refuse_async(self.context, "all_gather")
@@ -168,14 +169,14 @@ class TensorCalls(GroupFacts):
         return gathered if out is None else out.copy_(gathered)
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gathers into `out`, as torch's: `[n, …]` to `[world_size · n, …]`, or to `[world_size, n, …]`; returns it."""
+        """Gathers into `out`, as torch does: `[n, …]` to `[world_size · n, …]` or `[world_size, n, …]`; returns it."""
         if not is_dynamo_compiling() and DIRECT.all_gather_into(x, self._token, out, 0, self._key) is out:
             return out
         name = "all_gather_into_tensor"
         checks.check_tensor(self.context, name, x)
         checks.check_tensor(self.context, f"out of {name}", out)
         stacked = x.dim() > 0 and list(out.shape) == [self.world_size, *x.shape] and out.is_contiguous()
-        # Of this class: those that derive from it have other arguments.
+        # Not self.all_gather: subclasses take different arguments.
         TensorCalls.all_gather(self, x, 0, out=out.view(-1, *x.shape[1:]) if stacked else out)
         return out
 
@@ -186,7 +187,7 @@ class TensorCalls(GroupFacts):
         return [n // self.world_size if at == dim else n for at, n in enumerate(x.shape)]
 
     def _goes_into(self, out: Tensor, x: Tensor) -> bool:
-        """Returns True if a result is written to `out` by the op; else it is copied there, with its gradient."""
+        """Returns True if the op can write to `out` directly; otherwise the result is copied, with its gradient."""
         if self._is_single_rank() or not out.is_contiguous():
             return False
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
@@ -202,9 +203,9 @@ class TensorCalls(GroupFacts):
             return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
 
     def all_gatherv(self, x: TensorOrList, dim: int = 0, sizes: Sequence[int] | None = None) -> TensorOrList:
-        """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`.
+        """Gathers as all_gather does, but rank r's `x` has length `sizes[r]` along `dim`.
 
-        Of a list of tensors, which all have these sizes, it returns a list.
+        Every rank must pass the same `sizes`. A list of tensors, all with these sizes, returns a list.
         """
         if isinstance(x, list):
             if not all(isinstance(each, Tensor) for each in x):
@@ -257,7 +258,7 @@ class TensorCalls(GroupFacts):
         return scattered if out is None else out.copy_(scattered)
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
-        """Reduces and scatters along dim 0 into `out`, which it returns; `x` may be `[world_size, *out.shape]`."""
+        """Reduces and scatters along dim 0 into `out`; `x` may be `[world_size, *out.shape]`. Returns `out`."""
         if not is_dynamo_compiling() and DIRECT.reduce_scatter_into(x, self._token, out, 0, op, self._key) is out:
             return out
         checks.check_tensor(self.context, "reduce_scatter_tensor", x)
@@ -268,9 +269,9 @@ class TensorCalls(GroupFacts):
     def reduce_scatterv(
         self, x: TensorOrList, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
     ) -> TensorOrList:
-        """Reduces and scatters as reduce_scatter, in slices of `sizes`; every rank passes the same `sizes`.
+        """Reduces and scatters as reduce_scatter does, but rank r gets a slice of length `sizes[r]`.
 
-        Of a list of tensors, which are all cut by these sizes, it returns a list.
+        Every rank must pass the same `sizes`. A list of tensors, all split by these sizes, returns a list.
         """
         if isinstance(x, list):
             if not all(isinstance(each, Tensor) for each in x):
@@ -288,7 +289,7 @@ class TensorCalls(GroupFacts):
         return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._ranked_key)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Gathers as all_gather on rank `dst`; returns None on the others. No gradient."""
+        """Gathers as all_gather does, on rank `dst`; returns None on the other ranks. No gradient."""
         if not is_dynamo_compiling():
             found = DIRECT.gather(x, self._token, dim, dst, self._key)
             if found is not NotImplemented:
@@ -310,10 +311,10 @@ class TensorCalls(GroupFacts):
         size: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Gives rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
+        """Returns on rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
 
-        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, which needs no exchange
-        and compiles, or none does and `src` tells the others first. The result is on the group's device. No gradient.
+        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; `src` then
+        broadcasts them first, which can't be compiled. The result is on the group's device. No gradient.
         """
         if size is not None and not is_dynamo_compiling():
             given = x if type(src) is int and self.rank_in_group == src else None
@@ -347,7 +348,7 @@ class TensorCalls(GroupFacts):
 
     @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
     def _agree_on_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-        """Returns size and dtype of a slice as `src` says them; an `x` that can't be cut raises on every rank."""
+        """Broadcasts and returns the size and dtype of a slice; if `src`'s `x` is invalid, every rank raises."""
         form: object = None
         wrong: InvalidArgumentError | None = None
         if self.rank_in_group == src:
@@ -379,10 +380,11 @@ class TensorCalls(GroupFacts):
         input_split_sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Cuts `x` along `scatter_dim`, sends slice r to rank r, concatenates what came along `gather_dim`.
+        """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices.
 
-        With split sizes (rows of dim 0 to and from each rank) both dims must be 0; `input_split_sizes` of rank a for
-        rank b must equal `output_split_sizes` of b for a. Leaving one of the two out means equal slices there.
+        The result is concatenated along `gather_dim`. Split sizes are numbers of rows of dim 0 to and from each rank;
+        with them both dims must be 0. `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If
+        only one of the two is passed, the other one means equal slices.
         """
         is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
         if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
@@ -393,7 +395,7 @@ class TensorCalls(GroupFacts):
             if exchanged is not NotImplemented:
                 return exchanged
         checks.check_tensor(self.context, "all_to_all", x)
-        if type(scatter_dim) is not int or scatter_dim != 0:  # 0 is one of every tensor
+        if type(scatter_dim) is not int or scatter_dim != 0:  # 0 is valid for every tensor
             scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
         if type(gather_dim) is not int or gather_dim != 0:
             gather_dim = checks.normal_dim(self.context, "all_to_all", x, gather_dim)
@@ -414,7 +416,7 @@ class TensorCalls(GroupFacts):
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
         received = self._exchange_rows(blocks, None, None)
-        # Where the dims are 1 long, flatten gives a view of other strides.
+        # For dims of length 1, flatten returns a view with other strides.
         return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
     def all_to_all_single(
@@ -424,7 +426,7 @@ class TensorCalls(GroupFacts):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Exchanges rows into `out`, as torch's; returns it. Split sizes as for all_to_all."""
+        """Exchanges rows into `out`, as torch's function does; returns `out`. Split sizes: see all_to_all."""
         outputs = (
             None if isinstance(output_split_sizes, (list, tuple)) and not output_split_sizes else output_split_sizes
         )
@@ -466,7 +468,7 @@ class TensorCalls(GroupFacts):
         return self._exchange_rows(x, list(outputs), list(inputs), out)
 
     def broadcast(self, x: Tensor, src: int = 0, *, async_op: checks.NotAsync = False) -> Tensor:
-        """Returns rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
+        """Returns rank `src`'s `x` as a new tensor. On other ranks `x` determines only shape and dtype."""
         if async_op:
             checks.refuse_async(self.context, "broadcast")
         if not is_dynamo_compiling():
@@ -481,7 +483,7 @@ class TensorCalls(GroupFacts):
         return _BROADCAST(x, self._token, src, self._ranked_key if torch.is_grad_enabled() else self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
-        """Fills every rank's `x` with rank `src`'s; returns `x`."""
+        """Overwrites every rank's `x` with rank `src`'s; returns `x`."""
         if not is_dynamo_compiling() and DIRECT.broadcast_(x, self._token, src, self._key) is x:
             return x
         checks.check_tensor(self.context, "broadcast_", x)
@@ -496,7 +498,7 @@ class TensorCalls(GroupFacts):
         """Returns rank `src`'s flag on every rank."""
         try:
             value = bool(flag) if isinstance(flag, (numbers.Number, Tensor)) or hasattr(flag, "dtype") else None
-        except (RuntimeError, ValueError, NotImplementedError):  # of no element, of several, or without a value
+        except (RuntimeError, ValueError, NotImplementedError):  # not exactly one element, or no value
             value = None
         if value is None:
             raise InvalidArgumentError(
@@ -506,9 +508,9 @@ class TensorCalls(GroupFacts):
             return bool(self.broadcast_(torch.tensor(value, dtype=torch.uint8, device="cpu"), src).item())
 
     def split(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Returns this rank's slice of `x`, which every rank holds: `[…, world_size · d, …]` to a view `[…, d, …]`.
+        """Returns this rank's slice of `x`, which all ranks hold, as a view: `[…, world_size · d, …]` to `[…, d, …]`.
 
-        Nothing is sent; the gradient is that of a slice.
+        It sends nothing. The gradient is that of a slice.
         """
         checks.check_tensor(self.context, "split", x, needs_values=False)
         dim = checks.normal_dim(self.context, "split", x, dim)
@@ -526,17 +528,17 @@ class TensorCalls(GroupFacts):
     def empty(
         self, size: Sequence[int], dtype: torch.dtype | None = None, *, device: torch.device | None = None
     ) -> Tensor:
-        """Allocates an uninitialised tensor, in memory that all ranks of the group have mapped where there is any.
+        """Allocates an uninitialized tensor, if possible in memory that all ranks of the group have mapped.
 
-        A collective on it copies nothing in: compute straight into it (`torch.mm(x, w, out=buffer)`), then all_reduce.
-        On the CPU it is this rank's alone, allocated without the others. Its memory is used again once the last tensor
-        that views it is gone. Between hosts, or where PARALLEL_STATE_SYMMETRIC_BYTES is used up, it is an ordinary
-        tensor; all collectives take either. Default dtype and device: torch's, and the group's.
+        A collective on it needs no copy of its input: compute directly into it (`torch.mm(x, w, out=buffer)`). The
+        memory is reused after the last tensor that views it is deleted. Between hosts, or if
+        PARALLEL_STATE_SYMMETRIC_BYTES is used up, the result is an ordinary tensor. On the CPU, ranks allocate
+        independently. Default dtype: torch's; default device: the group's.
 
-        On a GPU with PARALLEL_STATE_NCCL every rank of the group calls it, with as many bytes: the memory is registered
-        with NCCL, whose symmetric kernels then carry the tensor. All ranks pass the same part of the same tensor to a
-        collective: NCCL takes the offset for that of every rank. In a CUDA graph's capture, in compiled code, or where
-        `explain()` says so, the tensor is an ordinary one. Raises as a collective.
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes. The memory
+        is registered with NCCL for its symmetric kernels, which assume equal offsets on all ranks: pass the same part
+        of the same tensor to a collective. During CUDA graph capture, in compiled code, and if `explain()` says so, the
+        result is an ordinary tensor. Raises the errors of a collective.
         """
         checks.check_shape(self.context, "empty", "size", size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -552,16 +554,15 @@ class TensorCalls(GroupFacts):
         return _OPS.empty(self._token, list(size), dtype, device, self._key)
 
     def _try_registered(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Returns a tensor in memory that a communicator has registered; None if an ordinary one has to do."""
         is_groups = device.type == self.device.type and device.index in (None, self.device.index)
-        if not is_groups or dispatch_modes():  # tracers and fake tensors take the op
+        if not is_groups or dispatch_modes():  # tracers and fake tensors use the op
             return None
         return self.route.allocate(size, dtype)
 
-    # Point to point.
+    # Point to point
 
     def send(self, x: Tensor, dst: int | None = None) -> None:
-        """Sends `x` to rank `dst` (default: the next), which calls recv; then `x` may be reused. No gradient."""
+        """Sends `x` to rank `dst` (default: the next), which must call recv. Then `x` can be reused. No gradient."""
         if not is_dynamo_compiling() and DIRECT.send(x, self._token, dst, self._key) is None:
             return
         checks.check_tensor(self.context, "send", x)
@@ -570,15 +571,15 @@ class TensorCalls(GroupFacts):
     def recv(
         self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
     ) -> Tensor:
-        """Returns the tensor that rank `src` (default: the previous) sends with this shape `size` and dtype.
+        """Returns the tensor of shape `size` and `dtype` that rank `src` (default: the previous) sends.
 
-        It lies on the group's device, or on `device` where the sender's does.
+        It is on `device` (default: the group's device). The sender's tensor must be on the same kind of device.
         """
         if not is_dynamo_compiling():
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
             if received is not NotImplemented:
                 return received
-            raise_interruption()  # of the wait in C++: the op would wait again
+            raise_interruption()  # from the wait in C++: otherwise the op would wait again
         src = checks.source(self.context, "recv", src)
         checks.check_shape(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)
@@ -589,7 +590,7 @@ class TensorCalls(GroupFacts):
     @host_call(_TRANSFER)
     @transfer("isend")
     def isend(self, x: Tensor, dst: int | None = None) -> Handle:
-        """Starts `send`. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
+        """Starts `send`. The handle keeps `x` alive; change `x` only after `wait()`. Not for compiled code."""
         checks.check_no_transform(self.context, "isend")
         checks.check_tensor(self.context, "isend", x)
         dst = checks.destination(self.context, "isend", dst)
@@ -598,7 +599,7 @@ class TensorCalls(GroupFacts):
     @host_call(_TRANSFER)
     @transfer("irecv")
     def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
-        """Starts `recv`: `wait()` gives the tensor. Not for compiled code."""
+        """Starts `recv`; `wait()` returns the tensor. Not for compiled code."""
         checks.check_no_transform(self.context, "irecv")
         checks.check_shape(self.context, "irecv", "size", size)
         checks.check_dtype(self.context, "irecv", dtype)
@@ -609,11 +610,11 @@ class TensorCalls(GroupFacts):
     @host_call(_TRANSFER)
     @transfer("batch_isend_irecv")
     def batch_isend_irecv(self, operations: Sequence[batches.Transfer | dist.P2POp]) -> list[TensorHandle]:
-        """Starts transfers together, in any order on each rank; returns a handle of each, in theirs, to wait for.
+        """Starts several transfers together; returns their handles in the order of `operations`.
 
-        An operation is `("isend", x, dst)` or `("irecv", out, src)`, which fills `out`, of any strides; or torch's
-        `P2POp`, whose peer must be in this group. Transfers between two ranks in one direction are matched in their
-        order. Change or read the tensors after `wait()` only. No gradient; not for compiled code.
+        An operation is `("isend", x, dst)`, or `("irecv", out, src)` with an `out` of any strides, or torch's `P2POp`
+        with a peer in this group. Each rank may list its transfers in any order. But transfers from one rank to another
+        are matched by their order. Change or read the tensors only after `wait()`. No gradient; not for compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
         if not isinstance(operations, (list, tuple)):
@@ -634,9 +635,9 @@ class TensorCalls(GroupFacts):
                 handles[at] = TensorHandle(handle, x, None if whole else functools.partial(_copied, x, flat))
         return [handles[at] for at in range(len(found))]
 
-    # Without waiting: a handle's `wait()` gives what the collective would have given, detached. For overlap in eager
-    # code. Change an input after `wait()` only. A communicator that can't go on by itself has done the work when the
-    # call returns.
+    # Started collectives: the handle's `wait()` returns the collective's result, detached. They overlap communication
+    # with computation in eager code. Change an input only after `wait()`. A communicator without progress of its own
+    # completes the work before the call returns.
 
     @host_call(_COLLECTIVE)
     def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
@@ -685,21 +686,23 @@ class TensorCalls(GroupFacts):
         out = x.detach().clone(memory_format=torch.contiguous_format)
         return TensorHandle(self.route.start("ibroadcast_", out, src), out)
 
-    # An all-reduce and what a layer does next, in one pass. The norm is computed in float32 (float64: float64) of the
-    # rounded `y`, weight included. A communicator without a kernel for it composes it, as does a group of one rank.
+    # An all-reduce fused with a layer's next steps. The norm, including the weight, is computed in float32 (for float64
+    # in float64) from the rounded `y`. A communicator without a fused kernel runs the steps one by one, as does a group
+    # of one rank.
     #
-    # Quantised output is float8_e4m3fn of the norm *as it was rounded to the dtype*, so that it is what quantising the
-    # result of `all_reduce_add_rms_norm` gives. In float32; what is beyond ±448 becomes ±448, infinities too; NaN stays
-    # NaN. vLLM's kernels round the norm once more, before they multiply it by the weight, and those with a scale per
-    # token take the norm of the sum before it is rounded: the results differ in last bits.
+    # Quantized output is float8_e4m3fn of the norm *after its rounding to the dtype*: the same as quantizing the result
+    # of `all_reduce_add_rms_norm`. It is computed in float32. Values beyond ±448, and infinities, become ±448; NaN
+    # stays NaN. vLLM's results differ in the last bits: its kernels round the norm once more before they multiply it by
+    # the weight, and those with a scale per token compute the norm of the unrounded sum.
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor]:
-        """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`: what follows a row-parallel layer.
+        """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`, as needed after a row-parallel layer.
 
-        `x` and `residual` are `[…, hidden]`, `weight` is `[hidden]`, of one dtype, to which the sum, `y` and the norm,
-        computed in float32, are rounded once each. `residual` and `weight` must be equal on all ranks. Differentiable.
+        `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
+        each rounded to it once; the norm is computed in float32. `residual` and `weight` must be equal on all ranks.
+        Differentiable.
         """
         checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm", x):
@@ -709,16 +712,16 @@ class TensorCalls(GroupFacts):
     def all_reduce_add_rms_norm_static_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor]:
-        """Returns as all_reduce_add_rms_norm, with the norm quantised: `(norm / scale as float8_e4m3fn, y)`.
+        """Returns `(norm / scale as float8_e4m3fn, y)`: all_reduce_add_rms_norm with a quantized norm.
 
-        `scale`: one element, float32, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
-        by its reciprocal, which is rounded to float32. A gradient, which would be lost, is an error.
+        `scale`: one float32 element, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
+        by the reciprocal of `scale`, rounded to float32. Raises InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
         checks.check_scale(self.context, operation, scale)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm_static_fp8_quant", x):
-            checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight, scale)
+            checks.check_no_gradient(self.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight, scale)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return static_fp8_quant(normed, scale), y
         return _OPS.all_reduce_add_rms_norm_static_fp8_quant(x, self._token, residual, weight, scale, eps, self._key)
@@ -726,16 +729,16 @@ class TensorCalls(GroupFacts):
     def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantised by its own scale.
+        """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantized by its own scale.
 
-        `scales`: float32 `[…, 1]`, the row's `max(|norm|) / 448`, at least 1 / (448 · 512): a row of zeros stays zeros.
-        A row with a NaN has the scale NaN and is NaN; one with an infinity has the scale infinity, and is NaN there and
-        0 elsewhere. A gradient, which would be lost, is an error.
+        `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least 1 / (448 · 512), so that zeros stay
+        zeros. For a row with a NaN, the scale and all values are NaN. For a row with an infinity, the scale is
+        infinite, that value is NaN, and the others are 0. Raises InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)
         if self._is_single_rank_reducing("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant", x):
-            checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight)
+            checks.check_no_gradient(self.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight)
             normed, y = add_rms_norm(x, residual, weight, eps)
             return (*dynamic_per_token_fp8_quant(normed), y)
         return _OPS.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(

@@ -1,4 +1,4 @@
-"""Prepares one group for CUDA graphs, and the stream on which they are captured. For tp and pp together: `capture`."""
+"""Prepares a group, and the capture stream, for CUDA graphs. `functions.capture` prepares tp and pp together."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Makes a new stream current, which waits for the one before; that waits for it in the end.
+    """Makes a new stream current in the body. It waits for the previous stream, which waits for it afterwards.
 
-    Not so after an exception, which is the one that surfaces: a broken capture lets no stream be waited for.
+    After an exception there is no wait: a broken capture makes waiting fail, which would hide the exception.
     """
     if device.type != "cuda":
         yield GraphCaptureContext(None)

@@ -1,6 +1,6 @@
-"""Checks of a call's arguments against its group. All raise `InvalidArgumentError` before a byte moves.
+"""Checks a call's arguments against its group. They raise `InvalidArgumentError` before anything is sent.
 
-Written so that torch.compile traces it: comparisons, and text only on the way to a `raise`.
+torch.compile must be able to trace them: they compare, and build text only for a `raise`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from device_communicators.calls.reductions import reduction_refusal
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 _MOST_ELEMENTS = 1 << 58
-"""No address space has so many bytes; torch counts bytes in 64 bits."""
+"""Exceeds every address space; torch counts bytes in 64 bits."""
 
 
 def must_hold(condition: Any) -> bool:
@@ -53,12 +53,12 @@ def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Takes a dense tensor with values; where nothing moves, as among simulated ranks, a meta tensor will do."""
+    """Checks that `x` is a dense tensor. A meta tensor is valid only in a simulated group or without `needs_values`."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
         )
-    # torch.compile refuses to look at the layout in the backward of an autograd.Function (regions).
+    # torch.compile can't read the layout in the backward of an autograd.Function (regions).
     if torch.compiler.is_compiling():
         return
     refusal = dtype_refusal(x.dtype)
@@ -67,28 +67,27 @@ def check_tensor(context: GroupContext, operation: str, x: object, *, needs_valu
         raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got {found}")
     if x.is_meta and needs_values and not (context.simulated or context.fake):
         raise InvalidArgumentError(
-            f"{operation} on {context} takes a tensor with values, but got one on meta, which has none; materialise it "
-            "first (to_empty, or the device that it is made on), or use parallel_state.simulate for shapes alone"
+            f"{operation} on {context} takes a tensor with values, but got a meta tensor; materialize it first "
+            "(to_empty, or create it on another device), or use parallel_state.simulate to check shapes only"
         )
 
 
 def check_started(context: GroupContext, operation: str, x: object) -> None:
-    """Checks the input of a collective that doesn't wait."""
     check_no_transform(context, operation)
     check_tensor(context, operation, x)
 
 
 def check_no_transform(context: GroupContext, operation: str) -> None:
-    """Refuses a call that hands memory on inside of torch.func (grad, vmap, …), where no tensor has any of its own."""
+    """Raises inside torch.func transforms (grad, vmap, …), where tensors have no memory of their own."""
     if in_transform():
         raise InvalidArgumentError(
-            f"{operation} on {context} can't be called inside of a function that torch.func transforms (grad, vmap, "
-            "…), where no tensor has memory of its own; call it outside, or use a tensor collective that waits"
+            f"{operation} on {context} can't be called inside a function that torch.func transforms (grad, vmap, …), "
+            "because its tensors have no memory of their own; call it outside, or use a blocking tensor collective"
         )
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """Takes a tensor with one place in memory per element. torch's `copy_` writes deferred tensors."""
+    """Checks that each element has its own memory. Deferred tensors are valid: they are written by torch's `copy_`."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -98,18 +97,17 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
         )
     if is_zero_tensor(x):
         raise InvalidArgumentError(
-            f"{operation} on {context} writes to its tensor, which must have memory, but is torch's efficient zero "
-            "tensor, which has none; clone it first"
+            f"{operation} on {context} writes to its tensor, but this is torch's efficient zero tensor, which has no "
+            "memory; clone it first"
         )
 
 
 def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, shape: Sequence[int]) -> None:
-    """Checks that `out` can hold what becomes of `x`, a result of `shape`."""
     check_tensor(context, f"out of {operation}", out)
     if not torch.compiler.is_compiling() and is_wrapped_tensor(x) and not is_wrapped_tensor(out):
         raise InvalidArgumentError(
-            f"out of {operation} on {context} must be made inside of the function that torch.func transforms, as x "
-            "was, but comes from outside; leave it out"
+            f"out of {operation} on {context} must be created inside the function that torch.func transforms, as x "
+            "was, but was created outside; leave it out"
         )
     check_writable(context, operation, out)
     if not torch.compiler.is_compiling():
@@ -117,12 +115,12 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
             y is not None and y.is_leaf and y.requires_grad for y in (out, base_of(out))
         ):
             raise InvalidArgumentError(
-                f"out of {operation} on {context} is written to, but is a leaf that requires a gradient, or a view of "
-                "one; detach it, or call it under torch.no_grad()"
+                f"out of {operation} on {context} can't be a leaf that requires a gradient, or a view of one; detach "
+                "it, or call it under torch.no_grad()"
             )
         if out.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidArgumentError(
-                f"out of {operation} on {context} is an inference tensor, which torch writes to in inference mode only"
+                f"out of {operation} on {context} is an inference tensor, which can be written in inference mode only"
             )
     if not same_sizes(out.shape, shape) or out.dtype != x.dtype or out.device != x.device:
         raise InvalidArgumentError(
@@ -132,12 +130,11 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
 
 
 def has_tangent(*inputs: Tensor) -> bool:
-    """Returns True where forward mode (jvp, jacfwd) follows an input."""
     return in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def check_no_gradient(context: GroupContext, operation: str, advice: str, *inputs: Tensor) -> None:
-    """Raises where a gradient of an input would be lost."""
+    """Raises if an input requires a gradient or has a tangent, which the call would lose."""
     requires = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if requires or has_tangent(*inputs):
         found = "requires one" if requires else "has a tangent"
@@ -149,18 +146,15 @@ def check_no_gradient(context: GroupContext, operation: str, advice: str, *input
 
 ReduceOpName: TypeAlias = Literal["sum", "avg", "max", "min", "product"]
 ReduceOp: TypeAlias = "ReduceOpName | dist.ReduceOp.RedOpType | dist.ReduceOp"
-"""`"sum"`, or torch's `ReduceOp.SUM`."""
 NotAsync: TypeAlias = Literal[False]
-"""The type of `async_op`, which torch's collectives have and ours refuse."""
 _TORCH_NAMES: dict[str, ReduceOpName] = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
 def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> ReduceOpName:
-    """Returns the name of a reduce operation: itself, or that of torch's."""
     if isinstance(reduce_op, str):
         if reduce_op in REDUCE_OPS:
             return reduce_op  # type: ignore[return-value]
-    elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # a number would be equal to one, too
+    elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # ints also compare equal to them
         for torchs, name in _TORCH_NAMES.items():
             if reduce_op == getattr(dist.ReduceOp, torchs, None):
                 return name
@@ -171,9 +165,8 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
 
 
 def refuse_async(context: GroupContext, operation: str) -> NoReturn:
-    """Raises for a true `async_op`, which torch's function of this name takes."""
     raise InvalidArgumentError(
-        f"{operation} on {context} waits for its result and takes no async_op; call {operation}_async, whose handle's "
+        f"{operation} on {context} is blocking and takes no async_op; call {operation}_async, whose handle's "
         "wait() returns the tensor"
     )
 
@@ -182,7 +175,7 @@ def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op:
     """Raises UnsupportedError in a group of one rank if the route of a larger group would."""
     refusal = reduction_refusal(x.dtype, reduce_op) if x.is_cpu else None
     if refusal is not None:
-        raise UnsupportedError(f"{operation} on {context} isn't carried: {refusal}")
+        raise UnsupportedError(f"{operation} on {context} isn't supported: {refusal}")
 
 
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
@@ -198,7 +191,6 @@ def check_rank(context: GroupContext, operation: str, name: str, rank: object) -
 
 
 def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> None:
-    """Checks that `rank` is another rank in the group."""
     check_rank(context, operation, name, rank)
     if rank == context.rank:
         raise InvalidArgumentError(
@@ -207,7 +199,7 @@ def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> N
 
 
 def destination(context: GroupContext, operation: str, dst: int | None) -> int:
-    """Returns `dst`, another rank in the group; the next one by default."""
+    """Returns the checked `dst`, another rank in the group; the next rank by default."""
     dst = (context.rank + 1) % context.size if dst is None else dst
     if type(dst) is not int or dst == context.rank or not 0 <= dst < len(context.ranks):
         check_peer(context, operation, "dst", dst)
@@ -228,7 +220,6 @@ def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> in
 
 
 def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) -> int:
-    """Returns `dim` as normal_dim does, for a tensor of so many dims that isn't there yet."""
     dims = dims if dims > 0 else 1
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
         raise InvalidArgumentError(
@@ -242,12 +233,11 @@ def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) 
     if x.dim() == 0 or not must_hold(x.shape[dim] % context.size == 0):
         raise InvalidArgumentError(
             f"dim {dim} of a tensor for {operation} on {context} must be divisible by {context.size}, "
-            f"but the shape is {list(x.shape)}; pad it, or use the form that takes sizes"
+            f"but the shape is {list(x.shape)}; pad it, or use the variant that takes sizes"
         )
 
 
 def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
-    """Takes one size per rank, none negative."""
     check_lengths(context, operation, name, sizes)
     _check_elements(context, operation, name, sizes, sum(sizes))
     if len(sizes) != context.size:
@@ -257,7 +247,6 @@ def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequenc
 
 
 def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
-    """Takes a list or tuple of ints, none negative."""
     if not isinstance(lengths, (list, tuple)):
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
@@ -265,12 +254,11 @@ def check_lengths(context: GroupContext, operation: str, name: str, lengths: obj
     for length in lengths:
         if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or not must_hold(length >= 0):
             raise InvalidArgumentError(
-                f"{name} of {operation} on {context} must hold ints that are not negative, but is {list(lengths)}"
+                f"{name} of {operation} on {context} must be non-negative ints, but is {list(lengths)}"
             )
 
 
 def check_shape(context: GroupContext, operation: str, name: str, shape: Sequence[int]) -> None:
-    """Takes the shape of a tensor that fits into an address space."""
     check_lengths(context, operation, name, shape)
     _check_elements(context, operation, name, shape, math.prod(shape))
 
@@ -278,13 +266,11 @@ def check_shape(context: GroupContext, operation: str, name: str, shape: Sequenc
 def _check_elements(context: GroupContext, operation: str, name: str, lengths: Sequence[int], count: int) -> None:
     if not torch.compiler.is_compiling() and count >= _MOST_ELEMENTS:
         raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must be of fewer than {_MOST_ELEMENTS} elements, but is "
-            f"{list(lengths)}"
+            f"{name} of {operation} on {context} must have fewer than {_MOST_ELEMENTS} elements, but is {list(lengths)}"
         )
 
 
 def check_device(context: GroupContext, operation: str, device: object) -> None:
-    """Takes a torch.device, or the name of one."""
     try:
         if isinstance(device, torch.device) or (isinstance(device, str) and torch.device(device)):
             return
@@ -299,15 +285,15 @@ def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
     refusal = dtype_refusal(dtype)
     if refusal is not None:
         raise InvalidArgumentError(
-            f"dtype of {operation} on {context} must be that of a dense tensor, but is that of {refusal}"
+            f"dtype of {operation} on {context} must be a dtype of dense tensors, but is that of {refusal}"
         )
 
 
 def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:
     if x.dim() == 0 or not must_hold(x.shape[dim] == total):
         raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must add up to dim {dim} of the tensor, but {total} "
-            f"is not that of shape {list(x.shape)}"
+            f"{name} of {operation} on {context} must add up to dim {dim} of the tensor, but the sum is {total} "
+            f"and the shape {list(x.shape)}"
         )
 
 
@@ -316,7 +302,6 @@ def _kind(x: Any) -> str:
 
 
 def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object, eps: object) -> None:
-    """Checks that `residual` is like `x`, `weight` like one of its rows, and `eps` a number."""
     check_tensor(context, operation, x)
     if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
         raise InvalidArgumentError(f"eps of {operation} on {context} must be a float, but is {eps!r}")
@@ -324,13 +309,13 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
             found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidArgumentError(
-                f"{name} of {operation} on {context} must be {list(shape)} {x.dtype} beside x of {list(x.shape)} "
+                f"{name} of {operation} on {context} must be {list(shape)} {x.dtype} for x of {list(x.shape)} "
                 f"{x.dtype}, but is {found}"
             )
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Takes one element, float32, whose value nobody looks at: it is on the device."""
+    """Checks for a float32 tensor of one element. Its value isn't read, which would synchronize with the device."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else _kind(scale)
         raise InvalidArgumentError(

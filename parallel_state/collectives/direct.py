@@ -1,7 +1,7 @@
-"""Calls of a group's methods that go past torch's dispatcher: what `csrc/direct.cpp` is told of Python and torch.
+"""The fast path of a group's methods, which bypasses torch's dispatcher: loads the functions of `csrc/direct.cpp`.
 
-A method asks `DIRECT` first, with the arguments of its op, and calls the op where the answer is NotImplemented. Not in
-compiled code, which has the op.
+Outside compiled code, a method first calls `DIRECT` with the arguments of its op. If that returns NotImplemented, the
+method calls the op.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OBJECTS = {
 
 
 class _Facts(ctypes.Structure):
-    """`Facts` of csrc/direct.cpp."""
+    """The struct `Facts` of csrc/direct.cpp: the parts of Python and torch that the library uses."""
 
     _fields_ = (
         ("type_at", ctypes.c_ssize_t),
@@ -57,9 +57,9 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """The functions by the names of the ops whose arguments they take; without the library none does anything.
+    """Functions named after the ops, with the ops' arguments; without the library all return NotImplemented.
 
-    They return what the group's methods do, `out` or `x` for those that write to it.
+    They return the result of the group's method; functions that write to `out` or `x` return that tensor.
     """
 
     all_reduce: Callable[..., Any]
@@ -81,12 +81,11 @@ class DirectCalls:
     def __init__(self) -> None:
         self._facts: _Facts | None = None
         self.straight: Callable[[Any], Any] = _not_here
-        """Returns its argument, a tensor on any device, if an op's dispatch has no effect. A call may skip it then."""
+        """Returns its argument, a tensor on any device, if an op's dispatch on it would have no effect."""
         for name in self.__class__.__annotations__:
             setattr(self, name, _not_here)
 
     def use(self, library: NativeLibrary) -> None:
-        """Calls the functions of the library from now on, where it has them and knows this Python and torch."""
         if self._facts is not None or not library.has_ops:
             return
         from device_communicators.cpu.plain_tree import find_wrap, tensor_at, type_at
@@ -102,7 +101,7 @@ class DirectCalls:
         facts.dtype_count = len(dtypes)
         for dtype, number in DTYPE_NUMBERS.items():
             dtypes[number] = id(dtype)
-        self._facts = facts  # as long as the process lives
+        self._facts = facts  # kept alive until the process exits: the library uses it
         library.ps_set_direct(ctypes.byref(facts))
         for name in self.__class__.__annotations__:
             twin = getattr(torch.ops.parallel_state_python, name).default

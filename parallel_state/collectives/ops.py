@@ -1,23 +1,21 @@
-"""The registered ops, `torch.ops.parallel_state.*`: the boundary that torch.compile sees.
+"""The registered ops, `torch.ops.parallel_state.*`: schemas, kernels, fake kernels and gradient formulas.
 
-Each op finds its group's route by name and hands the tensors down; arguments were checked by the coordinator.
-What belongs here: schemas, kernels, fake kernels, gradient formulas. What does not: choosing, moving, checking.
+torch.compile's graphs contain these ops. Each op passes its tensors to the group's route, which it finds by name. The
+coordinator has checked the arguments.
 
-**Why a token.** A compiler may drop an op whose result nobody uses, and reorder two that share no data; either makes
-ranks disagree and hang. Effect tokens keep such ops, but inductor before 2.15 still reorders them. So every op says
-that it writes one tensor that all ops of a device share: each is then ordered after the one before and none is dead,
-on every version. Nothing ever writes the token's byte. In the functional graphs of AOTAutograd (torch.compile's,
-exported programs') the ops write a token of the graph's own: see `torch_internals.order_in_graph`.
+**Why a token.** A compiler may drop an op whose result is unused, and may reorder ops that share no data. Ranks would
+then make different calls and hang. torch's effect tokens keep such ops, but inductor before 2.15 still reorders them.
+So each op's schema writes to the token, a tensor that all ops of a device share; no kernel does. This keeps all ops and
+their order in every version. AOTAutograd's graphs have their own token: see `torch_internals.order_in_graph`.
 
-**Two registrations.** The compiled library (`csrc/bindings.cpp`) brings CPU and autograd kernels of its own for the ops
-of every layer, which go before those that are registered here. What they don't carry they hand to the op's twin in
-`parallel_state_python`: the same schema, always this module's kernels. Eager calls of a group's methods on plain
-tensors go past both: see `direct`.
+**Two registrations.** The compiled library (`csrc/bindings.cpp`) has its own CPU and autograd kernels for frequent ops,
+which take precedence. Calls that they don't support go to the op's twin in `parallel_state_python`, which always has
+this module's kernels. Eager calls on plain tensors bypass both: see `direct`.
 
 **Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
-all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers want Megatron's conventions instead: see `regions`.
-An op whose gradient would be lost raises. A backward is a collective as well: where the input of one rank requires a
-gradient, the inputs of all must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
+all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers need Megatron's conventions: see `regions`. An op without a
+gradient raises if an input requires one. A backward is a collective, too: if one rank's input requires a gradient, the
+inputs of all ranks must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
 """
 
 from __future__ import annotations
@@ -53,33 +51,32 @@ _TWINS = Library("parallel_state_python", "DEF")
 _OPS = torch.ops.parallel_state
 _TOKENS: dict[torch.device, Tensor] = {}
 OP_NAMES: list[str] = []
-"""The names of all registered ops."""
 
 Formula = Callable[..., Tensor]
-"""From the gradient of an op's output, and the op's arguments after `x`, to the gradient of `x`."""
+"""Computes the gradient of `x` from the gradient of the output and the op's arguments after `x`."""
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Splits: TypeAlias = "Sequence[int] | None"
-"""Rows to or from each rank; None: as many for each."""
+"""Rows to or from each rank; None for equal numbers."""
 
 
 def ordering_token(device: torch.device) -> Tensor:
-    """Returns the one-byte tensor through which the compiler sees the order of all ops on `device`."""
+    """Returns the one-byte tensor that orders all ops on `device` for the compiler."""
     token = _TOKENS.get(device)
     if token is None:
-        with torch.inference_mode(False), disable_current_modes():  # it outlives a FakeTensorMode of the caller's
+        with torch.inference_mode(False), disable_current_modes():  # the token outlives the caller's FakeTensorMode
             token = _TOKENS[device] = torch.zeros(1, dtype=torch.uint8, device=device)
         mark_static_address(token)
     return token
 
 
-# Registration.
+# Registration
 
 
 def define(
     name: str, arguments: str, returns: str, kernel: Callable[..., Any], fake: Callable[..., Any],
     autograd: Callable[..., Any] | None,
 ) -> None:  # fmt: skip
-    """Registers one op, and its twin. `autograd` runs on the Autograd key; None for an op that takes no input."""
+    """Registers an op and its twin. `autograd`: the kernel on the Autograd key; None for ops without input tensors."""
     OP_NAMES.append(name)
     leave_to_interpreter(kernel)
     for library in (_LIBRARY, _TWINS):
@@ -105,7 +102,7 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns a writing op's kernel for tensors whose memory doesn't hold their values; None for other ops.
+    """Returns an op's kernel for tensors whose memory lacks their values; None for ops that write no argument.
 
     torch's own kernel computes the values of inputs, but can't copy outputs back for an op without a result.
     """
@@ -150,9 +147,8 @@ def register(
 ) -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel as the op of its name.
 
-    `fake`: its fake kernel, shapes only; by default that of an op that returns nothing. `formula`: its gradient;
-    `advice`: what to do where it has none. `autograd`: its kernel on the Autograd key, where one that follows from
-    these won't do.
+    `fake`: computes the results' shapes; the default suits ops without a result. `advice`: ends the error for inputs
+    whose gradient would be lost. `autograd`: replaces the derived kernel on the Autograd key.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -170,7 +166,7 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Replaces the token, the one real tensor of a call under a FakeTensorMode of the caller's own, by a fake."""
+    """Replaces the token, the only real tensor of a call under the caller's FakeTensorMode, by a fake."""
     tokens = _TOKENS.values()
     fakes = [
         mode.from_tensor(arg, static_shapes=True) if any(arg is token for token in tokens) else arg for arg in args
@@ -179,8 +175,6 @@ def _in_fake_mode(
 
 
 class _Differentiable(OpFunction):
-    """Serves every op that has a formula."""
-
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
         ctx.formula, ctx.args = formula, args
@@ -192,12 +186,11 @@ class _Differentiable(OpFunction):
 
 
 def differentiable(kernel: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
-    """Calls a kernel whose gradient is `formula`, in the op's own kernel on the Autograd key."""
+    """Calls `kernel` with `formula` as its gradient; for use in kernels on the Autograd key."""
     return _Differentiable.apply(kernel, formula, x, *args)
 
 
 def refuse_tangent(name: str, group: str, *inputs: Tensor) -> None:
-    """Raises InvalidArgumentError in forward mode (jvp, jacfwd), in which no op has a gradient."""
     if checks.has_tangent(*inputs):
         raise InvalidArgumentError(
             f"{name} on {find_route(group).context} has no forward-mode gradient, but its input has a tangent; "
@@ -206,7 +199,7 @@ def refuse_tangent(name: str, group: str, *inputs: Tensor) -> None:
 
 
 def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key: straight down without a gradient, else the formula, else an error."""
+    """Returns the kernel on the Autograd key. If a gradient is needed, it uses the formula, or raises without one."""
     in_place = name.endswith("_")
 
     def kernel(x: Tensor | None, *args: Any) -> Any:
@@ -216,10 +209,10 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
         if x is None or not (x.requires_grad and torch.is_grad_enabled()):
             with below_autograd():
                 result = op(x, *args)
-            if in_place and x is not None:  # transports write past torch; a formula that saved `x` must notice
+            if in_place and x is not None:  # transports bypass torch; autograd must detect that a saved `x` changed
                 torch.autograd.graph.increment_version(x)
             return result
-        # The reduce op of those that have one stands before the group's name.
+        # Ops with a reduce op have it right before the group's name.
         if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
             raise InvalidArgumentError(
                 f"{name} on {find_route(args[-1]).context} has no gradient for these arguments, but its input "
@@ -231,12 +224,11 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
 
 
 def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key of an op on several tensors that has no formula."""
     in_place = name.endswith("_")
 
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
         inputs = [x, *(each for each in args if isinstance(each, Tensor))] if isinstance(x, Tensor) else x
-        if inputs is x:  # of the kernel in C++, which else would wait again
+        if inputs is x:  # from the kernel in C++: otherwise this would wait again
             raise_interruption()
         checks.check_no_gradient(find_route(args[-1]).context, name, advice, *inputs)
         with below_autograd():
@@ -250,7 +242,7 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
 
 
 def _into_kernel(name: str) -> Callable[..., Any]:
-    """Returns the kernel on the Autograd key of an op that writes to `out`; its caller adds gradients by `copy_`."""
+    """Returns the kernel on the Autograd key of an op that writes to `out`. For gradients, callers use `copy_`."""
 
     def kernel(x: Tensor, token: Tensor, out: Tensor, *args: Any) -> None:
         checks.check_no_gradient(find_route(args[-1]).context, name, "leave out= out", x, out)
@@ -262,11 +254,11 @@ def _into_kernel(name: str) -> Callable[..., Any]:
 
 
 def _apart(x: Tensor, out: Tensor) -> Tensor:
-    """Returns `x`, or a copy where `out` shares its memory: others read `x` while this rank writes."""
+    """Returns `x`, or a copy if `out` shares its memory: peers read `x` while this rank writes `out`."""
     return x.clone() if x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() else x
 
 
-# Fake kernels: shapes only. They look the group up as well, so a shape error shows when a model is traced.
+# Fake kernels, which compute shapes. They need the group's size, so tracing a model finds shape errors.
 
 
 def fake_same(x: Tensor, *_: Any) -> Tensor:
@@ -274,7 +266,7 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
 
 
 def _fake_given(*args: Any) -> Tensor:
-    """Makes a tensor of the arguments size, dtype and device, which are the only three of these types."""
+    """Returns a tensor of the size, dtype and device arguments: the consecutive arguments around the dtype."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
     return torch.empty(args[at - 1], dtype=args[at], device=args[at + 1])
 
@@ -318,7 +310,7 @@ def _grad_broadcast(grad: Tensor, token: Tensor, src: int, group: str) -> Tensor
     total = _OPS.all_reduce(grad, token, "sum", group)
     if _rank_in(group) == src:
         return total
-    # Zeros, but with a graph: the backward of this is a collective, in which `src` would wait for the others.
+    # Zeros that keep the graph: the backward of this is a collective, so all ranks must take part.
     return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
 
 
@@ -328,8 +320,8 @@ def _splits(x: Tensor, outputs: Splits, inputs: Splits, group: str) -> tuple[Seq
         return [len(x) // size] * size, [len(x) // size] * size
     if outputs is None or inputs is None or not len(outputs) == len(inputs) == size:
         raise InvalidArgumentError(
-            f"the op all_to_all takes the rows from and to each of {size} ranks, or None for both where x has a "
-            f"multiple of {size} rows, but got {outputs} and {inputs} for {len(x)} rows; nothing was sent"
+            f"the op all_to_all needs one number of rows from and to each of {size} ranks, or None for both if x has "
+            f"a multiple of {size} rows, but got {outputs} and {inputs} for {len(x)} rows; nothing was sent"
         )
     return outputs, inputs
 
@@ -341,7 +333,6 @@ def _averaged(grad: Tensor, reduce_op: str, group: str) -> Tensor:
 def _autograd_add_rms_norm(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Calls the parts, each of which has a gradient, where one is wanted."""
     refuse_tangent("all_reduce_add_rms_norm", group, x, residual, weight)
     if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad):
         total = _OPS.all_reduce(x, token, "sum", group) + residual
@@ -350,11 +341,11 @@ def _autograd_add_rms_norm(
         return _OPS.all_reduce_add_rms_norm(x, token, residual, weight, eps, group)
 
 
-# The ops. `run` counts the tensor after the operation's name, and picks a communicator by it.
+# The ops. `run` counts the bytes of its second argument and picks a communicator by it.
 
-_SUM_OR_AVG = "differentiable are sum and avg"
+_SUM_OR_AVG = "only sum and avg are differentiable"
 _DETACH = "detach the tensor first and send the gradient back yourself"
-QUANTISE_YOURSELF = "quantise the result of all_reduce_add_rms_norm yourself"
+QUANTIZE_YOURSELF = "quantize the result of all_reduce_add_rms_norm yourself"
 
 
 @register("Tensor x, Tensor(a!) token, str reduce_op, str group",
@@ -419,11 +410,11 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Without splits all are equal: two lists take 1.5 us to go through torch, and empty ones still 0.7."""
+    """Splits of None mean equal ones: torch takes 1.5 µs to pass two lists, and 0.7 µs for empty ones."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 
-# Into a contiguous tensor of the caller's, which has the result's shape and dtype.
+# Ops that write into `out`, a contiguous tensor with the result's shape and dtype
 
 
 @register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()",
@@ -466,7 +457,7 @@ def send(x: Tensor, token: Tensor, dst: int, group: str) -> None:
 
 @register("Tensor(a!) token, SymInt[] size, ScalarType dtype, Device device, int src, str group", fake=_fake_given)
 def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, src: int, group: str) -> Tensor:
-    raise_interruption()  # of the kernel in C++, which else would wait again
+    raise_interruption()  # from the kernel in C++: otherwise this would wait again
     out = torch.empty(size, dtype=dtype, device=device)
     find_route(group).run("recv", out, out, src)
     return out
@@ -474,7 +465,7 @@ def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.d
 
 @register("Tensor token, SymInt[] size, ScalarType dtype, Device device, str group", fake=_fake_given)
 def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
-    find_route(group)  # raises for a group that is no more
+    find_route(group)  # raises for a destroyed group
     return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -483,8 +474,8 @@ def broadcast_list(x: Sequence[Tensor], token: Tensor, form: str, src: int, grou
     route = find_route(group)
     if route.context.rank != src:
         raise InvalidArgumentError(
-            f"broadcast_list on {route.context} only reads its tensors, which rank {src} alone may do; "
-            "use broadcast_list_, which fills them"
+            f"broadcast_list on {route.context} only reads its tensors, so only rank {src} may call it; "
+            "use broadcast_list_ on the other ranks, which fills them"
         )
     route.messenger.broadcast_list(x, form, src)
 
@@ -501,7 +492,7 @@ def send_list(x: Sequence[Tensor], token: Tensor, form: str, dst: int, group: st
 
 @register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", advice=_DETACH)
 def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
-    raise_interruption()  # of the kernel in C++, which else would wait again
+    raise_interruption()  # from the kernel in C++: otherwise this would wait again
     find_route(group).messenger.recv_list(x, form, src)
 
 
@@ -510,8 +501,8 @@ def barrier(token: Tensor, group: str) -> None:
     find_route(group).run("barrier", None)
 
 
-# Collectives and what a layer does next, in one op on every device: a communicator without a kernel for it composes
-# it. Numerics: see `TensorCalls.all_reduce_add_rms_norm`.
+# Collectives fused with a layer's next steps. A communicator without a fused kernel runs the steps one by one.
+# Numerics: see `TensorCalls.all_reduce_add_rms_norm`.
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, float eps, str group", "(Tensor, Tensor)",
@@ -524,7 +515,7 @@ def all_reduce_add_rms_norm(
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, Tensor scale, float eps, str group",
           "(Tensor, Tensor)", fake=lambda x, *_: (x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape)),
-          advice=QUANTISE_YOURSELF)  # fmt: skip
+          advice=QUANTIZE_YOURSELF)  # fmt: skip
 def all_reduce_add_rms_norm_static_fp8_quant(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
@@ -533,7 +524,7 @@ def all_reduce_add_rms_norm_static_fp8_quant(
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, float eps, str group",
-          "(Tensor, Tensor, Tensor)", advice=QUANTISE_YOURSELF,
+          "(Tensor, Tensor, Tensor)", advice=QUANTIZE_YOURSELF,
           fake=lambda x, *_: (x.new_empty(x.shape, dtype=FP8),
                               x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)))  # fmt: skip
 def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(

@@ -1,8 +1,8 @@
-"""The ops under torch.func: `grad`, `vjp`, `jacrev` through their autograd kernels, `vmap` by a rule for each op.
+"""The ops under torch.func: `grad`, `vjp` and `jacrev` use their autograd kernels, `vmap` uses a rule for each op.
 
-Under `vmap` a collective of samples is one collective of the batch, which is laid out alike on every rank: all ranks
-map over as many samples. Dims of the call are a sample's. What has no rule, and forward mode (`jvp`, `jacfwd`), raises
-InvalidArgumentError on every rank alike, before anything is sent. torch's part of it is imported at its first use.
+Under `vmap` a collective runs once, on the whole batch: all ranks must map over the same number of samples. The dims in
+a call are those of a sample. Ops without a rule, and forward mode (`jvp`, `jacfwd`), raise InvalidArgumentError on
+every rank before anything is sent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from device_communicators.calls.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 
 Rule = Callable[..., tuple[Any, Any]]
-"""From an op, the batch dim of each argument and the arguments to `(result, its batch dim)`."""
+"""Called with an op, the batch dim of each argument, and the arguments; returns `(result, batch dim of the result)`."""
 
 
 class OpFunction(torch_internals.SingleLevelFunction):
-    """Runs in an op's autograd kernel, one level of torch.func's at a time; a base class."""
+    """Base class of functions that run in an op's autograd kernel, one level of torch.func at a time."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -33,16 +33,16 @@ class OpFunction(torch_internals.SingleLevelFunction):
 
     @staticmethod
     def below(op: Callable[..., Any], *args: Any) -> Any:
-        """Calls the op without this level's gradient, in `forward`, which torch calls with the gradients off."""
+        """Calls the op without this level's gradient. For use in `forward`, where torch has disabled gradients."""
         with torch_internals.below_autograd():
             if torch_internals.in_transform():
                 return torch_internals.with_gradients(op, args)
             result = op(*args)
-        # Where a transport gives a view of memory that nobody else has, torch would forbid to change it in place.
+        # torch forbids in-place changes of a view; `data` isn't one. Only this tensor uses the transport's memory.
         return result.data if type(result) is Tensor and torch_internals.is_view(result) else result
 
 
-# Rules.
+# Rules
 
 
 def _elementwise(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ _NAMES_BY_RULE: dict[Rule, tuple[str, ...]] = {
 }  # fmt: skip
 _RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names}
 _UNMAPPED = ("barrier", "empty")
-"""Ops that take no tensor of a sample."""
+"""Ops without an input tensor."""
 
 
 def _name(op: Any) -> str:
@@ -110,9 +110,9 @@ def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
 
     def refuse(*args: Any) -> Any:
         raise InvalidArgumentError(
-            f"{name} on {find_route(args[-1]).context} can't be called inside of torch.vmap, or of what is built on it "
-            "(jacrev, hessian), since not all of its ranks have a batch; call it outside, on the whole batch, or use "
+            f"{name} on {find_route(args[-1]).context} can't be called inside torch.vmap or functions built on it "
+            "(jacrev, hessian), because not all of its ranks have a batch; call it outside, on the whole batch, or use "
             "all_gather, broadcast or all_to_all inside"
         )
 
-    return "FuncTorchVmapMode", refuse  # the key of all calls inside, also of the rank that has no tensor to map over
+    return "FuncTorchVmapMode", refuse  # this key covers all calls inside vmap, also those without a mapped tensor

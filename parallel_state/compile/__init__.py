@@ -1,4 +1,4 @@
-"""Passes over compiled graphs: finds what the fused calls can carry, and puts them in its place.
+"""Passes over compiled graphs, which replace sequences of nodes by fused calls.
 
 May import `collectives`' ops only.
 """

@@ -1,32 +1,30 @@
 """Fuses, in torch.compile, an all-reduce, the add after it and the RMS norm after that into one op.
 
-Off unless asked. With inductor:
+The pass is off by default. With inductor:
 
     fusion = AllReduceFusionPass()
     model = torch.compile(model, options={"post_grad_custom_pre_pass": fusion})
     model(x)                                                # the first call compiles
     print(fusion.report)
 
-A pass manager of one's own calls `fusion(graph)`, or `fuse_all_reduce_rms_norm(graph)`, with what AOTAutograd made;
-`torch.compile(model, backend=fusion.aot_eager)` applies it without inductor.
+Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
-**What it finds** is in `compile.match`: `group.all_reduce` by sum, plus a residual on either side, then `F.rms_norm`
-over the last dim, or the norm written out in float32 as in transformers' LlamaRMSNorm, then perhaps a division by a
-float32 scale for all, a clamp to ±448 and a conversion to float8_e4m3fn. The sum may be used further. Everything else
-stays as it is, and the report says why.
+**What it fuses** (see `compile.match`): a `group.all_reduce` with sum, the addition of a residual, and `F.rms_norm`
+over the last dim, or the norm written out in float32 as in transformers' LlamaRMSNorm. Optionally also a division by
+one float32 scale, a clamp to ±448 and a conversion to float8_e4m3fn. Other nodes may use the sum as well. All other
+all-reduces stay unchanged, and the report gives the reasons.
 
-**What changes.** Results are those of the fused op (see `collectives.calls`): the norm may differ in its last
-bit, or by two steps of the dtype where the weight came after a rounding; a float8 by one step where that decides. The
-op takes the residual and the weight to be equal on all ranks, as in a tensor-parallel layer; the pass can't see it. All
-ranks must compile the same graph with the pass, or none: else their calls differ.
+**What changes.** The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after
+a rounding. A float8 may then differ by one step. Residual and weight must be equal on all ranks, as in a
+tensor-parallel layer; the pass can't check that. All ranks or none must compile with the pass: otherwise their calls
+mismatch.
 
-**Order.** The fused op stands where the all-reduce stood, and the ordering token goes through it: no collective moves.
-What its other inputs are made of is moved before it; where that depends on the all-reduce, nothing is fused. In
-training the backward wants what is inside the norm: nothing is fused there either.
+**Order.** The fused op takes the position of the all-reduce and keeps its ordering token, so no collective moves. Nodes
+that compute its other inputs are moved before it.
 
-With `dynamic=True` torch makes an input of every float, eps too, which then is no constant: nothing is fused unless
-torch._dynamo.config.specialize_float is set. torch's default, which finds out what is dynamic, needs nothing.
-Code that inductor takes from its cache doesn't come by here again: the report doesn't count it.
+**Never fused:** an all-reduce whose residual, weight or scale depends on it; in training, because the backward uses
+values inside the norm; with `dynamic=True`, which makes eps an input, unless torch._dynamo.config.specialize_float is
+set. The report doesn't count code from inductor's cache, for which no pass runs.
 """
 
 from __future__ import annotations
@@ -55,16 +53,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """The all-reduces of one graph, or of several: fused or kept."""
+    """The all-reduces of one or more graphs: fused or kept."""
 
     fused: list[str] = field(default_factory=list)
-    """The op and the shape of each place that was replaced."""
+    """The fused op and its shape, for each all-reduce that was fused."""
     kept: list[str] = field(default_factory=list)
-    """Each all-reduce that stays, and why."""
+    """The all-reduces that were not fused, with reasons."""
 
     @property
     def count(self) -> int:
-        """Returns how many places were replaced."""
+        """Returns the number of fused all-reduces."""
         return len(self.fused)
 
     def __str__(self) -> str:
@@ -74,9 +72,9 @@ class FusionReport:
 
 
 def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
-    """Fuses what it finds in `graph`, a functional graph of AOTAutograd's, in place. Twice is fine.
+    """Fuses in place the all-reduces of `graph`, a functional graph of AOTAutograd. Repeated calls do nothing.
 
-    The caller recompiles the graph's module.
+    The caller must recompile the graph's module.
     """
     report = FusionReport()
     for node in fuse_match.all_reduces(graph):
@@ -93,7 +91,7 @@ def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
 
 
 class AllReduceFusionPass:
-    """`fuse_all_reduce_rms_norm` as inductor's config takes it; it keeps the reports of all graphs that it has seen."""
+    """`fuse_all_reduce_rms_norm` as a pass for inductor's config; its report covers all graphs so far."""
 
     def __init__(self) -> None:
         register_graph_pass(type(self))
@@ -105,17 +103,17 @@ class AllReduceFusionPass:
         self.report.kept += report.kept
 
     def uuid(self) -> str:
-        """Returns the digest by which inductor's cache knows this code."""
+        """Returns the digest that identifies this code in inductor's cache."""
         sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles as a backend of torch.compile: AOTAutograd's graph and this pass; torch runs it node by node."""
+        """Serves as a torch.compile backend: applies the pass to AOTAutograd's graph, which torch runs node by node."""
         return torch_internals.aot_eager(module, inputs, self)
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Moves what the fused op needs before the all-reduce; raises NoMatch, and has moved nothing, where it can't."""
+    """Moves the nodes that the fused op needs before the all-reduce; raises NoMatch, without a move, if it can't."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))
@@ -128,7 +126,6 @@ def _move_inputs_up(graph: Graph, found: Found) -> None:
 
 
 def _replace(graph: Graph, found: Found) -> str:
-    """Puts the fused op in the place of the all-reduce, of which nothing is left."""
     old = found.all_reduce
     token = {name: old.kwargs[name] for name in ("_token_base_index", "_all_bases")}
     arguments: dict[str, Any] = {"x": old.kwargs["x"], "residual": found.residual, "weight": found.weight}
@@ -140,7 +137,7 @@ def _replace(graph: Graph, found: Found) -> str:
     with graph.inserting_before(old):
         fused = graph.call_function(fuse_match.FUNCTIONALIZED, (op,), arguments)
         fused.meta = {**old.meta, "val": tuple(results)}
-        if "eager_input_vals" in old.meta:  # by which inductor keeps the strides that an op would see without it
+        if "eager_input_vals" in old.meta:  # inductor uses it to pass an op the strides of eager mode
             _, eager = old.meta["eager_input_vals"]
             now = {name: map_arg(value, lambda node: node.meta["val"]) for name, value in arguments.items()}
             kept = {name: eager[name] for name in now.keys() & eager.keys()}
@@ -150,7 +147,7 @@ def _replace(graph: Graph, found: Found) -> str:
         given.meta = {**wanted.meta, "val": given.meta["val"]}
         wanted.replace_all_uses_with(given)
     for node in list(old.users):
-        if node is not found.reduced:  # the token, after it
+        if node is not found.reduced:  # the getitem of the token
             node.args = (fused, cast(int, node.args[1]) + 1)
     _erase(graph, {found.normed, *found.inside, found.add, found.reduced, old})
     name = torch_internals.schema_of(op).name.removeprefix("parallel_state::")
@@ -164,7 +161,6 @@ def _result(graph: Graph, fused: Node, index: int) -> Node:
 
 
 def _erase(graph: Graph, nodes: set[Node]) -> None:
-    """Erases the nodes without users."""
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users:
             graph.erase_node(node)

@@ -1,13 +1,12 @@
-"""Finds in a compiled graph an all-reduce, an add and an RMS norm, and perhaps a quantisation, that one op can do.
+"""Finds all-reduces in a compiled graph that one op can fuse with an add, an RMS norm and possibly a quantization.
 
-Changes nothing; `compile.fusion_pass` replaces. A graph is what AOTAutograd hands to a backend: aten or prims, made
-functional, so that an op that writes the ordering token stands as `auto_functionalized_v2`. What isn't certain is
-refused, with a reason.
+The graph is what AOTAutograd passes to a backend: functional aten or prims ops, in which an op that writes the ordering
+token appears as `auto_functionalized_v2`.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
 
-or aten's norm in one node instead of the lower line. The upper line may stop at the add and have any other users.
+In place of the written-out norm the graph may have aten's norm as one node. The sum may have other users.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ _WIDE = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-"""The dtype in which the norm of a dtype must be computed."""
+"""Dtype -> the dtype in which its norm must be computed."""
 
 
 class NoMatch(Exception):
-    """An all-reduce can't be fused; the text says why."""
+    """An all-reduce can't be fused; the text is the reason."""
 
 
 @dataclass
 class Found:
-    """One place to fuse: the parts in the graph. `inside` vanish with it."""
+    """The nodes of one match; fusing also removes `inside`."""
 
     all_reduce: Node
     reduced: Node
@@ -54,23 +53,22 @@ class Found:
     weight: Node
     eps: float
     normed: Node
-    """The norm in the dtype, or its quantisation."""
+    """The norm in the tensor's dtype, or its quantization."""
     scale: Node | None = None
     inside: list[Node] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Node]:
-        """Returns what the fused op needs, and the all-reduce didn't."""
+        """Returns the inputs of the fused op that the all-reduce doesn't have."""
         return [each for each in (self.residual, self.weight, self.scale) if each is not None]
 
 
 def all_reduces(graph: Graph) -> list[Node]:
-    """Returns all all-reduces of the graph, in order."""
     return [node for node in graph.nodes if node.target is FUNCTIONALIZED and node.args[:1] == (_ALL_REDUCE,)]
 
 
 def find(all_reduce: Node) -> Found:
-    """Returns what can be fused with `all_reduce`; raises NoMatch."""
+    """Returns the nodes to fuse with `all_reduce`; raises NoMatch if there are none."""
     if set(all_reduce.kwargs) - _TOKEN != {"x", "reduce_op", "group"}:
         raise NoMatch(f"its arguments are {sorted(all_reduce.kwargs)}")
     if all_reduce.kwargs["reduce_op"] != "sum":
@@ -88,7 +86,7 @@ def find(all_reduce: Node) -> Found:
         except NoMatch as no:
             reasons.append(str(no))
         else:
-            return _quantised(found)
+            return _quantized(found)
     raise NoMatch("; ".join(dict.fromkeys(reasons)))
 
 
@@ -101,14 +99,13 @@ def _residual(reduced: Node, add: Node) -> Node:
     if _value(add).dtype not in _WIDE or any(_value(each).dtype != _value(add).dtype for each in (reduced, residual)):
         raise NoMatch(f"the add is of {_value(reduced).dtype} and {_value(residual).dtype}")
     if not (_alike(reduced, residual) and _alike(reduced, add)) or _value(reduced).dim() == 0:
-        raise NoMatch("the residual has another shape, or device")
+        raise NoMatch("the residual has another shape or device")
     if not _same(_value(add).stride(), _value(reduced).stride()):
-        raise NoMatch("the sum lies in memory in another order")
+        raise NoMatch("the sum has another order in memory")
     return residual
 
 
 def _one_node(found: Found) -> Found:
-    """Finds `aten.rms_norm` or `aten._fused_rms_norm` of the sum."""
     norms = [node for node in found.add.users if node.target in _ONE_NODE and node.args[0] is found.add]
     if not norms:
         raise NoMatch("no norm of the sum follows")
@@ -127,7 +124,7 @@ def _one_node(found: Found) -> Found:
 
 
 def _written_out(found: Found) -> Found:
-    """Finds squares, mean, rsqrt and products of the sum in float32."""
+    """Finds a norm of the sum that is written out in float32: square, mean, rsqrt, products."""
     y = found.add
     dtype = _value(y).dtype
     wide_dtype = _WIDE[dtype]
@@ -147,7 +144,7 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Follows the squares of the sum to its product with the rsqrt; returns that and eps."""
+    """Follows the square of the sum to the product of sum and rsqrt; returns that product and eps."""
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
@@ -169,10 +166,10 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
 
 
 def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
-    """Follows the normed sum, in float32, to its product with the weight in the sum's dtype: (weight, product)."""
+    """Follows the float32 norm to its product with the weight, in the sum's dtype; returns (weight, product)."""
     dtype = _value(found.add).dtype
     after = _only_user(scaled)
-    if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:  # back first, then the weight
+    if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:  # converted before the weight
         found.inside.append(after)
         product = _only_user(after)
         weight = _other(product, after) if product.target is _ATEN.mul.Tensor else None
@@ -197,7 +194,7 @@ def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
     if not isinstance(weight, Node):
         raise NoMatch("the norm has no weight")
     if not isinstance(eps, float):
-        raise NoMatch("eps isn't a constant (with dynamic=True none is: set torch._dynamo.config.specialize_float)")
+        raise NoMatch("eps isn't a constant (with dynamic=True, set torch._dynamo.config.specialize_float)")
     scale = _value(weight)
     if scale.dtype != y.dtype or scale.device != y.device or not _same(scale.shape, y.shape[-1:]):
         raise NoMatch(f"the weight is {list(scale.shape)} {scale.dtype}")
@@ -207,11 +204,11 @@ def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
     return found
 
 
-# Quantisation by a scale for all.
+# Quantization by one scale
 
 
-def _quantised(found: Found) -> Found:
-    """Adds the quantisation that follows, where there is one that the op does."""
+def _quantized(found: Found) -> Found:
+    """Adds the quantization that follows, if there is one that the fused op supports."""
     chain: list[Node] = [found.normed]
     try:
         node = _only_user(found.normed)
@@ -240,7 +237,7 @@ def _quantised(found: Found) -> Found:
 
 
 def _divided_by(node: Node, x: Node) -> Node | None:
-    """Returns the scale by which `node` divides `x`."""
+    """Returns the scale by which `node` divides `x`; None if it doesn't divide it."""
     if node.target is _ATEN.div.Tensor and node.args[0] is x and not node.kwargs:
         return node.args[1] if isinstance(node.args[1], Node) else None
     other = _other(node, x) if node.target is _ATEN.mul.Tensor else None
@@ -250,7 +247,7 @@ def _divided_by(node: Node, x: Node) -> Node | None:
 
 
 def _limits(node: Node, x: Node) -> set[str]:
-    """Returns to which of ±448 `node` limits `x`."""
+    """Returns the limits to which `node` clamps `x`: "low" for -448, "high" for 448; empty for other nodes."""
     if node.target not in _CLAMPS or node.args[0] is not x or node.kwargs:
         return set()
     limits = (*node.args[1:], None)[:2]
@@ -261,13 +258,13 @@ def _limits(node: Node, x: Node) -> set[str]:
     return {name for name, limit in zip(("low", "high"), limits, strict=True) if limit is not None}
 
 
-# Nodes.
+# Nodes
 
 
 def _value(node: Node) -> Tensor:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        raise NoMatch(f"nothing is known of {node.name}")
+        raise NoMatch(f"{node.name} has no metadata of a tensor")
     return value
 
 
@@ -279,7 +276,7 @@ def _only_user(node: Node) -> Node:
 
 
 def _other(node: Node, one: Node) -> Node | None:
-    """Returns the other of two operands, if both are nodes."""
+    """Returns the other operand of two; None if it isn't another node."""
     if len(node.args) != 2 or one not in node.args:
         return None
     other = node.args[1] if node.args[0] is one else node.args[0]
@@ -287,7 +284,7 @@ def _other(node: Node, one: Node) -> Node | None:
 
 
 def _converted(node: Node, dtype: torch.dtype) -> Node | None:
-    """Returns the node that `node` converts to `dtype`, if it does nothing else."""
+    """Returns the node that `node` converts to `dtype`; None if `node` does anything else."""
     if node.target is _PRIMS.convert_element_type.default and node.args[1] == dtype:
         return node.args[0] if isinstance(node.args[0], Node) else None
     if node.target is TO_COPY and node.kwargs.get("dtype") == dtype:
@@ -304,7 +301,6 @@ def _is_square(node: Node) -> bool:
 
 
 def _is_result(node: Node, dtype: torch.dtype, found: Found) -> bool:
-    """Returns True if the op's result can stand for `node`."""
     value = _value(node)
     return bool(
         value.dtype == dtype and _alike(node, found.reduced) and _same(value.stride(), _value(found.reduced).stride())
@@ -316,21 +312,21 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compares shapes and strides, symbolic ones too, without a guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy, which a compiler has loaded
+    """Compares shapes or strides, including symbolic ones, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as the compiler does
 
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
-    """Returns the nodes after the all-reduce of which its new inputs are made; raises NoMatch if it is one of them."""
+    """Returns the nodes after the all-reduce that compute the new inputs; raises NoMatch if they depend on it."""
     start = order[found.all_reduce]
     needed: set[Node] = set()
     waiting = list(found.inputs)
     while waiting:
         node = waiting.pop()
         if node is found.all_reduce:
-            raise NoMatch("the residual, the weight or the scale depends on it or on an operation after it")
+            raise NoMatch("the residual, the weight or the scale depends on it or on a later operation")
         if order[node] > start and node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes
@@ -338,7 +334,6 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
 
 
 def writers(nodes: list[Node]) -> Iterator[Node]:
-    """Yields the nodes that change a tensor in place; what was made functional doesn't."""
     for node in nodes:
         schema = schema_of(node.target)
         if schema is not None and schema.is_mutable:

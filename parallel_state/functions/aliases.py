@@ -1,7 +1,7 @@
-"""Provides the long names of Megatron and vLLM for calls of `state` and the coordinators.
+"""Provides Megatron's and vLLM's long names for functions of `state` and methods of groups.
 
-Where Megatron's `get_…_group` returns a torch ProcessGroup, these return the GroupCoordinator, as vLLM's do;
-`.device_group` is the ProcessGroup. Those that follow from the axis table are in `getters`.
+Megatron's `get_…_group` returns a torch ProcessGroup. These functions return the GroupCoordinator, as vLLM's do; its
+`.device_group` is the ProcessGroup. `getters` has the names that follow from the axis table.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from parallel_state.state import (
     try_get_group,
 )
 
-# Data-parallel groups, with Megatron's flags.
+# Data-parallel groups, with Megatron's flags
 
 
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """Returns `get_dp_group()`; with context parallelism `dp_cp`, or this optimizer instance's part, `intra_dp_cp`."""
+    """Returns the `dp` group, with context parallelism `dp_cp`, or its part `intra_dp_cp` of one optimizer instance."""
     return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -51,7 +51,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Returns this process' rank in `get_data_parallel_group(…)`."""
+    """Returns this rank's position in `get_data_parallel_group(…)`."""
     return get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -63,7 +63,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `tp_dp` group, or `tp_dp_cp`; None before initialize_model_parallel, if nothing is to be checked."""
+    """Returns the `tp_dp` or `tp_dp_cp` group. Before init: raises, or None with `check_initialized=False`."""
     name = "tp_dp_cp" if with_context_parallel else "tp_dp"
     return get_group(name) if check_initialized else try_get_group(name)
 
@@ -71,7 +71,7 @@ def get_tensor_and_data_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `edp` group, or the part of it in this optimizer instance, `intra_edp`, if partial."""
+    """Returns the `edp` group, or its part `intra_edp` of one optimizer instance."""
     name = "intra_edp" if partial_expert_data_parallel else "edp"
     return get_group(name) if check_initialized else try_get_group(name)
 
@@ -87,25 +87,24 @@ def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = Fal
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Returns this process' rank in `get_expert_data_parallel_group(…)`."""
+    """Returns this rank's position in `get_expert_data_parallel_group(…)`."""
     return get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
-    """Returns the group over which FP8 scales are reduced: `tp_dp`, only `tp`, or these with `cp`."""
+    """Returns the group over which FP8 scales are reduced: `tp_dp`, or `tp` alone; either one also with `cp`."""
     if tp_only_amax_red:
         return get_group("tp_cp" if with_context_parallel else "tp")
     return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
 
 
 def _data_parallel(context: bool, partial: bool) -> str:
-    """Returns the name of the group that Megatron's flags mean."""
     if partial and not context:
         raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
     return "intra_dp_cp" if partial else "dp_cp" if context else "dp"
 
 
-# The pipeline, with virtual stages.
+# The pipeline, with virtual stages
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -119,12 +118,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Returns the global rank of the next stage, round the end."""
+    """Returns the global rank of the next stage; wraps around."""
     return get_pp_group().next_global_rank
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Returns the global rank of the previous stage, round the end."""
+    """Returns the global rank of the previous stage; wraps around."""
     return get_pp_group().prev_global_rank
 
 
@@ -135,13 +134,13 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the stage that this pipeline rank runs now, as it was set; None without virtual stages."""
+    """Returns the virtual stage that this pipeline rank runs now, as set; None without virtual stages."""
     virtual = get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
-    """Sets the stage that this pipeline rank runs; raises InvalidArgumentError for one that it hasn't."""
+    """Sets the virtual stage that this pipeline rank runs; raises InvalidArgumentError unless it has that stage."""
     virtual = get_parallel_groups().virtual_pipeline
     if virtual is None or not 0 <= rank < virtual.size:
         found = "there are no virtual stages" if virtual is None else f"there are {virtual.size}"
@@ -152,15 +151,16 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True where this rank has the model's first stage; with `ignore_virtual=False` where `vp_stage` is it.
+    """Returns True if this pipeline rank is the first.
 
-    `vp_stage` left out is the one that was set with set_virtual_pipeline_model_parallel_rank.
+    With `ignore_virtual=False`, `vp_stage` must also be the model's first stage. It defaults to the stage set by
+    set_virtual_pipeline_model_parallel_rank.
     """
     return get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True where this rank has the model's last stage; with `ignore_virtual=False` where `vp_stage` is it."""
+    """Returns True if this pipeline rank is the last; `ignore_virtual` and `vp_stage` as in is_pipeline_first_stage."""
     virtual = get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
@@ -176,7 +176,7 @@ def _stage(vp_stage: int | None) -> int | None:
 
 @host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True where this rank, or with `ignore_virtual=False` its `vp_stage`, shares the word embedding."""
+    """Returns True if this rank shares the word embedding, or with `ignore_virtual=False` its `vp_stage` does."""
     groups = get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")
     if ignore_virtual or not ranks:
@@ -190,17 +190,17 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 @host_call(OUTSIDE)
 def is_rank_in_position_embedding_group() -> bool:
-    """Returns True where this rank has the position embedding."""
+    """Returns True if this rank has the position embedding."""
     groups = get_parallel_groups()
     return bool(groups.layout.group_of(groups.world.rank_in_group, "position_embedding"))
 
 
 def get_all_ranks() -> str:
-    """Returns the ranks in the tp, dp, cp, pp and ep groups as `0_1_0_3_0`: Megatron's names of shards."""
+    """Returns the ranks in the tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`: Megatron's shard names."""
     return "_".join(str(get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
-# The world.
+# The world
 
 
 def get_world_size() -> int:
@@ -209,17 +209,17 @@ def get_world_size() -> int:
 
 
 def get_rank() -> int:
-    """Returns this process' rank in the world."""
+    """Returns this process's rank in the world."""
     return get_world_group().rank
 
 
 def is_unitialized() -> bool:
-    """Returns True before initialize_model_parallel; Megatron's name, in its spelling."""
+    """Returns True before initialize_model_parallel; the name is Megatron's, with its spelling."""
     return not model_parallel_is_initialized()
 
 
 def is_initialized() -> bool:
-    """Calls model_parallel_is_initialized; Megatron's name."""
+    """Returns `model_parallel_is_initialized()`, under Megatron's name."""
     return model_parallel_is_initialized()
 
 
@@ -244,13 +244,13 @@ def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) ->
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
-    """Calls `get_tp_group().broadcast_tensor_dict`; returns the dict itself before any init, as vLLM's."""
+    """Calls `get_tp_group().broadcast_tensor_dict`; before init returns `tensor_dict`, as vLLM does."""
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src) if model_parallel_is_initialized() else tensor_dict
 
 
 @host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Calls both destroys and frees unused memory, for vLLM's tests; on demand shuts Ray down, if it is loaded."""
+    """Destroys all groups and frees unused memory, for vLLM's tests; `shutdown_ray` also shuts down a loaded Ray."""
     destroy_model_parallel()
     destroy_distributed_environment()
     ray = sys.modules.get("ray")

@@ -1,4 +1,4 @@
-"""CUDA graph capture over the tensor- and the pipeline-parallel group."""
+"""CUDA graph capture over the tensor- and pipeline-parallel groups."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ __all__ = ["GraphCaptureContext", "graph_capture"]
 @contextmanager
 @host_call(OUTSIDE)
 def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
-    """Prepares for CUDA graphs captured within it: a side stream that waits for the current one, then tp, then pp.
+    """Prepares the tp and pp groups for CUDA graphs that the body captures, on a side stream.
 
-    `device`: that of the graphs; None: that of the tp group. Every rank of both groups enters it, as preparing may
-    make and warm up communicators, and connect the pipeline's neighbours; nothing is sent on the way out. For one
-    group, or other peers, there is a group's own `graph_capture`.
-
-    On the CPU there is nothing to capture and the body simply runs.
+    The side stream waits for the current stream. `device`: that of the graphs; default: that of the tp group. Every
+    rank of both groups must enter it, because it may create communicators and connect neighbours of the pipeline. For
+    one group or other peers, use the group's `graph_capture`. On the CPU it only runs the body.
     """
     tp, pp = get_tp_group(), get_pp_group()
     where = tp.device if device is None else torch.device(device)

@@ -1,11 +1,10 @@
-"""Getters of every group in the axis table, by its short name, and by the long names that other engines have.
+"""Getters of every group in the axis table: by short name, and by the long names of other engines.
 
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
-    get_expert_model_parallel_group()  …         where Megatron-core, vLLM or SGLang has the name
+    get_expert_model_parallel_group()  …         if Megatron-core, vLLM or SGLang has the name
 
-They are made from the table, so a new row has its short ones at once. `getters.pyi` lists them for type checkers and
-editors; `make stubs` writes it, and a test compares. tp, pp, dp and world have theirs in `state`; those of Megatron's
-that take flags are in `aliases`.
+They are generated from the table. `getters.pyi` lists them for type checkers and editors: `make stubs` writes it, and a
+test compares it. `state` has the getters of tp, pp, dp and world; `aliases` has Megatron's getters with flags.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
 
 _IN_STATE = {f"{prefix}get_{axis}_group" for prefix in ("", "try_") for axis in ("tp", "pp", "dp")}
-"""Getters that every layer calls are written out there."""
+"""Getters that `state` defines."""
 _FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "world_size": ("int", lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
     "rank": ("int", get_group_rank, "Returns this rank's position in its"),
     "src_rank": (
         "int",
         lambda name: get_group_ranks(name)[0],
-        "Returns the global rank of the first one in this rank's",
+        "Returns the first global rank of this rank's",
     ),
     "global_ranks": ("list[int]", get_group_ranks, "Returns a new list of the global ranks of this rank's"),
 }
-"""Facts that are known without a group: their getters make none, and any rank may ask."""
+"""Fact -> (type, getter, text). These getters don't create the group and involve no other rank."""
 _LONG = {
     "tp": ("group", "world_size", "rank", "src_rank"),
     "pp": ("group", "world_size", "rank"),
@@ -45,13 +44,13 @@ _LONG = {
     "intra_dist_opt": ("group",),
     "inter_dist_opt": ("group",),
 }
-"""Facts with a getter by the long name as well: those that Megatron-core, vLLM or SGLang has."""
+"""Facts that also have a getter by the axis's long name: those of Megatron-core, vLLM or SGLang."""
 
 
 def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yields name, signature and function of each getter of a row."""
+    """Yields the name, signature and function of each getter of a row."""
     group_name, kind = axis.name, f"{axis.long_name.replace('_', '-')} group"
-    first = "" if axis.always_made else " Every rank of the group makes the first call: it may make the group."
+    first = "" if axis.always_made else " The first call may create the group: every rank of it must make that call."
     for stem, facts in ((axis.name, ("group", *_FACTS)), (axis.long_name, _LONG.get(axis.name, ()))):
         for fact in facts:
             if fact == "group":
@@ -60,22 +59,20 @@ def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
                     return get_group(group_name) if check_initialized else try_get_group(group_name)
 
                 getter.__doc__ = (
-                    f"Returns this rank's {kind}. {axis.about}{first} GroupNotInitializedError before "
-                    "initialize_model_parallel; with check_initialized=False None, as in Megatron."
+                    f"Returns this rank's {kind}. {axis.about}{first} Before initialize_model_parallel it raises "
+                    "GroupNotInitializedError, or returns None with check_initialized=False, as in Megatron."
                 )
                 yield f"get_{stem}_group", "(check_initialized: Literal[True] = True) -> GroupCoordinator", getter
             else:
                 returned, of, text = _FACTS[fact]
                 fact_getter = _bound(of, group_name)
-                fact_getter.__doc__ = f"{text} {kind}. No call to other ranks."
+                fact_getter.__doc__ = f"{text} {kind}. Involves no other rank."
                 yield f"get_{stem}_{fact}", f"() -> {returned}", fact_getter
 
     def try_get() -> GroupCoordinator | None:
         return try_get_group(group_name)
 
-    try_get.__doc__ = (
-        f"Returns this rank's {kind}; None before initialize_model_parallel, or where it is in none.{first}"
-    )
+    try_get.__doc__ = f"Returns this rank's {kind}; None before initialize_model_parallel or if it is in none.{first}"
     yield f"try_get_{axis.name}_group", "() -> GroupCoordinator | None", try_get
 
 
@@ -94,15 +91,15 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def raise_missing(name: str) -> NoReturn:
-    """Raises AttributeError for a name that the package lacks; RenamedError for a long name that it had.
+    """Raises AttributeError for a name that the package lacks, RenamedError for a long name with a short replacement.
 
-    As ImportError where `from parallel_state import …` asks, which would lose the text of an AttributeError.
+    For `from parallel_state import …` the latter is an ImportError, because Python drops the text of an AttributeError.
     """
     for axis in AXES:
         old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}
         if name in old:
             new = name.replace(axis.long_name, axis.name)
-            text = f"parallel_state has no {name}, as neither Megatron-core, vLLM nor SGLang has it. Take {new}"
+            text = f"parallel_state has no {name}, as neither Megatron-core, vLLM nor SGLang has it. Use {new}"
             if sys._getframe(2).f_code.co_filename.startswith("<frozen importlib"):
                 raise ImportError(text, name=name)
             raise RenamedError(text)

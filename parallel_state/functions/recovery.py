@@ -1,7 +1,7 @@
-"""After a failure: the ranks that are left start again in the same processes, as a smaller world.
+"""Restarts the surviving ranks as a smaller world in the same processes after a failure.
 
-What belongs here: in which order things are let go and made. How a world is made is
-`state`'s business. The old world's transfers may hang in gloo's threads: they are left behind, not waited for.
+This module orders the steps; `state` destroys and creates the worlds. Transfers of the old world may hang in gloo's
+threads: they are abandoned, not waited for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("parallel_state")
 
 
 def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int]:
-    """Returns `ranks` of the old world, ascending; InvalidArgumentError for what can't be the next one."""
+    """Returns the checked `ranks` of the old world, ascending; raises InvalidArgumentError if they are invalid."""
     wanted = sorted(set(ranks))
     if list(ranks) != wanted or not wanted or wanted[0] < 0 or wanted[-1] >= world_size:
         raise InvalidArgumentError(
@@ -44,7 +44,7 @@ def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int
         )
     if own not in wanted:
         raise InvalidArgumentError(
-            f"this rank, {own}, is not among the survivors {format_ranks(wanted)}; end this process"
+            f"rank {own}, this one, is not among the survivors {format_ranks(wanted)}; exit this process"
         )
     return wanted
 
@@ -61,18 +61,18 @@ def reinitialize(
     timeout: timedelta | float | None = None,
     **options: Unpack[ModelParallelOptions],
 ) -> None:
-    """Starts again with the `ranks` (global, of the present world) that are left, in the same processes.
+    """Replaces the world by a new world of the surviving `ranks`, in the same processes.
 
-    Each of them calls it with the same sizes and the same `ranks`, ascending. `error.suspect_ranks` are the lost ranks.
-    The survivors meet in the control plane of the old world, which is then abandoned without a farewell. The next world
-    numbers them from 0 in their order. Then initialize_model_parallel runs with the given sizes and `options`.
+    Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world: all but the
+    lost ranks, which are `error.suspect_ranks`. The survivors rendezvous through the control plane of the old world and
+    then abandon it. The new world numbers them from 0 in the order of `ranks`. Then initialize_model_parallel runs with
+    the sizes and `options`. `timeout` is the deadline of operations in the new world; default: that of the old world.
 
     If it fails, for example because another rank exits meanwhile, there is no world. The surviving ranks can then call
     init_distributed_environment with a new address.
 
-    `timeout` is that of the next world's operations (default: as before). Raises GroupNotInitializedError without a
-    world, InvalidArgumentError for `ranks`, RendezvousError where a survivor doesn't come before
-    PARALLEL_STATE_START_TIMEOUT_S, and what initialize_model_parallel raises.
+    Raises GroupNotInitializedError without a world; InvalidArgumentError for invalid `ranks`; RendezvousError if a
+    survivor doesn't call it within PARALLEL_STATE_START_TIMEOUT_S; and the errors of initialize_model_parallel.
     """
     from device_communicators.control.plane import Endpoint
     from parallel_state.startup.rendezvous import meet_again, met_before
@@ -80,14 +80,14 @@ def reinitialize(
     start, world = state._START, state._WORLD
     if start is None or world is None:
         raise GroupNotInitializedError(
-            "there is no world that this library has started; call init_distributed_environment()"
+            "reinitialize() needs a world that this library started; call init_distributed_environment()"
         )
     survivors = check_survivors(ranks, world.rank, world.world_size)
     lost = sorted(set(world.ranks) - set(survivors))
-    logger.warning("rank %d starts again without ranks %s", world.rank, format_ranks(lost))
+    logger.warning("rank %d restarts without ranks %s", world.rank, format_ranks(lost))
     place = survivors.index(world.rank)
     met = None
-    with ExitStack() as stack:  # whatever fails from here on, the other survivors detect that this one left
+    with ExitStack() as stack:  # after a failure it closes the watcher: other survivors then detect that this rank left
         try:
             if world.pool is not None and len(survivors) > 1:
                 limit_s = settings.START_TIMEOUT_S.get()
@@ -98,7 +98,7 @@ def reinitialize(
             if world.pool is not None:
                 world.pool.abandon()
             state.destroy_distributed_environment()
-        gc.collect()  # an error and the calls that it went through hold each other: with them goes the old store
+        gc.collect()  # an error and its frames are a reference cycle, which holds the old store
         init_method = start.init_method
         if met is not None:
             host, port = Endpoint.parse(met.places[0].endpoint)[1:3]

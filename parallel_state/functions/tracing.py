@@ -1,7 +1,7 @@
-"""A trace of all ranks' operations on one clock, for chrome://tracing and ui.perfetto.dev.
+"""Traces all ranks' operations on one clock, for chrome://tracing and ui.perfetto.dev.
 
-Each rank writes its own file at the end; `python -m parallel_state trace FOLDER` puts them together, with arrows, and
-says who was waited for. The clocks of hosts are compared once, at the start.
+Each rank writes its own file at the end. `python -m parallel_state trace FOLDER` merges them, with arrows between
+ranks, and reports the ranks that others waited for. The clocks of hosts are compared once, at the start.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.state import try_get_world_group
 
 _EXCHANGES = 8
-"""The quickest of so many tells the difference of two clocks best."""
+"""Number of exchanges that measure the difference of two clocks; the fastest one counts."""
 
 
 @contextmanager
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Writes what each operation of each group took in the block to `folder/rank-R.json`, as a Chrome trace.
+    """Records each operation of each group in the body, and writes a Chrome trace to `folder/rank-R.json`.
 
-    Every rank of the world calls it, with a folder that all see or one of its own: ranks of several hosts compare their
-    clocks at the start (some transfers with rank 0), and times are those of rank 0's monotonic clock. Meanwhile all
-    operations go through Python, which takes some microseconds longer a call; torch.profiler shows them by name, with
-    group and bytes. What was started is shown until it was waited for. Raises what the folder or the transfers raise.
+    Every rank of the world must enter it, with a shared folder or its own. At the start the hosts compare their clocks,
+    by transfers with rank 0; times are on rank 0's monotonic clock. A started call lasts until it was waited for.
+
+    In the body all operations go through Python, which adds some microseconds per call, and torch.profiler shows them
+    by name, with group and bytes. Raises the errors of writing to the folder and of the transfers.
     """
     world = try_get_world_group()
     target = Path(folder)
@@ -55,7 +56,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _offset(world: GroupCoordinator) -> float:
-    """Returns what to add to this host's monotonic clock for that of rank 0's host. Every rank calls it."""
+    """Returns the offset of rank 0's monotonic clock relative to this host's, in seconds. Every rank must call it."""
     memory = world.context.host_memory
     hosts = [[rank] for rank in world.ranks] if memory is None else [list(host) for host in memory.hosts]
     if world.world_size == 1 or len(hosts) == 1 or world.context.fake or world.context.simulated:
@@ -89,7 +90,6 @@ def _compare_clock(world: GroupCoordinator) -> float:
 
 
 def _chrome_trace(rank: int, offset_s: float, events: list[tuple[int, OperationEvent]]) -> dict[str, object]:
-    """Returns a rank's own trace: one process a rank, one thread a group."""
     tracks = {name: at for at, name in enumerate(dict.fromkeys(event.group for _, event in events), 1)}
     shown: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {socket.gethostname()}"}},

@@ -1,7 +1,7 @@
-"""Small helpers around the groups: files read once, "this rank first", all-to-all over any group, seeds, unwrapping.
+"""Helpers: files read by one rank, "this rank first", all-to-all over any group, seeds, unwrapping, splitting.
 
-Each works without any init too: over torch's default group if the program has made one, else as in one process. Where
-one rank fails, the others are told and raise.
+Each also works without any init: over torch's default group if the program made one, otherwise as in one process. If
+one rank fails, the other ranks raise as well.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Gives the world's group and its ranks by host; over torch's default group, for the body only, without a world.
+    """Yields the world's group and the ranks of each host; None for one process and for torch's fake backend.
 
-    None in one process, as with torch's fake backend. Else every rank of the default group enters it.
+    Without a world it creates a group over torch's default group for the body: every rank of it must enter.
     """
-    from parallel_state.groups.world import hosts_of  # here, because whoever only imports the package meets nobody
+    from parallel_state.groups.world import hosts_of  # imported here: only these helpers need it
 
     world = try_get_world_group()
     if world is not None:
@@ -56,9 +56,9 @@ def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]
 
 @host_call(OUTSIDE)
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
-    """Returns the file's content, read by rank 0 only and broadcast. Every rank calls it.
+    """Returns the file's content, which rank 0 reads and broadcasts. Every rank must call it.
 
-    Raises the OSError (or what else is wrong with the path) on rank 0, RemoteError on the others.
+    Rank 0 raises the OSError, or another error of the path; the other ranks raise RemoteError.
     """
     with _world_or_default_group() as found:
         return io.BytesIO(Path(path).read_bytes()) if found is None else _read_and_broadcast(path, found[0])
@@ -73,7 +73,7 @@ def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> i
             content = (
                 torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
-        except Exception as error:  # also a path that is none: the others wait
+        except Exception as error:  # also for an invalid path: the other ranks wait
             failure, content = error, f"{type(error).__name__}: {error}"
     content = world.broadcast_object(content, 0)
     if failure is not None:
@@ -84,7 +84,7 @@ def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> i
 
 
 def unwrap_dist(model: nn.Module) -> nn.Module:
-    """Returns the module inside DistributedDataParallel (also twice wrapped); any other module itself."""
+    """Returns the module inside DistributedDataParallel, also if wrapped repeatedly; other modules unchanged."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model
@@ -93,10 +93,10 @@ def unwrap_dist(model: nn.Module) -> nn.Module:
 @contextmanager
 @host_call(OUTSIDE)
 def master_first() -> Iterator[None]:
-    """Runs the body on rank 0 of the world, then on all others. Every rank enters it.
+    """Runs the body on rank 0 of the world, then on all other ranks. Every rank must enter it.
 
-    The body calls nothing that other ranks must call too, as they are not in it at the same time.
-    All leave together: where the body raised on a rank, that exception is raised there and RemoteError elsewhere.
+    The body must not make calls that need other ranks, because they are not in it at the same time. All ranks leave
+    together. If the body raises on a rank, the exception is raised there and RemoteError on the other ranks.
     """
     with _world_or_default_group() as found:
         if found is None:
@@ -109,9 +109,9 @@ def master_first() -> Iterator[None]:
 @contextmanager
 @host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
-    """Runs the body on the first rank of each host, then on its others; hosts don't wait for each other.
+    """Runs the body on the first rank of each host, then on the host's other ranks; hosts don't wait for each other.
 
-    Exceptions as in master_first, among the ranks of one host.
+    Exceptions are raised as in master_first, on the ranks of one host.
     """
     with _world_or_default_group() as found:
         if found is None:
@@ -124,7 +124,7 @@ def local_master_first() -> Iterator[None]:
 
 @contextmanager
 def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[None]:
-    """Runs the body on `members[0]` first. Each member tells how its body ended; the first failure ends all of them."""
+    """Runs the body on `members[0]` first. Each member reports its body's result; the first failure fails all."""
     leader, others = members[0], members[1:]
     if world.rank_in_group != leader:
         _raise_if_failed(world, world.recv_object(leader))
@@ -141,7 +141,7 @@ def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[N
             verdict = world.recv_object(leader)
         else:
             sends = [world.isend_object(verdict, member) for member in others]
-            if verdict is None:  # else nobody else ran the body
+            if verdict is None:  # otherwise no other rank ran the body
                 verdicts = [world.recv_object(member) for member in others]
                 verdict = next((failed for failed in verdicts if failed is not None), None)
                 sends += [world.isend_object(verdict, member) for member in others]
@@ -158,11 +158,11 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
 
 
 class _PlainGroup(TensorCalls):
-    """As much of a coordinator as all_to_all takes, over a ProcessGroup that somebody else has made."""
+    """The part of a coordinator that all_to_all needs, over the caller's ProcessGroup."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._destroyed = group, False
-        self._key = self._ranked_key = ""  # no group that is served has this key
+        self._key = self._ranked_key = ""  # no registered group has this key
         self._token = ordering_token(torch.device("cpu"))
         self.world_size, self.rank_in_group = group.size(), group.rank()
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -180,8 +180,8 @@ class _PlainGroup(TensorCalls):
             dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that ended, "
-                "didn't come, or passed other split sizes",
+                f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that exited, "
+                "didn't call it, or passed other split sizes",
                 group=self.context.name,
                 operation="all_to_all",
                 rank=self.rank_in_group,
@@ -210,13 +210,13 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Cuts `x` along `scatter_dim`, sends slice r to rank r, concatenates what came along `gather_dim`.
+    """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along `gather_dim`.
 
-    `group`: a torch ProcessGroup, made by whomever, a GroupCoordinator, or None for torch's default group, whether this
-    library was initialised or not; without one, as in one process, the result is `x`. Any layout of `x`; else the
-    result is new and contiguous. The backward is an all-to-all too: where one rank's `x` requires a gradient, all
-    ranks' must. Split sizes as in `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent,
-    CommunicationError for what torch raises on the way.
+    `group`: any torch ProcessGroup, a GroupCoordinator, or None for torch's default group. This library needn't be
+    initialized. `x` may have any strides. The result is new and contiguous; without a default group, or in a group of
+    one rank, it is `x`. The backward is also an all-to-all: either all ranks' `x` require a gradient, or none. Split
+    sizes: see `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent, and
+    CommunicationError if the transfer fails.
     """
     if isinstance(group, GroupCoordinator):
         return group.all_to_all(
@@ -227,7 +227,7 @@ def all_to_all(
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
         raise InvalidArgumentError(
-            f"group of all_to_all must be a ProcessGroup of which this rank is one, but is {group!r}"
+            f"group of all_to_all must be a ProcessGroup that includes this rank, but is {group!r}"
         )
     return _all_to_all_over(group, x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes)
 
@@ -248,9 +248,9 @@ def _all_to_all_over(
 
 @host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random, and numpy if it is installed; returns the seed that was used.
+    """Seeds torch (all devices), random, and numpy if installed; returns the seed used.
 
-    Same on tensor- and data-parallel ranks, different on each pipeline stage, whose layers are others.
+    The seed is equal on tensor- and data-parallel ranks, and differs between pipeline stages (by 1000 per stage).
     """
     pp = try_get_pp_group()
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
@@ -264,7 +264,7 @@ def set_random_seed(seed: int) -> int:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Returns the exact quotient; InvalidArgumentError where there is a remainder."""
+    """Returns the exact quotient; raises InvalidArgumentError if there is a remainder."""
     if numerator % denominator:
         raise InvalidArgumentError(
             f"{numerator} must be divisible by {denominator}, but leaves {numerator % denominator}"
@@ -275,15 +275,15 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    """Returns `num_partitions` equal slices of the last dim, as views unless asked to be contiguous."""
+    """Returns `num_partitions` equal slices of the last dim: views, or contiguous tensors if requested."""
     slices = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
     return [piece.contiguous() for piece in slices] if contiguous_split_chunks else slices
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the first layer of stage `pp_rank` and the one after its last.
+    """Returns the layers of stage `pp_rank` as (first, last + 1).
 
-    Layers that don't divide evenly go to the stages before the last one, which has the output head, as in vLLM.
+    As in vLLM, remaining layers go to the stages before the last one, because the last stage has the output head.
     """
     if not 0 <= pp_rank < pp_size <= num_hidden_layers:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""GroupCoordinator, and the groups of one layout: the world, `ParallelGroups`, which are current, their device mesh.
+"""GroupCoordinator and the groups of a layout: the world, `ParallelGroups`, the current groups, device meshes.
 
 May import `messages`, `process_groups`, `layout` and what is below them.
 """

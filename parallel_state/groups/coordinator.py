@@ -1,7 +1,7 @@
-"""GroupCoordinator: this rank's view of one group, and every call one can make on it.
+"""GroupCoordinator: one rank's view of a group, with every call on that group.
 
-It knows who is in the group, and pairs the device's process group with a gloo group. Its calls on tensors are in
-`collectives.calls`, those on objects and tensor dicts in `messages.calls`. How bytes move is decided in the route.
+It pairs the device's process group with a gloo group. Its tensor calls are in `collectives.calls`, its calls on objects
+and tensor dicts in `messages.calls`. The route decides which communicator moves the bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Traits(NamedTuple):
-    """The options of a group beside its ranks; sub-groups inherit them."""
+    """Options of a group other than its ranks; sub-groups inherit them."""
 
     device: torch.device
     local_rank: int = 0
@@ -58,14 +58,16 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Beside that of the options, which name a process group."""
+    """Gives our own NCCL communicators such a stream. The same field of `options` also selects the process group."""
     lazy_cpu_group: bool = False
-    """True where the gloo group beside a device group is made at its first use, by all ranks together."""
+    """True if the gloo group of a device group is created at its first use, by all ranks of the group together."""
 
 
 class _Renamed:
-    """A name of vLLM's for a global rank. `send(x, group.next_rank)` would go to the wrong rank: `dst` is one in the
-    group. So it has no value here, and says which two names do."""
+    """A property that holds a global rank in vLLM; here it raises RenamedError, which names its two replacements.
+
+    With a value, `send(x, group.next_rank)` would send to the wrong rank, because `dst` is a rank in the group.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -75,7 +77,7 @@ class _Renamed:
     def _global_name(self) -> str:
         return self._name.replace("_rank", "_global_rank")
 
-    def __get__(self, group: GroupCoordinator | None, owner: type) -> _Renamed:  # no rank for a type checker
+    def __get__(self, group: GroupCoordinator | None, owner: type) -> _Renamed:  # type checkers reject it as a rank
         if group is None:
             return self
         raise self._error(group)
@@ -91,10 +93,11 @@ class _Renamed:
 
 
 class GroupCoordinator(TensorCalls, MessageCalls):
-    """This rank's view of one group, with every call on it.
+    """One rank's view of a group, with every call on that group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
-    `world_size`, `local_rank` (on this host), `device`. Made by `state` and `groups`, not by hand.
+    `world_size`, `local_rank` (on this host), `device`. `state` and `groups` create it; programs don't call the
+    constructor.
     """
 
     def __init__(
@@ -104,9 +107,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         *,
         pool: ProcessGroupPool | None = None,
         acquired: list[Acquired] | None = None,
-        for_callers: Any = None,
+        public_cpu_group: Any = None,
     ) -> None:
-        """`for_callers`: the process group for CPU tensors that `cpu_group` gives, where it isn't the context's."""
+        """`public_cpu_group`: the process group that `cpu_group` returns; None for that of `context`."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -121,21 +124,21 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.backend = self.traits.options.backend or "simulated"
         self.route = build_route(context)
         self.acquired = acquired if acquired is not None else []
-        self._for_callers = for_callers
+        self._public_cpu_group = public_cpu_group
         self._owns_pool = False
-        """True if the pool has no other user, and ends with the group."""
+        """True if `destroy` closes the pool: this group created it."""
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         if context.collectives is not None:
             DIRECT.use(context.collectives.library)
         register_route(self.route)
 
-    if not TYPE_CHECKING:  # a type checker would take any name
+    if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError with the name that is most like a missing one.
+            """Raises AttributeError, which suggests the most similar name.
 
-            Python calls it also after the RenamedError of a `_Renamed`, which is an AttributeError.
+            Python also calls it after a `_Renamed` raised RenamedError, because that is an AttributeError.
             """
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
@@ -157,28 +160,33 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         allow_pickle: bool = False,
         within: GroupCoordinator | None = None,
     ) -> GroupCoordinator:
-        """Creates a coordinator over a torch ProcessGroup that exists: of gloo, our own backend, NCCL or another one.
+        """Creates a coordinator over an existing torch ProcessGroup: gloo, our own backend, NCCL or another one.
 
-        Every rank of the group calls it, and no other; in one order where there are several. It needs an initialised
-        torch.distributed and nothing else, neither before nor after `initialize_model_parallel`. It has shared memory,
-        the transport between hosts and the checks on the other ranks' lives as any group; the death of one of *these*
-        ranks fails it. `device`: that of its tensors; left out, the group's: CUDA where the group has a backend of its
-        own for it, else the CPU. `cpu_group`: the gloo group of the same ranks beside a device group; left out, and
-        where `process_group` isn't gloo's itself, one is made. `name` is for messages. `timeout`, seconds or a
-        timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S). `allow_pickle` as in
-        initialize_model_parallel. `within`: a coordinator over more ranks, such as one over `dist.group.WORLD`, that
-        outlives this one; then a death that fails it fails this one too, and waits here count all of its ranks on the
-        host: on cores that others need, one doesn't spin.
+        Every rank of the group must call it, and no other rank. If process groups have common ranks, these must call it
+        in the same order. torch.distributed must be initialized; `initialize_model_parallel` isn't needed. Shared
+        memory, the transport between hosts and failure detection work as for any group. The death of one of *these*
+        ranks fails it.
 
-        `device_group` is `process_group`. The coordinator owns what it made: memory, watch, and the gloo group, if it
-        made that; `destroy()` ends those, and leaves `process_group` and `cpu_group` to their owner, who destroys them
-        afterwards. What no communicator of ours carries goes over `process_group`, which matches calls by their order:
-        on all ranks, the same between its calls and the coordinator's. Several coordinators over one group don't get
-        in each other's way.
+        - `process_group`: `device_group` returns it.
+        - `cpu_group`: the gloo group of the same ranks. If left out, it is `process_group` where that is gloo for CPU
+          tensors; otherwise a gloo group is created.
+        - `device`: the device of its tensors. Default: CUDA if the process group has a separate backend for CUDA,
+          otherwise the CPU.
+        - `name`: names the group in errors and logs.
+        - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
+        - `allow_pickle`: see initialize_model_parallel.
+        - `within`: a coordinator over these ranks and others, such as one over `dist.group.WORLD`. It must outlive this
+          one. A death that fails `within` also fails this coordinator. Waits then take into account all ranks of
+          `within` on this host: they don't spin on cores that those ranks need.
 
-        Raises GroupNotInitializedError before init_process_group, InvalidArgumentError on a rank that isn't in the
-        group, for what is no group of torch's, or for ranks outside of `within`, RendezvousError where a rank of the
-        group doesn't come.
+        The coordinator owns what it creates: shared memory, failure detection and possibly the gloo group. `destroy()`
+        closes these. The caller destroys `process_group` and `cpu_group` afterwards. Operations that our communicators
+        don't support run on `process_group`, which matches calls by their order. So all ranks must make direct calls
+        on it and calls on the coordinator in the same order. Several coordinators may share a process group.
+
+        Raises GroupNotInitializedError before init_process_group. Raises InvalidArgumentError on a rank outside the
+        group, for an object that isn't a group of torch's, and for ranks outside `within`. Raises RendezvousError if a
+        rank of the group doesn't call it in time.
         """
         forks.check("from_process_group()")
         given = examine(process_group, cpu_group, device)
@@ -202,7 +210,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             group = create_group(pool, given.ranks, name, traits, domain=domain, given=given)
             group._owns_pool = outer is None
             if outer is None:
-                watch(pool, group)
+                record_neighbours(pool, group)
         except BaseException:
             if outer is None:
                 pool.close()
@@ -210,12 +218,12 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return group
 
     def _as_outer(self, ranks: Sequence[int]) -> tuple[ProcessGroupPool, FailureDomain]:
-        """Returns what a coordinator over some of this one's ranks, global, shares with it."""
+        """Returns the pool and failure domain that a coordinator over `ranks`, global ones of this group, shares."""
         self.route.check_usable()
         if self.pool is None or not set(ranks) <= set(self.context.ranks):
             raise InvalidArgumentError(
-                f"within must be a coordinator over ranks {format_ranks(ranks)} and others, but is {self.context} of "
-                f"global ranks {format_ranks(self.context.ranks)}"
+                f"within must be a coordinator over global ranks {format_ranks(ranks)} and others, but is "
+                f"{self.context} of global ranks {format_ranks(self.context.ranks)}"
             )
         root = "" if self.context.domain is None else self.context.domain.root
         return self.pool, FailureDomain(self.context.failure_ranks, root)
@@ -224,7 +232,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def ranks(self) -> list[int]:
-        """Returns the global ranks of the group, in its order, as a new list."""
+        """Returns a new list of the group's global ranks, in group order."""
         return list(self.context.ranks)
 
     @property
@@ -234,42 +242,42 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def first_rank_in_group(self) -> int:
-        """Returns the group's first rank, as `src` and `dst` are counted: 0."""
+        """Returns 0, the group's first rank, for `src` and `dst`."""
         return 0
 
     @property
     def last_rank_in_group(self) -> int:
-        """Returns the group's last rank, as `src` and `dst` are counted."""
+        """Returns the group's last rank, for `src` and `dst`."""
         return self.world_size - 1
 
     @property
     def next_rank_in_group(self) -> int:
-        """Returns the next rank, round the end, as `src` and `dst` are counted."""
+        """Returns the next rank in the group, for `src` and `dst`; wraps around."""
         return (self.rank_in_group + 1) % self.world_size
 
     @property
     def prev_rank_in_group(self) -> int:
-        """Returns the previous rank, round the end, as `src` and `dst` are counted."""
+        """Returns the previous rank in the group, for `src` and `dst`; wraps around."""
         return (self.rank_in_group - 1) % self.world_size
 
     @property
     def first_global_rank(self) -> int:
-        """Returns the global rank of the group's first."""
+        """Returns the global rank of the group's first rank."""
         return self.context.ranks[0]
 
     @property
     def last_global_rank(self) -> int:
-        """Returns the global rank of the group's last."""
+        """Returns the global rank of the group's last rank."""
         return self.context.ranks[-1]
 
     @property
     def next_global_rank(self) -> int:
-        """Returns the global rank of the next, round the end."""
+        """Returns the global rank of the next rank in the group; wraps around."""
         return self.context.ranks[self.next_rank_in_group]
 
     @property
     def prev_global_rank(self) -> int:
-        """Returns the global rank of the previous, round the end."""
+        """Returns the global rank of the previous rank in the group; wraps around."""
         return self.context.ranks[self.prev_rank_in_group]
 
     first_rank, last_rank, next_rank, prev_rank = _Renamed(), _Renamed(), _Renamed(), _Renamed()
@@ -290,22 +298,21 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @property
     @host_call(OUTSIDE)
     def device_group(self) -> Any:
-        """Returns the torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
-        if self.device.type == "cpu" and self._for_callers is not None:
+        """Returns the torch ProcessGroup for tensors on `device`, for code that calls torch.distributed itself."""
+        if self.device.type == "cpu" and self._public_cpu_group is not None:
             return self.cpu_group
         return self._process_group(lambda: self.context.device_group, self.traits.options)
 
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """Returns the ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
+        """Returns the torch ProcessGroup for CPU tensors. If `device` is the CPU, `device_group` is the same.
 
-        It is gloo's, or our own backend's, made with the group (PARALLEL_STATE_CPU_BACKEND=parallel_state); a mesh's,
-        and the default group of a world that joined it, stay what the program made. gloo's beside a device group that
-        is seldom used for messages is made at the first use, which is then a call that every rank of the group makes (a
-        barrier, a broadcast of an object).
+        Its backend is gloo, or our own with PARALLEL_STATE_CPU_BACKEND=parallel_state. Groups that the program made (a
+        DeviceMesh's, the default group of a joined world) keep their backend. Some device groups create their gloo
+        group at its first use: that use must be a call by every rank of the group, such as a barrier.
         """
-        found = self._for_callers
+        found = self._public_cpu_group
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
 
     @property
@@ -331,13 +338,13 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @host_call(OUTSIDE)
     @counted_from_begin()
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
-        """Creates a group of these ranks *of this group*; returns None on ranks that aren't in it.
+        """Creates a group of `ranks`, which are ranks *in this group*; returns None on the other ranks.
 
-        It has process groups of its own, so a thread may use it while others use groups of the same ranks.
-        Every rank of this group calls it with the same distinct ranks in ascending order; other groups may do the
-        same at the same time. A part of the world is a root of its own, which fails by deaths among its ranks; a part
-        of any other group belongs to that group's root. Raises InvalidArgumentError, or ConfigMismatchError on every
-        rank where ranks differ.
+        Every rank of this group must call it with the same distinct ranks in ascending order. Other groups may call
+        theirs at the same time. The new group has its own process groups, so a thread may use it while other threads
+        use groups of the same ranks. A sub-group of the world fails only by deaths among its own ranks; a sub-group of
+        a parallel group fails with that group. Raises InvalidArgumentError, or ConfigMismatchError on every rank if
+        the ranks' arguments differ.
         """
         self.route.check_usable()
 
@@ -366,7 +373,6 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return create_group(self.pool, inside, name, self.traits, domain=domain, unshared=True)
 
     def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the global ranks of a sub-group; raises InvalidArgumentError for what can't be one."""
         if not isinstance(ranks, (list, tuple, range)):
             raise InvalidArgumentError(
                 f"ranks of a sub-group of {self.context} must be a list of ints, but is a {type(ranks).__name__}"
@@ -379,7 +385,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             )
         inside = [self.context.ranks[rank] for rank in ranks]
         if self.pool is not None and inside != sorted(inside):
-            # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
+            # torch.distributed numbers a group's ranks in ascending order, whatever their order in the argument.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
         return inside
 
@@ -387,11 +393,12 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def graph_capture(
         self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Prepares the group for CUDA graphs that are captured within it: `with group.graph_capture() as capture:`.
+        """Prepares the group for CUDA graphs that the body captures: `with group.graph_capture() as capture:`.
 
-        Every rank of the group enters it. `context`: that of another group, whose stream is taken; else there is a new
-        one, `capture.stream`, which waits for the current stream and is the current one inside. `peers`: ranks in the
-        group that this rank sends to or receives from in the graphs, and has not yet; each names this one as well.
+        Every rank of the group must enter it. In the body the current stream is `capture.stream`: that of `context`,
+        another group's capture, or else a new stream. It waits for the stream that was current before. `peers`: ranks
+        in the group with which the graphs exchange sends or receives for the first time. Each peer must name this rank
+        as well.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise InvalidArgumentError(
@@ -403,7 +410,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def explain(self) -> str:
-        """Describes which communicators carry this group's operations, in order, and why others don't."""
+        """Describes the group's communicators in the order of preference, and why the others are not used."""
         text = self.route.explain()
         if self.pool is None:
             return text
@@ -415,12 +422,12 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
-        """Counts calls and bytes so far, by operation; bytes of the tensors that this rank passed or received."""
+        """Returns the calls and bytes so far, by operation. Bytes count tensors that this rank passed or received."""
         return self.route.traffic()
 
     @host_call(OUTSIDE)
     def destroy(self) -> None:
-        """Ends the group on this rank; every rank of the group calls it. Twice is fine."""
+        """Destroys the group on this rank. Every rank of the group calls it; repeated calls do nothing."""
         if self._destroyed:
             return
         if self.route.is_parents:
@@ -429,15 +436,15 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         memory = self.context.host_memory
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)
-        self._for_callers = None
-        self.acquired.clear()  # a layer that keeps a destroyed group keeps no process group alive
+        self._public_cpu_group = None
+        self.acquired.clear()  # so that a reference to a destroyed group keeps no process group alive
         all_sent = False
-        # Each step is done whatever another one raises.
+        # Each step runs even if another one raises.
         try:
             all_sent = self._messenger.close()
         finally:
             failed = self.route.has_failed or not all_sent
-            with contextlib.ExitStack() as stack:  # runs from its end
+            with contextlib.ExitStack() as stack:  # runs in reverse order
                 if pool is not None:
                     if self._owns_pool:
                         stack.callback(pool.close)
@@ -455,7 +462,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def close(self) -> None:
-        """Calls `destroy`; fairseq2's name."""
+        """Calls `destroy`, under fairseq2's name."""
         self.destroy()
 
     def __repr__(self) -> str:
@@ -474,14 +481,14 @@ def create_group(
     unshared: bool = False,
     given: GivenGroup | None = None,
 ) -> GroupCoordinator:
-    """Creates the group of `ranks` (global, ascending), of which this rank is one.
+    """Creates the group of `ranks` (global, ascending), which include this rank.
 
-    Which ranks call it, `division`, `near` and `unshared`, as for ProcessGroupPool.acquire. Pairs a group for tensors
-    of the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
-    fails the group, all of the world if none is given. `given`: the process group over which it is made, and which
-    stays its owner's.
+    See ProcessGroupPool.acquire for the ranks that must call it, and for `division`, `near` and `unshared`. It pairs a
+    process group for tensors on the traits' device with a gloo group; they are one if the former is gloo. `domain`: the
+    ranks whose death fails the group; default: all ranks of the world. `given`: the caller's process group to use,
+    which the caller destroys.
     """
-    # Here, because only groups of processes have memory in common; and before anybody waits for this rank.
+    # Imported here: simulated groups don't need it, and a compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
     from device_communicators.cpu.native_group import Members
 
@@ -537,9 +544,9 @@ def create_group(
             found = device.process_group
         elif len(ranks) > 1 and not fake and not is_programs and for_callers != traits.options.for_cpu:
             found = acquire(for_callers).process_group
-        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found)
+        return GroupCoordinator(context, traits, pool=pool, acquired=taken, public_cpu_group=found)
     except BaseException as error:
-        # In a group that was left in the middle of a call operations may have been begun that never end.
+        # After a failed call the group may still have transfers that never complete.
         failed = isinstance(error, CommunicationError)
         with contextlib.ExitStack() as stack:
             for acquired in taken:
@@ -548,8 +555,11 @@ def create_group(
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Has the control plane watch ranks that have a process group already; each of them calls `caller`, and this."""
-    from device_communicators.c10d.world import address_of  # here, as those of create_group
+    """Starts failure detection among `ranks`, which have a process group already. Each of them must call it.
+
+    `caller`: the public call, which errors name.
+    """
+    from device_communicators.c10d.world import address_of  # imported here as in create_group
     from device_communicators.cpu.watching import meet
 
     store = default_store()
@@ -560,8 +570,8 @@ def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
     meet(store, pool.rank, ranks, pool.watcher, pool.address, caller)
 
 
-def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    """Notes the cores and PIDs of this host's ranks, as a pool's first group knows them."""
+def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
+    """Records the cores and PIDs of this host's ranks, from the first group of the pool."""
     from device_communicators.cpu.watching import know_neighbours
 
     memory = group.context.host_memory
@@ -571,8 +581,8 @@ def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
     know_neighbours(memory, pool.watcher)
 
 
-def prove(group: GroupCoordinator) -> None:
-    """Runs a first small all-reduce, so that a broken group fails now and not in the middle of a model."""
+def verify_group(group: GroupCoordinator) -> None:
+    """Runs a small all-reduce, so that a broken group fails now rather than in the middle of a model."""
     if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:

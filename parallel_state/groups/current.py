@@ -1,14 +1,14 @@
-"""The groups that `ParallelGroups.use()` made current: of a context, of the threads started in it, of its backward.
+"""The groups that `ParallelGroups.use()` made current in a context, in threads started in it, and in its backward.
 
-A context variable holds them, so two asyncio tasks of one thread don't see each other's. What Python and torch don't
-carry along by themselves is here:
+They are in a context variable, so each asyncio task has its own. This module covers what Python and torch don't
+propagate by themselves:
 
-- threads: `threading.Thread.start` is wrapped while some groups are in use, and a thread that is started inside has
-  them. A worker of a thread pool outlives the work it was started for; it has none, and a look-up in it raises.
-- backward: a function that autograd runs, such as a checkpoint's recomputation, gets the groups of its forward, in
-  whatever thread of autograd's it runs. Nodes are numbered in the order of their creation in a thread, so the numbers
-  at which `use()` was entered and left tell which groups a node was made under. What a backward computes itself
-  and goes backward through, as a reentrant checkpoint does, has its groups from the first look-up in it on.
+- threads: while any groups are in use, `threading.Thread.start` is wrapped, and a new thread inherits the groups of the
+  thread that starts it. A thread-pool worker doesn't, because it also runs later work: a look-up in it raises.
+- backward: a function that autograd runs, such as a checkpoint's recomputation, has the groups of its forward in any
+  thread. autograd numbers the nodes of a thread in the order of their creation. So the node numbers at which `use()`
+  was entered and left determine the groups of each node. A backward within a backward, as in a reentrant checkpoint,
+  has these groups from the first look-up in the outer backward on.
 - compiled code: dynamo can't trace a look-up of a context variable. See `_Current`.
 """
 
@@ -40,18 +40,18 @@ _MOST_MARKS = 4096
 _UNKNOWN, _FORGOTTEN, POOLED = object(), object(), object()
 
 _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_groups", default=None)
-"""The groups in use, None, or `POOLED`."""
+"""The current groups, None, or `POOLED` in a thread-pool worker."""
 
 
 class _Forwards:
-    """The groups in use when the autograd nodes of one thread were created: changes, by the number of the next node.
+    """Records which groups were current when one thread's autograd nodes were created.
 
-    Holds no groups alive. Tasks of an event loop take turns without a word, so under one it is unknown whose a node is:
-    their backward gets the groups that are current then.
+    Each change is stored with the number of the next node. It keeps only weak references to the groups. In an event
+    loop it is unknown which task creates a node, so a backward there has the groups that are current when it runs.
     """
 
     exist: ClassVar[bool] = False
-    """Of any thread: without, a look-up needn't ask whether it is in a backward."""
+    """False while no thread has a record: a look-up then needn't check whether it is in a backward."""
 
     def __init__(self, groups: Any) -> None:
         _Forwards.exist = True
@@ -71,20 +71,22 @@ class _Forwards:
             self._groups[0] = _FORGOTTEN
 
     def at(self, node: int) -> Any:
-        """Returns the groups of a node, None, or `_UNKNOWN`. Raises where they are gone."""
-        # Below a backward in a thread of autograd's, nodes have that thread's numbers: no record tells of them.
+        """Returns the groups of a node, None, or `_UNKNOWN`. Raises if the groups no longer exist."""
+        # A backward within a backward, on an autograd thread, has that thread's node numbers, which aren't recorded.
         foreign = threading.get_ident() != self._thread and is_in_nested_backward()
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
         if groups is _FORGOTTEN:
             raise UsageError(
-                f"the forward of this backward pass lies more than {_MOST_MARKS // 2} uses of groups back; "
-                "put `with groups.use():` around its backward as well"
+                f"the forward of this backward pass was more than {_MOST_MARKS // 2} uses of groups ago; "
+                "put `with groups.use():` around the backward as well"
             )
         if not isinstance(groups, weakref.ref):
             return groups
         found = groups()
         if found is None:
-            raise GroupNotInitializedError("the groups of this backward pass's forward are gone; keep them until then")
+            raise GroupNotInitializedError(
+                "the groups of this backward pass's forward were deleted; keep a reference until the backward is done"
+            )
         return found
 
 
@@ -98,14 +100,13 @@ def _in_event_loop() -> bool:
 
 
 def _find(_: _Current) -> Any:
-    """Returns the groups in use here, None, or `POOLED`."""
     node = node_in_backward() if _Forwards.exist else None
     forwards = None if node is None else stashed_for_autograd()
     if node is not None and forwards is not None:
         groups = forwards.at(node)
         if groups is not _UNKNOWN:
             if isinstance(forwards, _Forwards):
-                # For what is called in this backward; autograd puts the other one back after this node.
+                # Applies to everything this node calls; autograd restores the record after the node.
                 stash_for_autograd(SimpleNamespace(at=lambda _: groups))
             return groups
     return _CONTEXT.get()
@@ -115,10 +116,10 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """One attribute, `groups`, which compiled code is guarded by: a graph of other groups isn't taken.
+    """Has one attribute, `groups`, on which compiled code has a guard: a graph compiled for other groups isn't reused.
 
-    dynamo takes a property whose getter is an `instancemethod` (pybind's form) for one written in C: it doesn't trace
-    the getter, and its guards ask for the attribute anew in each call, as they do for an attribute of any object.
+    dynamo doesn't trace a property whose getter is an `instancemethod`, as in pybind: it assumes C code. Its guards
+    read the attribute in each call, as for any object.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New
@@ -131,7 +132,6 @@ CURRENT = _Current()
 
 @contextmanager
 def using(groups: _Groups) -> Iterator[_Groups]:
-    """Makes `groups` current in this context, as `ParallelGroups.use` says."""
     before = _CONTEXT.get()
     forwards = _forwards_of_thread(before)
     with _THREAD_STARTS.wrapped():
@@ -148,10 +148,7 @@ _OF_THREAD = threading.local()
 
 
 def _forwards_of_thread(groups: Any) -> _Forwards:
-    """Returns this thread's record, made with its first use.
-
-    Autograd shows it to the threads that work for this one.
-    """
+    """Returns this thread's record; creates it at the first use. autograd propagates it to its own threads."""
     forwards: _Forwards | None = getattr(_OF_THREAD, "forwards", None)
     if forwards is None:
         forwards = _OF_THREAD.forwards = _Forwards(groups)
@@ -160,16 +157,15 @@ def _forwards_of_thread(groups: Any) -> _Forwards:
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-"""The modules whose threads work for whoever comes next."""
+"""Modules whose worker threads run work of any submitter."""
 
 
 class _ThreadStarts:
-    """`threading.Thread.start` while some groups are in use: a thread gets the groups that its starter has."""
+    """Wraps `threading.Thread.start` while groups are in use: a new thread inherits the starting thread's groups."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
         self._original: Any = None
-        """As it was, while ours is in its place."""
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
@@ -182,7 +178,7 @@ class _ThreadStarts:
         finally:
             with self._lock:
                 self._users -= 1
-                if not self._users and threading.Thread.start is _start:  # else somebody has wrapped it: it stays
+                if not self._users and threading.Thread.start is _start:  # else other code has wrapped ours
                     threading.Thread.start, self._original = self._original, None  # type: ignore[method-assign]
 
     def start(self, thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Our layout from a DeviceMesh that the caller made: each group's ranks are checked against the rank's coordinates."""
+"""Derives a layout from the caller's DeviceMesh, and checks that each group's ranks match the rank's coordinates."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from parallel_state.layout.ranks import Layout
 def read(
     mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
 ) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Returns sizes, order and process groups of a mesh that the caller made; LayoutError if it isn't a layout."""
+    """Returns the sizes, order and process groups of the caller's mesh; raises LayoutError if it isn't a layout."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
     parts = {"dp_shard", "dp_replicate"}
     allowed = [row.name for row in BY_NAME.values() if row.size_parameter and not (row.experts or row.within)]
     if not names or not set(names) <= set(allowed):
-        raise LayoutError(f"the dims of the mesh must have names of axes, {', '.join(allowed)}, but have {names}")
+        raise LayoutError(f"the dims of the mesh must be named after axes, {', '.join(allowed)}, but are {names}")
     if len(set(names)) != len(names) or ("dp" in names and parts & set(names)):
         raise LayoutError(
-            f"the dims of the mesh must be different axes, and 'dp' is made of its parts, but are {names}"
+            f"the dims of the mesh must be different axes, and 'dp' includes dp_shard and dp_replicate, but are {names}"
         )
     if sorted(mesh.mesh.flatten().tolist()) != sorted(world.ranks):
         raise LayoutError(
-            f"the mesh must hold each rank of the world, {format_ranks(world.ranks)}, once, but holds "
+            f"the mesh must contain each rank of the world, {format_ranks(world.ranks)}, once, but contains "
             f"{format_ranks(sorted(mesh.mesh.flatten().tolist()))}"
         )
     given = {name: size for name, size in by_axis(sizes).items() if size is not None}
@@ -41,21 +41,21 @@ def read(
     twice = [name for name, size in given.items() if name in mesh_sizes and size not in (-1, mesh_sizes[name])]
     if twice:
         raise InvalidArgumentError(
-            f"the mesh says the sizes of its axes, {', '.join(f'{name}={mesh_sizes[name]}' for name in twice)}, but "
-            f"{', '.join(f'{name}={given[name]}' for name in twice)} are given as well"
+            f"the mesh has the sizes {', '.join(f'{name}={mesh_sizes[name]}' for name in twice)}, but the arguments "
+            f"are {', '.join(f'{name}={given[name]}' for name in twice)}; leave them out"
         )
     given = {name: size for name, size in given.items() if name not in mesh_sizes}
     order = _order_of(mesh, world)
     process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
     cut = [name for name in parts if name in process_groups]
     if len(cut) == 1:
-        process_groups["dp"] = process_groups[cut[0]]  # made of the two, and the other one has one rank
+        process_groups["dp"] = process_groups[cut[0]]  # the other part of dp has one rank
     data = {} if {"dp", *parts} & set(names) else {"dp": 1}
     return {**data, **given, **shape}, order, process_groups
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the dims from the fastest to the slowest, with `ep`, by how far apart neighbours on them are."""
+    """Returns the order of the dims, fastest first, by the distance of neighbouring ranks; inserts `ep`."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()
@@ -64,19 +64,19 @@ def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
         steps = set(positions.diff(dim=dim).flatten().tolist())
         if len(steps) > 1 or (steps and min(steps) < 1):
             raise LayoutError(
-                f"along each dim of the mesh the ranks must go up by equal steps, but along {name!r} they go by "
+                f"along each dim of the mesh the ranks must increase by equal steps, but along {name!r} the steps are "
                 f"{sorted(steps)}: {mesh.mesh.tolist()}"
             )
         if steps:
             strides[name] = steps.pop()
     order = sorted(strides, key=lambda name: strides[name])
     within = [at for at, name in enumerate(order) if name == "tp" or BY_NAME[name].cuts_sequence]
-    order.insert(within[-1] + 1 if within else 0, "ep")  # experts divide those and what comes next, as in Megatron
+    order.insert(within[-1] + 1 if within else 0, "ep")  # ep divides these axes and the next slower, as in Megatron
     return "-".join(order)
 
 
 def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
-    """Raises LayoutError unless this rank's group along each dim has the ranks that the mesh and the layout say."""
+    """Raises LayoutError unless this rank's groups along each dim match the ranks of the mesh and of the layout."""
     names = mesh.mesh_dim_names or ()
     position = (mesh.mesh == world.rank).nonzero()[0].tolist()
     for dim, name in enumerate(names):
@@ -86,7 +86,7 @@ def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
         by_group = dist.get_process_group_ranks(mesh.get_group(name))
         if not by_mesh == by_layout == by_group:
             raise LayoutError(
-                f"the group along dim {name!r} of the mesh must have this rank's row of the mesh, {by_mesh}, but rank "
-                f"{world.rank} has a process group of {by_group} there; make the mesh with init_device_mesh, or give "
-                "DeviceMesh.from_group the groups in the order of its dims"
+                f"the group along dim {name!r} of the mesh must have this rank's row of the mesh, {by_mesh}, but on "
+                f"rank {world.rank} the process group has {by_group}; create the mesh with init_device_mesh, or pass "
+                "the groups to DeviceMesh.from_group in the order of its dims"
             )

@@ -1,7 +1,7 @@
-"""torch's DeviceMesh over our groups; for our layout from a mesh that the caller made see `given_mesh`.
+"""Creates torch DeviceMeshes over our groups. `given_mesh` does the reverse: groups over the caller's mesh.
 
-A mesh is a tensor of ranks with named dims, slowest first, and a process group along each dim. torch takes any groups
-for it; here each group's ranks are checked against the rank's coordinates.
+A mesh is a tensor of ranks with named dims, slowest first, and a process group along each dim. torch accepts any
+groups; this module checks that each group's ranks match the rank's coordinates.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ logger = logging.getLogger("parallel_state")
 
 
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
-    """Returns this rank's mesh with these dims, slowest first, over the groups of these names.
+    """Returns this rank's mesh as get_device_mesh does; creates missing groups.
 
-    It makes those that aren't made yet.
-
-    Every rank of the world calls it with the same names. They are axes, or groups made of axes (`dp`, `fsdp`), of one
-    numbering of the ranks, and don't overlap. Without names: all axes that have more than one rank, slowest first;
-    `dp_shard` also with one rank where tp or ep has more, as FSDP needs a dim to shard; and a mesh of one dim,
-    `world`, for one rank. Axes that aren't named are dims of the root mesh that the result is a slice of.
-
-    With `experts`, and no names: the axes of the experts' numbering (`ep`, `etp`, `efsdp`, `dp_replicate`, `pp`).
-    Raises LayoutError for names that no mesh can have, GroupNotInitializedError in a simulated world.
+    `dp_shard` is a default dim if tp or ep has more than one rank, because FSDP needs a dim to shard. A world of one
+    rank has the dim `world`. The result is a slice of a root mesh, which also has the axes that aren't named. With
+    `experts` the dims are those axes of the experts' numbering (`ep`, `etp`, `efsdp`, `dp_replicate`, `pp`) that have
+    more than one rank. Raises GroupNotInitializedError in a simulated world.
     """
     world, layout = groups.world, groups.layout
     if world.pool is None:
@@ -46,7 +41,7 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: b
     dims = _dims_of_root(layout, grid, wanted)
     process_groups = [_process_group(groups, name) for name in dims]
     root = groups.meshes.get(tuple(dims))
-    if root is None or root.get_all_groups() != process_groups:  # patch_tensor_parallel_group has others
+    if root is None or root.get_all_groups() != process_groups:  # patch_tensor_parallel_group may have changed them
         root = groups.meshes[tuple(dims)] = _root(groups, grid, dims, process_groups)
     return root if wanted == dims else root[tuple(wanted)]
 
@@ -55,8 +50,8 @@ def _warn_about_experts(layout: Layout, dims: Sequence[str]) -> None:
     if _size(layout, "ep") > 1:
         left_out = [name for name, size in reversed(layout.grid_of("ep").axes) if size > 1 and name not in dims]
         logger.warning(
-            "the mesh (%s) leaves out %s, as experts number the ranks in their own way; "
-            "get_device_mesh(experts=True) is the experts' mesh",
+            "the mesh (%s) leaves out %s, because expert layers number the ranks in their own way; "
+            "get_device_mesh(experts=True) returns their mesh",
             ", ".join(dims), ", ".join(left_out),
         )  # fmt: skip
 
@@ -89,10 +84,10 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns `wanted` and the axes beside them, slowest first if `wanted` are, else those beside them first.
+    """Returns `wanted` and all other axes, slowest first. If `wanted` isn't slowest first, the other axes precede it.
 
-    Slowest first, the ranks of all roots are in the same order, whichever dims they have: FSDP joins the meshes of its
-    own dims and of tensor parallelism, and torch refuses to join those of different ranks in different order.
+    With dims slowest first, all root meshes have their ranks in the same order. FSDP combines the mesh of its own dims
+    with that of tensor parallelism, and torch refuses meshes whose ranks are in different orders.
     """
     if list(wanted) == ["world"]:
         return ["world"]
@@ -103,8 +98,8 @@ def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str
     for name in rest:
         if name not in layout.names:
             raise LayoutError(
-                f"no mesh can have the dims {', '.join(wanted)}: the other ranks of {name.partition('/')[0]!r} are no "
-                f"group, and each dim of a mesh has one; get_group({wanted[0]!r}) has the group"
+                f"no mesh can have the dims {', '.join(wanted)}: each dim of a mesh needs a group, but the remaining "
+                f"ranks of {name.partition('/')[0]!r} form none; use get_group({wanted[0]!r}) for the group alone"
             )
     dims = sorted([*rest, *wanted], key=lambda name: min(place[axis] for axis in axes_of.get(name, (name,))))
     return dims if [name for name in dims if name in wanted] == list(wanted) else [*rest, *wanted]
@@ -117,8 +112,8 @@ def _process_group(groups: ParallelGroups, name: str) -> Any:
     ranks = [world.context.ranks[position] for position in groups.layout.group_of(world.rank_in_group, name)]
     if group.ranks != ranks:
         raise LayoutError(
-            f"the group along dim {name!r} of a mesh must have the ranks of the layout, {ranks}, but {group!r} is in "
-            "its place; leave patch_tensor_parallel_group first"
+            f"the group along dim {name!r} of a mesh must have the ranks of the layout, {ranks}, but is {group!r}; "
+            "leave patch_tensor_parallel_group first"
         )
     return group.device_group
 

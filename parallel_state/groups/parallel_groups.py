@@ -1,9 +1,7 @@
-"""The groups of one model as an explicit, frozen object, and the division of a world into them.
+"""`ParallelGroups`: the groups of one model as an explicit, frozen object; and the division of a world into them.
 
-The singletons of `state` are a view of a `ParallelGroups`. Two models, a draft model or a test can each have theirs in
-one process. `use()` makes one the current groups, so that model code with `get_tp_group()` runs on it (`current` has
-what that means for threads, tasks and backward). Sizes become a layout, agreed by all ranks, and then this rank's
-groups; nothing here is remembered.
+The singletons of `state` are a view of one such object. A process can have several: for two models, a draft model or a
+test. `use()` makes one current, so that model code that calls `get_tp_group()` runs on it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import given_mesh
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, prove
+from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, verify_group
 from parallel_state.groups.current import CURRENT, POOLED, using
 from parallel_state.layout.axes import (
     AXES,
@@ -50,36 +48,36 @@ if TYPE_CHECKING:
 
 @dataclass
 class VirtualPipeline:
-    """Holds several stages of each pipeline rank, in turn: rank 0 of 2 has stages 0 and 2, with `size` 2."""
+    """Several stages on each pipeline rank, dealt in turn: with `size` 2, rank 0 of 2 has stages 0 and 2."""
 
     size: int
-    """Stages on each rank."""
+    """Stages per rank."""
     rank: int = 0
-    """The one that is being run: Megatron's global; stages that are told theirs need it not."""
+    """The stage that runs now, as in Megatron's global variable. Models that pass `vp_stage` don't use it."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's group of each kind that a layout has, and the world they divide."""
+    """This rank's group of each kind that a layout has, and the world that the groups divide."""
 
     layout: Layout
-    """The ranks in it are positions in `world`, whose global ranks are `world.ranks`."""
+    """Its ranks are positions in `world.ranks`."""
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
-    """Those that are made, by the name of their axis: `tp`, `dp`, `pp`, …"""
+    """The groups created so far, by axis name: `tp`, `dp`, `pp`, …"""
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
-    """Makes one more, at its first use; None for a kind that this rank is in no group of."""
+    """Creates a group at its first use; returns None if this rank is in no group of that kind."""
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
-    """Makes groups of the same world as these were made, but for some sizes, by axis name."""
+    """Creates groups of the same world with the same arguments, except for the sizes passed, by axis name."""
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    """The global ranks of this rank's group of each kind, made or not; compiled code can't compute them."""
+    """The global ranks of this rank's group of each kind, created or not; compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    """The DeviceMeshes that were asked for, by their dims."""
+    """The DeviceMeshes created so far, by their dims."""
     is_view: bool = False
-    """True if the groups are another one's, which closes them."""
+    """True if another object owns the groups; `close` then does nothing."""
     held: list[Callable[[], None]] = field(default_factory=list)
-    """Gives back what isn't a group; `close` calls each."""
+    """Callbacks that release resources other than groups; `close` calls each."""
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,19 +88,16 @@ class ParallelGroups:
             self._check(group)
 
     def _check(self, group: GroupCoordinator) -> None:
-        """Raises unless the coordinating process is rank 0 here too.
-
-        Whatever it may say on one group, it may say on the others.
-        """
+        """Raises LayoutError if rank 0 of the world isn't rank 0 of `group`: it must be able to lead every group."""
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
 
     def get(self, name: str) -> GroupCoordinator:
-        """Returns this rank's group of a kind: `tp`, `ep`, `dp_cp`, …: any row of the axis table that the layout has.
+        """Returns this rank's group of a kind, such as `tp`, `ep` or `dp_cp`: any axis-table row that the layout has.
 
-        One that isn't made yet is made now: then every rank of the group calls it, and where they make several, in
-        the same order. Raises LayoutError for a kind that there isn't, GroupNotInitializedError where this rank is in
-        no such group (a middle stage in `embedding`), CommunicationError when the other ranks never come.
+        The first use creates the group: every rank of the group must call it, for several groups in the same order.
+        Raises LayoutError for a kind that the layout lacks, GroupNotInitializedError if this rank is in no such group
+        (`embedding` on a middle stage), and CommunicationError if another rank of the group doesn't call it in time.
         """
         group = self.try_get(name)
         if group is None:
@@ -110,22 +105,22 @@ class ParallelGroups:
         return group
 
     def try_get(self, name: str) -> GroupCoordinator | None:
-        """Returns what `get` does, but None where this rank is in no such group, or the layout has none."""
+        """Returns the group as `get` does; None if this rank is in no such group or the layout lacks the kind."""
         group = self.groups.get(name)
         if group is not None:
             return group
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns the global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
+        """Returns a new list of the global ranks of this rank's group of a kind.
 
-        Raises as `get`, but for what happens among ranks.
+        It doesn't create the group and involves no other rank. Raises the usage errors of `get`.
         """
         group = self.groups.get(name)
         if group is not None:
             return group.ranks
         if name not in self.ranks:
-            self.layout.axes_of(name)  # raises, with the names that there are
+            self.layout.axes_of(name)  # raises; the error lists the known names
         if not self.ranks[name]:
             raise self._no_group_error(name)
         return list(self.ranks[name])
@@ -135,16 +130,16 @@ class ParallelGroups:
             return LayoutError(f"the layout {self.layout} has no {name!r} group: {self.layout.missing[name]}")
         return GroupNotInitializedError(
             f"rank {self.world.rank} is in no {name!r} group of the layout {self.layout}; "
-            f"try_get_{name}_group() is None there"
+            f"try_get_{name}_group() returns None on such ranks"
         )
 
     def _made(self, name: str) -> GroupCoordinator | None:
         if torch.compiler.is_compiling():
             raise GroupNotInitializedError(
-                f"the {name!r} group is made at its first use, which can't be within torch.compile; ask for it once "
-                "before, or initialise with eager=True"
+                f"the {name!r} group doesn't exist yet and can't be created within torch.compile; get it once before "
+                "the compiled code runs, or initialize with eager=True"
             )
-        with self.lock:  # of two threads one makes it
+        with self.lock:  # so that two threads create one group
             group = self.groups.get(name)
             if group is None and self.make is not None:
                 group = self.make(name, self)
@@ -154,13 +149,13 @@ class ParallelGroups:
             return group
 
     def warm_up(self) -> None:
-        """Sends a first small all-reduce over each group that is made, which connects its ranks.
+        """Runs a small all-reduce on each group created so far, which connects its ranks.
 
-        Every rank of the world calls it. Raises CommunicationError with the group's name for one that doesn't.
+        Every rank of the world must call it. If one doesn't, raises CommunicationError with the group's name.
         """
         for axis in AXES:
             if axis.name in self.groups:
-                prove(self.groups[axis.name])
+                verify_group(self.groups[axis.name])
 
     @property
     def tp(self) -> GroupCoordinator:
@@ -179,49 +174,47 @@ class ParallelGroups:
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """Returns fairseq2's replicated data-parallel group: `dp_replicate`.
-
-        It is `dp` if no size of it or dp_shard was given.
-        """
+        """Returns fairseq2's replicated data-parallel group: `dp_replicate`, or `dp` if the layout isn't sharded."""
         return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """Returns fairseq2's sharded data-parallel group: `dp_shard`; this rank alone if no such size was given."""
+        """Returns fairseq2's sharded data-parallel group: `dp_shard`, or one rank if the layout isn't sharded."""
         return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
     def root(self) -> GroupCoordinator:
-        """Returns `world`, by fairseq2's name."""
+        """Returns `world`, under fairseq2's name."""
         return self.world
 
     @property
     def is_coordinator(self) -> bool:
-        """Returns True on rank 0 of the world, which is rank 0 of all its groups."""
+        """Returns True on rank 0 of the world, which is also rank 0 of all its groups."""
         return self.world.rank_in_group == 0
 
     @contextmanager
     @host_call(OUTSIDE)
     def use(self) -> Iterator[ParallelGroups]:
-        """Makes these the current groups: getters return them instead of the process-wide ones.
+        """Makes these the current groups: getters return them instead of the process-wide groups.
 
-        Current in this context: the body, the asyncio tasks and the threads that are started in it, and the backward
-        of what is computed in it, wherever that runs (of what an event loop's tasks compute: where it is inside).
-        A worker of a thread pool that is started in it raises UsageError instead: submit
-        `contextvars.copy_context().run, function`. Threads that ran before keep theirs, and one by
-        `_thread.start_new_thread` has the process-wide groups. A backward is called in the
-        thread of its forward.
+        They are current in the body, and in asyncio tasks and threads started in it. They are also current in the
+        backward of what the body computes, even outside the body; a forward in an event loop's task is the exception:
+        its backward must run in the body. Call backward in the thread of its forward.
+
+        Getters raise UsageError in a thread-pool worker that was started in the body: submit
+        `contextvars.copy_context().run, function`. Threads started earlier keep their groups. A thread started by
+        `_thread.start_new_thread` has the process-wide groups.
         """
         with using(self):
             yield self
 
     @host_call(OUTSIDE)
     def close(self) -> None:
-        """Destroys the groups, not the world. Every rank calls it; twice is fine."""
+        """Destroys the groups, not the world. Every rank calls it; repeated calls do nothing."""
         if self.is_view:
             return
         self.meshes.clear()
-        # Whatever one of them raises, the others are destroyed; the stack runs from its end.
+        # Every callback runs even if another one raises; the stack runs in reverse order.
         with contextlib.ExitStack() as stack:
             while self.held:
                 stack.callback(self.held.pop(0))
@@ -230,21 +223,22 @@ class ParallelGroups:
 
 
 def try_get_current_groups() -> ParallelGroups | None:
-    """Returns the groups that `use()` made current here; None outside of it.
+    """Returns the groups that `use()` made current here; None outside `use()`.
 
-    Raises UsageError in a worker of a thread pool that was started inside `use()`, which may serve others.
+    Raises UsageError in a thread-pool worker that was started inside `use()`: its work may come from elsewhere.
     """
     groups = CURRENT.groups
     if groups is POOLED:
         raise UsageError(
-            "this worker of a thread pool was started inside `with groups.use():`, but its work may come from "
-            "anywhere: submit `contextvars.copy_context().run, function`, or enter `with groups.use():` in the function"
+            "the current groups are unknown in this thread-pool worker: it was started inside `with groups.use():`, "
+            "but its work may come from elsewhere. Submit `contextvars.copy_context().run, function`, or enter "
+            "`with groups.use():` in the function"
         )
     return groups
 
 
 def current_groups() -> ParallelGroups:
-    """Returns what try_get_current_groups does; raises GroupNotInitializedError outside of `use()`."""
+    """Returns the groups that `use()` made current here; raises GroupNotInitializedError outside `use()`."""
     groups = try_get_current_groups()
     if groups is None:
         raise GroupNotInitializedError("no groups are in use here; enter `with groups.use():` first")
@@ -277,23 +271,20 @@ def create_parallel_groups(
     device_mesh: DeviceMesh | None = None,
     failure_domain: str = "root",
 ) -> ParallelGroups:
-    """Returns the groups of a layout over `world`, without touching the singletons.
+    """Creates the groups of a layout over `world`; leaves the process-wide groups unchanged.
 
-    `world` is the world's group or any other: only its ranks call it then, and the layout is of positions in it; so two
-    models, each on a part of the ranks, have groups of their own. Sizes, order and the other arguments as in
-    initialize_model_parallel. Every rank of `world` calls it alike: ranks that differ get ConfigMismatchError, all of
-    them, before any group is made. Raises LayoutError for sizes that don't fit and InvalidArgumentError for a backend,
-    timeout or option that can't be.
+    `world` is the world's group or any other group, whose ranks the layout divides; so two models can have separate
+    parts of the ranks. Every rank of `world` must call it with the same arguments: see initialize_model_parallel. Only
+    deaths in `world` fail these groups.
 
-    `world` is the root of these groups: the death of any rank of it fails all of them, and no other death does. With
-    `failure_domain="replica"` a death fails only the groups that touch the data-parallel replica of the dead rank, and
-    `world` itself.
+    Raises LayoutError for sizes that don't fit, InvalidArgumentError for other invalid arguments, and
+    ConfigMismatchError on every rank if ranks differ, before any group is created.
     """
     arguments: dict[str, Any] = {**locals()}
     world.route.check_usable()
     pool = world.pool
     if pool is None:
-        raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
+        raise GroupNotInitializedError("a simulated world can't be divided; use parallel_state.simulate")
 
     def resolve() -> tuple[_Division, Request]:
         if not isinstance(eager, bool):
@@ -306,7 +297,7 @@ def create_parallel_groups(
         adopted: Mapping[str, Any] = {}
         if device_mesh is not None:
             if order is not None:
-                raise InvalidArgumentError(f"the mesh says the order of the axes, but order={order!r} is given as well")
+                raise InvalidArgumentError(f"device_mesh sets the order of the axes, so leave out order={order!r}")
             given, wanted, adopted = given_mesh.read(device_mesh, world, sizes)
         layout = resolve_layout(
             world.world_size,
@@ -344,7 +335,8 @@ def create_parallel_groups(
     try:
         kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
         with pool.dividing(world.ranks):
-            for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
+            # Adopted groups first, so that other kinds with the same ranks share them.
+            for name in sorted(kinds, key=lambda name: name not in division.adopted):
                 division.make_at_start(name, groups)
     except BaseException:
         groups.close()
@@ -355,14 +347,18 @@ def create_parallel_groups(
 @host_call(OUTSIDE)
 @counted_from_begin()
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
-    """Returns groups like `groups`, whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
+    """Creates groups like `groups` whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 
-    `sdp` is `dp` and `rdp` one rank; with `intra_node_size` (hybrid sharding) `sdp` has so many neighbours of a `dp`
-    group, and `rdp` the ranks with equal shards. Every rank of the world calls it alike, and closes both; groups of
-    equal ranks share a process group. Raises LayoutError for an `intra_node_size` below 2, or that doesn't divide dp.
+    `sdp` is all of `dp`, and `rdp` is one rank. With `intra_node_size` (hybrid sharding), `sdp` has that many
+    neighbours of a `dp` group, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the
+    same arguments and close both objects. Groups of equal ranks share a process group. Raises LayoutError if
+    `intra_node_size` is below 2 or doesn't divide dp.
     """
     if groups.divide is None:
-        raise GroupNotInitializedError(f"only groups that this library has divided can be sharded, but not {groups!r}")
+        raise GroupNotInitializedError(
+            f"{groups!r} can't be sharded: only groups from initialize_model_parallel(), create_parallel_groups() or "
+            "simulate() can"
+        )
     if intra_node_size is not None and intra_node_size < 2:
         raise LayoutError(f"intra_node_size must be at least 2, or None for all of dp, but is {intra_node_size!r}")
     size = groups.layout.size("dp") if intra_node_size is None else intra_node_size
@@ -371,31 +367,28 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 
 @dataclass(frozen=True)
 class _Division:
-    """Holds a rank's request, resolved; once all ranks ask for the same, it makes the groups."""
+    """The checked arguments of one division; creates the groups once all ranks have agreed on them."""
 
     world: GroupCoordinator
     layout: Layout
     made: tuple[str, ...]
-    """The kinds of group that are made at start."""
     options: Mapping[str, GroupOptions]
-    """By kind of group: all that the layout has."""
     virtual_pipeline: VirtualPipeline | None
     eager: bool
     allow_pickle: bool
     custom_all_reduce: bool
     adopted: Mapping[str, Any]
-    """Process groups that the caller made."""
+    """Process groups of the caller's mesh, by kind of group."""
     failure_domain: str
 
     @property
     def pool(self) -> ProcessGroupPool:
-        """Returns the world's, which it lets go of at its end: who holds groups longer keeps no process group."""
         if self.world.pool is None:
-            raise GroupNotInitializedError(f"{self.world} has ended, and with it its process groups; initialise again")
+            raise GroupNotInitializedError(f"{self.world} was destroyed with its process groups; initialize again")
         return self.world.pool
 
     def described(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks, each part with its name in messages."""
+        """Returns what must be the same on all ranks, by the name that errors give it."""
         layout = self.layout
         ends = [
             "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)
@@ -419,15 +412,14 @@ class _Division:
         }
 
     def non_default_options(self) -> list[tuple[str, GroupOptions]]:
-        """Returns the options that aren't those of most groups, by name."""
         kinds = list(self.options.values())
         usual = max(kinds, key=kinds.count)
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Returns this rank's group of a kind that wasn't made at start; None where it is in none.
+        """Creates this rank's group of a kind at its first use; returns None if this rank is in no such group.
 
-        Its ranks call it.
+        Every rank of the group must call it.
         """
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
@@ -441,32 +433,36 @@ class _Division:
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
-        """Puts this rank's group into `groups`; all ranks, which agreed to, call it, those in no such group too."""
+        """Creates this rank's group of a kind and adds it to `groups`.
+
+        All ranks of `world` must call it, also those in no such group.
+        """
         ranks = self._ranks(name)
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
-        elif everyone:  # strategies that need all ranks need this one
-            root = self._domain(self.layout.groups(name)[0]).root  # that of all groups of a kind
+        elif everyone:  # some creation strategies need all ranks, also those in no such group
+            root = self._domain(self.layout.groups(name)[0]).root  # the same for all groups of a kind
             own = self.options[name]
-            for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # in the order of `create_group`
+            for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # the same order as in `create_group`
                 acquired = self.pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
                 groups.held.append(functools.partial(self.pool.release, acquired))
-        # Behind the process groups on every rank: both are made by all ranks together.
+        # After the process groups on every rank: all ranks create both together.
         if everyone and not self._is_lazy(name):
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns True if the gloo groups beside the device groups of a kind are made at their first use.
+        """Returns True if the gloo groups of a kind's device groups are created at their first use.
 
-        Not those by which GPUs meet at start; nor where all ranks have to call, as later only the members would.
+        It is False if GPUs rendezvous through the gloo group at start. It is also False with the "global" creation
+        strategy: that needs a call by all ranks, but at the first use only the members call.
         """
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Divides communicators of our own as the world's process group is divided. All ranks call it."""
+        """Splits the world's own communicators in the same way as its process group. All ranks must call it."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)
@@ -477,7 +473,7 @@ class _Division:
         return [self.world.context.ranks[position] for position in positions]
 
     def _domain(self, ranks: Sequence[int]) -> FailureDomain:
-        """Returns the ranks whose death fails a group of these ranks: the root's, or its replicas'."""
+        """Returns the failure domain of a group of `ranks`: the whole world, or the replicas that the group touches."""
         world = self.world.ranks
         touched = set(world)
         if self.failure_domain == "replica":
@@ -517,7 +513,7 @@ class _Division:
 
 
 def replicas_of(layout: Layout) -> list[list[int]]:
-    """Returns the data-parallel replicas; in hybrid sharding, the ranks that hold one copy of the weights."""
+    """Returns the ranks of each data-parallel replica; in hybrid sharding a replica holds one copy of the weights."""
     sharded = layout.size("dp_shard") > 1 and layout.size("dp_replicate") > 1
     return layout.groups("tp", "cp", "pcp", "pp", *(["dp_shard"] if sharded else []))
 
@@ -537,7 +533,7 @@ def _options_by_axis(
         or not all(isinstance(options, GroupOptions) for options in by_name.values())
     ):
         raise InvalidArgumentError(
-            f"axis_options must map names of groups ({', '.join(BY_NAME)}) to GroupOptions, but is {axis_options!r}"
+            f"axis_options must map group names ({', '.join(BY_NAME)}) to GroupOptions, but is {axis_options!r}"
         )
     timeout_s = world.context.timeout_s if timeout is None else seconds(timeout)
     default = GroupOptions(backend or settings.BACKEND.get()).resolve(world.backend, timeout_s, known=world.backend)

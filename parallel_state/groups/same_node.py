@@ -1,4 +1,4 @@
-"""Finds the ranks that share this host's memory: by a shared segment that they see or don't, not by host names."""
+"""Finds the ranks that share memory. It tests which ranks can open a shared segment, and doesn't compare host names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 @host_call(OUTSIDE)
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, by rank of `pg`, a GroupCoordinator or a gloo ProcessGroup, True if it shares the source's memory.
+    """Returns a list with, for each rank of `pg`, True if it shares memory with rank `source_rank`.
 
-    Every rank of the group calls it. The source makes a segment under a random name and tells that name; a rank that
-    finds the segment is on the same host. Where the source can't make a segment, only itself counts.
-    Raises InvalidArgumentError for a source that is no rank of the group, and for a ProcessGroup of NCCL's.
+    `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors. Every rank of the group must call it. The source
+    creates a segment with a random name and broadcasts the name; ranks that can open the segment are on its host. If
+    the source can't create a segment, the result is True for the source only. Raises InvalidArgumentError if
+    `source_rank` isn't a rank in the group, and for an NCCL ProcessGroup.
     """
     group = pg.cpu_group if isinstance(pg, GroupCoordinator) else pg
     if "nccl" in (backend := str(dist.get_backend(group))):
         raise InvalidArgumentError(
-            f"in_the_same_node_as needs a group that carries CPU tensors, but the backend of pg is {backend!r}: "
+            f"in_the_same_node_as needs a group for CPU tensors, but the backend of pg is {backend!r}: "
             "pass the GroupCoordinator, or its cpu_group"
         )
     rank, size = group.rank(), group.size()
@@ -50,9 +51,9 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
 
 
 def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Callable[[bool], list[bool]]) -> list[bool]:
-    """Returns, by rank, True if it finds a segment of the source's. Every rank calls it.
+    """Returns a list with, for each rank, True if it can open the source's segment. Every rank must call it.
 
-    `broadcast` returns the source's text on every rank, `gather` all ranks' flags.
+    `broadcast` returns the source's text on every rank; `gather` returns the flags of all ranks.
     """
     made = None
     if is_source:
@@ -60,7 +61,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
             made = Segment.make()
     try:
         name = broadcast("" if made is None else made.name)
-        return gather(is_source or _exists(name))  # ends after every rank has looked
+        return gather(is_source or _exists(name))  # returns after every rank has tried
     finally:
         if made is not None:
             made.unlink()
@@ -68,7 +69,6 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def _exists(name: str) -> bool:
-    """Returns True if this host has such a segment of this user's."""
     try:
         found = Segment.open(name)
     except SegmentError:
@@ -79,9 +79,9 @@ def _exists(name: str) -> bool:
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Returns the ranks of a group by host, in the order of the hosts' first ranks. Every rank calls it.
+    """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank of the group must call it.
 
-    `find`: in_the_same_node_as for this kind of group.
+    `find`: works as in_the_same_node_as for this kind of group.
     """
     size = pg.size() if isinstance(pg, dist.ProcessGroup) else pg.world_size
     nodes: list[list[int]] = []

@@ -1,12 +1,12 @@
-"""Any rank of any layout in one process: to build and shape-check model code without starting the others.
+"""Simulates one rank of a layout in one process: builds and shape-checks model code without starting other ranks.
 
     with simulate(rank=5, world_size=4096, tensor_model_parallel_size=8, pipeline_model_parallel_size=4).use():
         model = Model()            # calls get_tp_group(), is_pipeline_first_stage(), …
         model(torch.empty(4, 512, device="meta"))
 
-The other ranks are imagined to hold this rank's tensors: a sum multiplies by the size, gathers copy; a send
-goes nowhere, so that a first stage runs through; what only a real peer could say (its broadcast, a receive from it)
-raises UnsupportedError. Works before any init and beside a real one.
+The other ranks are assumed to hold this rank's tensors: a sum multiplies by the group's size, a gather copies. A send
+does nothing, so that a first stage runs. A call that needs data of a real peer (its broadcast, a receive from it)
+raises UnsupportedError. Simulation works before any init, and next to a real one.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def simulate(
     ranks_per_node: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> ParallelGroups:
-    """Returns the groups of `rank` in a layout of `world_size` ranks, of which only this one exists.
+    """Returns the simulated groups of `rank` in a layout of `world_size` ranks; the other ranks don't exist.
 
-    Sizes and order as in initialize_model_parallel, with the same errors.
+    Sizes, order and errors are those of initialize_model_parallel.
     """
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
     layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
     if not isinstance(rank, int):
         raise InvalidArgumentError(f"rank must be an int, but is {rank!r}{int_advice(rank)}")
-    layout.coordinates(rank)  # raises for a rank that isn't in it
+    layout.coordinates(rank)  # raises for a rank outside the layout
 
     def make(name: str, _: ParallelGroups | None = None) -> GroupCoordinator | None:
         ranks = layout.group_of(rank, name)
@@ -85,9 +85,9 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns one group of these global ranks, seen from global rank `rank`, of which only that one exists."""
+    """Returns a simulated group of these global ranks, as global rank `rank`; the other ranks don't exist."""
     if rank not in ranks or len(set(ranks)) != len(ranks):
-        raise InvalidArgumentError(f"ranks must be distinct and hold rank {rank}, but are {ranks}")
+        raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
     context = GroupContext(
         name=unique_name(name),
         ranks=tuple(ranks),

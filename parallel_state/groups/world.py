@@ -1,6 +1,6 @@
-"""The steps of start-up that need no state: where this process stands, its device, the default group, its proof.
+"""The steps of start-up: this process's ranks, its device, torch's default group, checks of the world.
 
-`state` calls them in order and keeps what comes of it; nothing here is remembered.
+`state` calls them in order and keeps their results. This module keeps no state.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from device_communicators.base.torch_internals import (
     set_timeout,
 )
 
-# host_memory and media are what groups import when they are made: an import needs a descriptor, of which
-# none may be left by then.
+# Groups import host_memory and media when they are created. Imported here, because an import needs a file descriptor,
+# and none may be left by then.
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
@@ -58,31 +58,31 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
-"""Those that gloo needs for a group, beside one for each of its ranks."""
+"""File descriptors that gloo needs for a group, in addition to one per rank."""
 _LAST_CALL_S = 1.0
-"""At the deadline of the start, the time for all ranks to tell whether they have connected."""
+"""At the deadline of the start, all ranks have this time to report whether they are connected."""
 _START_DESCRIPTORS = 20
-"""Those that a rank needs until its world is there, beside one for each rank, and for rank 0 four."""
+"""File descriptors that a rank needs during start, in addition to one per rank of the world (on rank 0: four)."""
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A process that has joined a world, in which there is no group of ours yet."""
+class JoinedWorld:
+    """A world that this process has joined, before the library creates any group in it."""
 
     place: ProcessEnvironment
     device: torch.device
-    """That of the default group's tensors."""
     is_ours: bool
-    """False for a default group that the program has made."""
+    """False if the program created the default group."""
     token: str = ""
-    """Tells this world's names from those of others on the same store."""
+    """Prefix that separates this world's keys from those of other worlds on the same store."""
     alone_over: str | None = None
-    """The backend of a world of one, which has no default group."""
+    """The backend of a world of one rank, which has no default group; otherwise None."""
     server: tuple[str, int] | None = None
-    """The address at which rank 0 serves the store, if it does."""
+    """The address at which rank 0 serves the store; None if it doesn't."""
     watcher: Watcher | None = None
-    """The world's, if it has several ranks."""
+    """Failure detection for the world; None for a world of one rank."""
     met: Met | None = None
+    """The result of the rendezvous; None if there was none."""
 
     @property
     def address(self) -> str:
@@ -96,17 +96,17 @@ class Joined:
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Returns where this process stands: from the arguments, or, where they are -1, from what started it."""
+    """Returns this process's ranks and world size; the launcher's for arguments of -1."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
             raise InvalidArgumentError(
-                f"{name} must be an int, -1 for what the environment says, but is {number!r}{int_advice(number)}"
+                f"{name} must be an int, or -1 to take it from the environment, but is {number!r}{int_advice(number)}"
             )
     if not isinstance(init_method, str):
         raise InvalidArgumentError(f"distributed_init_method must be a str such as 'env://', but is {init_method!r}")
     if (world_size == -1) != (rank == -1):
         raise InvalidArgumentError(
-            f"world_size and rank must be given both or neither, but are {world_size} and {rank} (-1 is: not given)"
+            f"pass both world_size and rank, or neither: they are {world_size} and {rank} (-1 means not passed)"
         )
     by_env = init_method == "env://"
     if rank == -1:
@@ -125,27 +125,27 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
     return place
 
 
-def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> Joined:
-    """Joins a default group that is there already; every rank of it calls this.
+def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
+    """Joins an existing default group; every rank of it must call this.
 
-    Raises ConfigMismatchError if it isn't as asked for, RendezvousError where ranks don't come.
+    Raises ConfigMismatchError if it contradicts the arguments, RendezvousError if a rank doesn't call it in time.
     """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
         raise ConfigMismatchError(
-            f"torch.distributed is initialised with rank {found_rank} of {found_size}, but rank {rank} of "
-            f"{world_size} was asked for; leave both out to join it, or destroy it first"
+            f"torch.distributed is initialized with rank {found_rank} of {found_size}, but rank {rank} of "
+            f"{world_size} was requested; leave both out to join it, or destroy it first"
         )
     if backend not in (None, found_backend):
         raise ConfigMismatchError(
-            f"torch.distributed is initialised with backend {found_backend!r}, but {backend!r} was asked for; "
+            f"torch.distributed is initialized with backend {found_backend!r}, but {backend!r} was requested; "
             "leave backend out to join it"
         )
     place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
     device = device_of(found_backend, place)
     prepare(found_size)
     token = agree_on_token(device)
-    return Joined(place, device, False, token, watcher=_watch_joined(place, token))
+    return JoinedWorld(place, device, False, token, watcher=_watch_joined(place, token))
 
 
 def join_world(
@@ -157,51 +157,51 @@ def join_world(
     high_priority_stream: bool,
     *,
     undo: contextlib.ExitStack,
-) -> Joined:
-    """Joins this process with the others of a new world. A world of one has no default group, unless it binds a device.
+) -> JoinedWorld:
+    """Joins a new world. A world of one rank gets no default group, unless it binds a device.
 
-    What must be undone at the world's end, or if the start fails, goes onto `undo`. Raises as make_default_group.
+    Callbacks on `undo` revert the effects at the world's end, or if the start fails. Raises as make_default_group.
     """
     place = _with_free_port(place)
-    undo.callback(_take_back, environment.export(environment.with_address_of(init_method, place)))
-    undo.callback(_take_back, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
+    undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
+    undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
     if place.world_size == 1 and not bind_device:
         alone_over = backend_of(backend)
         check_backend(alone_over)
-        return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
+        return JoinedWorld(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
     if met is not None:
-        undo.callback(_close, met)  # keeps its stores, too: torch's groups don't
+        undo.callback(_close, met)  # this reference also keeps the stores alive: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
     server = environment.store_server(init_method, place)
     watcher = None if met is None or place.world_size == 1 else met.watcher
-    return Joined(place, device, True, server=server, watcher=watcher, met=met)
+    return JoinedWorld(place, device, True, server=server, watcher=watcher, met=met)
 
 
-def _take_back(exported: Mapping[str, str]) -> None:
+def _unexport(exported: Mapping[str, str]) -> None:
     for name, value in exported.items():
         if os.environ.get(name) == value:
             del os.environ[name]
 
 
 def _close(met: Met) -> None:
-    met.served.clear()  # errors may keep the rest
+    met.served.clear()  # a kept error may still refer to `met`
     met.store.close()
 
 
 def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
-    """Ends torch's default group if it is `own` still, and not one that the program has made after it."""
+    """Destroys torch's default group if it is still `own`, and not one that the program created later."""
     if dist.is_initialized() and dist.group.WORLD is own:
         end_process_groups()
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns the device whose tensors the device groups carry; makes it current if it is a GPU."""
-    # A default group that was made without a backend, `undefined`, has gloo and, where there is CUDA, NCCL.
+    """Returns the device of the tensors that device groups support; makes a GPU the current device."""
+    # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
+        raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch finds none; use 'gloo'")
     count = torch.cuda.device_count()
     index = 0 if count == 1 else place.local_rank  # one visible GPU per process, or all of the node's
     if index >= count and settings.SHARE_GPUS.get():
@@ -216,7 +216,6 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
 
 
 def backend_of(backend: str | None) -> str:
-    """Returns the default group's backend: the argument, the setting, or what fits the machine."""
     return backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -228,9 +227,9 @@ def make_default_group(
     bind_device: bool = False,
     high_priority_stream: bool = False,
 ) -> tuple[torch.device, Met | None]:
-    """Finds the other ranks and makes torch's default group with them.
+    """Finds the other ranks and creates torch's default group with them.
 
-    Returns the device of its tensors and the result of the meeting.
+    Returns the device of its tensors and the result of the rendezvous.
     """
     backend = backend_of(backend)
     if backend == "fake":
@@ -238,12 +237,12 @@ def make_default_group(
     check_backend(backend)
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":
-        raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
+        raise InvalidArgumentError(f"bind_device needs a GPU, but backend {backend!r} works on the CPU")
     prepare(place.world_size)
     start_timeout_s = settings.START_TIMEOUT_S.get()
     over_gloo = "gloo" in backend or "nccl" in backend
     if place.world_size > 1 and "gloo" in backend:
-        each = 4 if place.rank == 0 else 1  # it may serve the store
+        each = 4 if place.rank == 0 else 1  # rank 0 may serve the store
         limits.need_descriptors(each * place.world_size + _START_DESCRIPTORS, "the start of this rank")
     met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
     try:
@@ -280,13 +279,12 @@ def make_default_group(
 
 
 def give_up(watcher: Watcher, error: BaseException) -> None:
-    """Tells the other ranks that this one gives up its start, and why."""
     text = str(error).partition("\n")[0]
     watcher.give_up(f"gave up its start ({type(error).__name__}: {text})")
 
 
 def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
-    """Makes the default group over torch's `fake` backend: the other ranks are imagined, and nobody is looked for."""
+    """Creates the default group over torch's `fake` backend, without a rendezvous."""
     register_fake_backend()
     dist.init_process_group(
         "fake",
@@ -303,7 +301,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
 
     def init(is_abandoned: Callable[[], bool]) -> None:
         if bound is not None:
-            torch.cuda.set_device(bound)  # of this thread
+            torch.cuda.set_device(bound)  # the current device is per thread
         reset_group_count()
         dist.init_process_group(
             options.backend,
@@ -337,7 +335,7 @@ def _init_process_group(met: Met, place: ProcessEnvironment, options: GroupOptio
         missing = [] if verdict is None else verdict.ranks
     if not isinstance(failure, AbandonedError) and dist.is_initialized():
         dist.destroy_process_group()
-    reset_group_count()  # for a default group that the program makes by itself
+    reset_group_count()  # for a default group that the program may create itself
     raise _not_connected(failure, place, str(options.backend), started, met, missing) from failure
 
 
@@ -349,11 +347,11 @@ def _not_connected(
     met: Met,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error for a default group that failed, with the ranks that ended, gave up or are missing."""
+    """Returns the error of a failed default group, with the ranks that exited, gave up or are missing."""
     late = time.monotonic() > met.deadline
     # torch's error can arrive before the control plane reports the exit, so wait briefly for that.
     deaths = met.watcher.await_death_of(range(place.world_size), 0.0 if late else None)
-    who = f"rank {place.rank} of {place.world_size} met the others, but "
+    who = f"rank {place.rank} of {place.world_size} found the other ranks, but "
     facts = {
         "group": "world",
         "operation": "init_process_group",
@@ -364,14 +362,14 @@ def _not_connected(
     }
     if deaths:
         kind, text = kind_of_deaths(deaths, RendezvousError), describe_deaths(deaths)
-        return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
+        return kind(f"{who}{text}; see the log of that rank", **facts)  # type: ignore[arg-type]
     where = met.places.get(place.rank, "?")
-    what = f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
+    what = f"not all ranks were connected within {settings.START_TIMEOUT_S.get():g} s"
     if missing:
         held = "".join(f"; global rank {rank} is {why}" for rank, why in met.watcher.conditions(missing).items())
         what = f"ranks {format_ranks(missing)} did not connect within {settings.START_TIMEOUT_S.get():g} s{held}"
     elif error is not None and not late:
-        what = f"making the default {backend} group failed: {plain(error)}"
+        what = f"creating the default {backend} group failed: {plain(error)}"
     return RendezvousError(
         f"{who}{what}. This rank is on {where}; no rank is known to have exited. {interfaces.advice()}. For a slow "
         f"start, raise {settings.START_TIMEOUT_S.name}",
@@ -380,10 +378,10 @@ def _not_connected(
 
 
 def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
-    """Returns the watch over the ranks of a default group that somebody else made; every rank calls it."""
+    """Starts failure detection among the ranks of a default group that the program made; every rank must call it."""
     if place.world_size == 1 or is_fake():
         return None
-    from device_communicators.c10d.world import address_of  # only where there is a group of torch's
+    from device_communicators.c10d.world import address_of  # imported only if the program made a default group
     from device_communicators.cpu.watching import meet as meet_over_store
 
     store, watcher = default_store().prefixed(f"parallel_state{token}/start"), Watcher()
@@ -398,7 +396,7 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> Watcher | None:
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns a copy in which a world of one has a port, by which its owner may make a default group over env://."""
+    """Returns a copy with a free port for a world of one, so that the program can create a default group by env://."""
     if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
         return place
     with socket.socket() as probe:
@@ -407,9 +405,9 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Raises InvalidArgumentError where ranks share a GPU and none of them may, on every rank; each calls it.
+    """Raises InvalidArgumentError on every rank if ranks share a GPU without permission; each rank must call it.
 
-    By UUIDs: ranks that see one GPU each can have the same one. One warning where they may.
+    Logs one warning if sharing is allowed. GPUs are compared by UUID, because ranks with one visible GPU may share it.
     """
     if world.device.type != "cuda" or world.world_size == 1:
         return
@@ -420,16 +418,16 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
     refused = find_shared_gpus(world.context, None if settings.SHARE_GPUS.get() else uuid)
     if refused:
         raise InvalidArgumentError(
-            f"{shared_gpu_warning(world.context, refused)}; or let them share with {settings.SHARE_GPUS.name}=on"
+            f"{shared_gpu_warning(world.context, refused)}; or allow it with {settings.SHARE_GPUS.name}=on"
         )
     if world.rank == 0:
         logger.warning("%s", shared_gpu_warning(world.context, shared))
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """Returns the ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
+    """Returns the ranks of each host, in the order of the hosts' first ranks. Every rank must call it."""
     memory = world.context.host_memory
-    if is_fake():  # the other ranks are imagined
+    if is_fake():  # the other ranks are simulated
         return [world.ranks]
     return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
 
@@ -445,14 +443,14 @@ def closing_barrier(world: GroupCoordinator) -> None:
     except PeerDiedError:
         raise
     except RuntimeError as error:
-        # A connection can break before the end of its rank is heard of.
+        # A connection can break before the exit of its rank is reported.
         if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks):
             raise died(world.context, "barrier", started) from error
         raise CommunicationError(
-            f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
-            f"{limit_s:g} s. Likely: a rank crashed while making its groups (see its log), a rank took another branch "
-            f"and never called initialize_model_parallel, or the network between two hosts is blocked. "
-            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({plain(error)})",
+            f"rank {world.rank} created its groups, but not all ranks of {world.context} reached the closing barrier "
+            f"within {limit_s:g} s. Likely causes: a rank crashed while creating its groups (see its log), a rank "
+            f"never called initialize_model_parallel, or the network between two hosts is blocked. For a slow start, "
+            f"raise {settings.BARRIER_TIMEOUT_S.name}. ({plain(error)})",
             group=world.unique_name,
             operation="barrier",
             rank=world.rank,

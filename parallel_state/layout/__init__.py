@@ -1,4 +1,4 @@
-"""Sizes to ranks: the axes, their resolution, and the rank lists of a layout. Pure arithmetic, without torch.
+"""Computes rank lists from sizes: the axes, the layout of given sizes, its groups. Pure arithmetic, without torch.
 
 May import nothing of the package.
 """

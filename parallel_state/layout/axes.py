@@ -1,7 +1,7 @@
-"""THE table of axes and of the groups made of them, and the orders that have a name.
+"""The table of axes and of the groups that span them, and the preset orders.
 
-Adding an axis is one row: its size parameter, its getters, its place in the layout and in `plan` follow from it.
-How sizes become a layout is in `resolution`.
+A new axis is one row: its size parameter, getters, position in the layout and place in `plan` follow from the row.
+`resolution` computes a layout from sizes.
 """
 
 from __future__ import annotations
@@ -19,47 +19,45 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of group: a way to divide the world, or (with `spans` or `ends_of`) made of such ways."""
+    """One kind of group: an axis that divides the world, or (with `spans` or `ends_of`) a group derived from axes."""
 
     name: str
     long_name: str
     about: str
     size_parameter: str | None = None
-    """The argument of initialize_model_parallel; None for what follows from the other sizes."""
+    """The argument of initialize_model_parallel; None if the other sizes determine its size."""
     spans: tuple[str, ...] = ()
-    """The rows that it is made of."""
     within: str | None = None
-    """The axis that it divides."""
     experts: bool = False
-    """True if it belongs to the numbering of the layers with experts."""
+    """True if it belongs to the numbering for expert layers."""
     cuts_sequence: bool = False
-    """True if the ranks along it hold parts of one sequence: expert layers take them for data-parallel ones."""
+    """True if its ranks hold parts of one sequence. Expert layers treat them as data-parallel ranks."""
     ends_of: str | None = None
-    """The row whose groups it takes some ranks from."""
+    """The row from whose groups it picks some ranks."""
     always_made: bool = False
-    """True if initialize_model_parallel makes it whatever its size; else if its size was given and isn't 1."""
+    """True if initialize_model_parallel always creates it; False if only for a size that was passed and isn't 1."""
 
 
 AXES = (
-    Axis("tp", "tensor_model_parallel", "Cuts the weights of a layer.", "tensor_model_parallel_size",
+    Axis("tp", "tensor_model_parallel", "Splits the weights of a layer.", "tensor_model_parallel_size",
          always_made=True),
-    Axis("cp", "context_parallel", "Cuts the sequence, in training.", "context_parallel_size", cuts_sequence=True),
-    Axis("pcp", "prefill_context_model_parallel", "Cuts the sequence, in the prefill of vLLM.",
+    Axis("cp", "context_parallel", "Splits the sequence, in training.", "context_parallel_size", cuts_sequence=True),
+    Axis("pcp", "prefill_context_model_parallel", "Splits the sequence, in vLLM's prefill.",
          "prefill_context_model_parallel_size", cuts_sequence=True),
-    Axis("dcp", "decode_context_model_parallel", "Cuts the KV cache, in the decode of vLLM: over pcp, then tp.",
+    Axis("dcp", "decode_context_model_parallel", "Splits the KV cache, in vLLM's decode: over pcp, then tp.",
          "decode_context_model_parallel_size", within="tp"),
-    Axis("ep", "expert_model_parallel", "Cuts the set of experts.", "expert_model_parallel_size", experts=True),
-    Axis("etp", "expert_tensor_parallel", "Cuts the weights of an expert.", "expert_tensor_parallel_size",
+    Axis("ep", "expert_model_parallel", "Splits the set of experts.", "expert_model_parallel_size", experts=True),
+    Axis("etp", "expert_tensor_parallel", "Splits the weights of an expert.", "expert_tensor_parallel_size",
          experts=True),
-    Axis("dp", "data_parallel", "Cuts the batch.", "data_parallel_size", spans=("dp_shard", "dp_replicate"),
+    Axis("dp", "data_parallel", "Splits the batch.", "data_parallel_size", spans=("dp_shard", "dp_replicate"),
          always_made=True),
     Axis("dp_shard", "data_parallel_shard", "Data-parallel ranks that hold one copy of the weights, sharded.",
          "data_parallel_shard_size"),
     Axis("dp_replicate", "data_parallel_replicate", "Data-parallel ranks with equal shards, one per copy.",
          "data_parallel_replicate_size"),
-    Axis("external_dp", "external_data_parallel", "Engines beside each other in one world, as vLLM's external DP.",
+    Axis("external_dp", "external_data_parallel", "Separate engines in one world, as vLLM's external DP.",
          "external_data_parallel_size"),
-    Axis("pp", "pipeline_model_parallel", "Cuts the layers into stages.", "pipeline_model_parallel_size",
+    Axis("pp", "pipeline_model_parallel", "Splits the layers into stages.", "pipeline_model_parallel_size",
          always_made=True),
     Axis("efsdp", "expert_data_parallel_shard", "Ranks that hold one copy of the same experts, sharded.",
          experts=True),
@@ -69,7 +67,7 @@ AXES = (
          spans=("dp", "cp")),
     Axis("fsdp", "fully_sharded_data_parallel", "Ranks that shard the dense layers: a data-parallel shard with its cp.",
          spans=("dp_shard", "cp")),
-    Axis("tp_cp", "tensor_and_context_parallel", "Ranks that work on one batch in one stage.", spans=("tp", "cp")),
+    Axis("tp_cp", "tensor_and_context_parallel", "Ranks of one stage with the same batch.", spans=("tp", "cp")),
     Axis("tp_dp", "tensor_and_data_parallel", "Ranks of one stage on the same part of the sequence.",
          spans=("tp", "dp")),
     Axis("tp_dp_cp", "tensor_data_and_context_parallel", "Ranks of one stage.", spans=("tp", "dp", "cp")),
@@ -77,7 +75,7 @@ AXES = (
          spans=("etp", "ep")),
     Axis("tp_ep_pp", "expert_tensor_model_pipeline_parallel", "Ranks that hold one copy of all experts.",
          spans=("etp", "ep", "pp")),
-    Axis("replica", "model_replica", "Ranks that hold one copy of the weights, shards and parts of the sequence.",
+    Axis("replica", "model_replica", "Ranks that hold one copy of the weights, with all shards and sequence parts.",
          spans=("tp", "cp", "pcp", "dp_shard", "pp")),
     Axis("intra_dp_cp", "partial_data_and_context_parallel",
          "Ranks of one optimizer instance that reduce the gradients of the dense layers.", ends_of="dp_cp"),
@@ -89,7 +87,8 @@ AXES = (
          "Ranks with equal shards of the optimizer, one in each instance.", "num_distributed_optimizer_instances",
          within="edp"),
     Axis("dp_intra_node", "intra_node_data_parallel", "Data-parallel ranks of one node.", within="dp"),
-    Axis("dp_inter_node", "inter_node_data_parallel", "Data-parallel ranks at one place of each node.", within="dp"),
+    Axis("dp_inter_node", "inter_node_data_parallel", "Data-parallel ranks in the same position of each node.",
+         within="dp"),
     Axis("embedding", "embedding", "First and last stage, which share the word embedding.", ends_of="pp"),
     Axis("position_embedding", "position_embedding", "The first stage, which has the position embedding.",
          ends_of="pp"),
@@ -101,13 +100,13 @@ BY_PARAMETER = {axis.size_parameter: axis for axis in AXES if axis.size_paramete
 
 @dataclass(frozen=True)
 class Preset:
-    """An order that has a name."""
+    """A named order of axes."""
 
     order: str
     """Fastest first; `dp` stands for `dp_shard-dp_replicate`."""
     about: str
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Groups that are made of other axes here than in the table."""
+    """Groups that span other axes than in the table."""
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -129,17 +128,15 @@ DEFAULT_ORDER = PRESETS["megatron"].order
 
 
 def embedding_ranks(pipeline: list[int]) -> list[int]:
-    """Returns first and last stage of a pipeline's ranks."""
     return [pipeline[0], pipeline[-1]]
 
 
 def position_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """Returns the first stage of a pipeline's ranks."""
     return [pipeline[0]]
 
 
 def named_sizes(tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, Any]) -> dict[str, int | None]:
-    """Returns the sizes that were given, by argument or axis name; None leaves a size out, an explicit 1 doesn't."""
+    """Returns the sizes that were passed, by argument or axis name. It omits None and keeps an explicit 1."""
     placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
     return {name: size for name, size in [*placed.items(), *others.items()] if size is not None}
 
@@ -148,9 +145,9 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def other_sizes_by_name(function: _Function, also: Callable[..., object] | None = None) -> _Function:
-    """Raises InvalidArgumentError for misspelt names, and for sizes by position behind tp and pp.
+    """Makes `function` raise InvalidArgumentError for unknown keywords and for positional sizes after tp and pp.
 
-    Megatron and vLLM mean different ones by those. `also`: a function that gets the further keywords.
+    Megatron and vLLM pass different sizes in those positions. `also`: a function whose keywords are allowed as well.
     """
     kinds = [each.kind for each in signature(function).parameters.values()]
     places = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
@@ -164,15 +161,15 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
                 ("prefill_context_model_parallel_size", "decode_context_model_parallel_size"), more, strict=False
             )
             raise InvalidArgumentError(
-                f"{function.__name__}() takes the tensor- and the pipeline-parallel size by position and everything "
-                f"else by name, but got {', '.join(map(repr, more))} behind them. What comes third is in Megatron "
+                f"{function.__name__}() takes only the tensor- and pipeline-parallel sizes by position, but got "
+                f"{', '.join(map(repr, more))} after them; pass these by name. In Megatron the third argument is "
                 f"virtual_pipeline_model_parallel_size={more[0]!r}, in vLLM "
                 f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; the data-parallel size is "
-                f"data_parallel_size={more[0]!r}. Write the one that you mean"
+                f"data_parallel_size={more[0]!r}"
             )
         if unknown := next((name for name in kwargs if name not in known), None):
             problem = no_such_name(f"{function.__name__}() has no argument", unknown, known)
-            sizes = "" if problem.endswith("?") else f"; sizes of axes are {', '.join(BY_PARAMETER)}"
+            sizes = "" if problem.endswith("?") else f"; the sizes of axes are {', '.join(BY_PARAMETER)}"
             raise InvalidArgumentError(problem + sizes)
         return function(*args, **kwargs)
 
@@ -180,10 +177,7 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
 
 
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Returns sizes by axis name, from names of axes or of arguments.
-
-    Raises InvalidArgumentError for one that nobody knows.
-    """
+    """Returns the sizes by axis name, from sizes by axis or argument name; raises InvalidArgumentError for others."""
     if not isinstance(sizes, Mapping):
         raise InvalidArgumentError(f"the sizes must map axes to numbers of ranks, but are {sizes!r}")
     found: dict[str, int | None] = {}
@@ -195,6 +189,6 @@ def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
                 f"{', '.join(f'{row.size_parameter} ({row.name})' for row in BY_PARAMETER.values())}"
             )
         if axis.name in found:
-            raise InvalidArgumentError(f"the size of axis {axis.name!r} is given twice, once as {name!r}")
+            raise InvalidArgumentError(f"the size of axis {axis.name!r} is passed twice, once as {name!r}")
         found[axis.name] = size
     return found

@@ -1,14 +1,14 @@
-"""Axis sizes and their order to lists of ranks: pure arithmetic, no torch, no environment.
+"""Computes lists of ranks from axis sizes and their order.
 
 A `Grid` numbers the ranks in mixed radix: axes from the fastest-varying (neighbouring ranks) to the slowest.
-`tp=2, dp=3, pp=2` in the order `tp-dp-pp`:
+For `tp=2, dp=3, pp=2` in the order `tp-dp-pp`:
 
     rank = tp + 2 · dp + 6 · pp
 
-so the tensor-parallel groups are [0, 1], [2, 3], … and the pipeline groups [0, 6], [1, 7], …
+So the tensor-parallel groups are [0, 1], [2, 3], … and the pipeline groups [0, 6], [1, 7], …
 
-A `Layout` is one or more grids over the same ranks: the layers with experts divide them otherwise than the rest. Any
-axes in any order are data here; which the library offers, and the orders that have a name, are in `axes`.
+A `Layout` is one or more grids over the same ranks, because expert layers number them differently. This module works
+with any axes in any order; the library's axes and preset orders are in `axes`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Grid:
 
     @classmethod
     def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Grid:
-        """Returns the grid of `world_size` ranks. One size may be None or -1: it becomes the rest.
+        """Returns the grid of `world_size` ranks. One size may be None or -1: that axis takes the remaining ranks.
 
-        `order` names every axis once, fastest first, joined by `-` (`"tp-dp-pp"`); axes of size 1 may be left out.
-        Raises LayoutError for a size below 1, a product that isn't the world, an order with a missing or unknown axis.
+        `order` names every axis once, fastest first, joined by `-` (`"tp-dp-pp"`); it may omit axes of size 1. Raises
+        LayoutError for a size below 1, a product other than `world_size`, and an order with a missing or unknown axis.
         """
         names = split_order(order)
         resolved = fill_in_rest(world_size, sizes)
@@ -42,20 +42,18 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks."""
         return prod(size for _, size in self.axes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the axes, fastest first."""
         return tuple(name for name, _ in self.axes)
 
     def size(self, *axes: str) -> int:
-        """Returns the number of ranks that these axes span; 1 for one that the grid doesn't name."""
+        """Returns the number of ranks that these axes span; an axis that the grid lacks counts as 1."""
         return prod(size for name, size in self.axes if name in axes)
 
     def stride(self, axis: str) -> int:
-        """Returns by how much the rank grows from one position on `axis` to the next."""
+        """Returns the difference between the ranks at neighbouring positions on `axis`."""
         return prod(size for _, size in self.axes[: self.names.index(axis)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -82,24 +80,24 @@ class Grid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Returns every group that spans `axes`: ranks that differ in these axes only, each list in ascending order.
+        """Returns all groups that span `axes`: ascending lists of ranks that differ in these axes only.
 
-        The lists come in the order of their first ranks, the same on every rank; together they are the world.
+        The lists are ordered by their first ranks and together contain every rank once.
         """
         inside = self.offsets([name for name in self.names if name in axes])
         outside = self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Returns the one of `groups(*axes)` that `rank` is in."""
+        """Returns the group of `groups(*axes)` that contains `rank`."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
         return [start + offset for offset in self.offsets([name for name in self.names if name in axes])]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
-        """Returns what is added to a rank at 0 of all `names` to reach the others along them, in ascending order."""
+        """Returns the ascending offsets of a group that spans `names`, relative to its first rank."""
         offsets, stride = [0], 1
-        for name, size in self.axes:  # each step is further than all before it, so the order stays ascending
+        for name, size in self.axes:  # each stride exceeds all offsets so far, so the order stays ascending
             if name in names and size > 1:
                 offsets = [start + offset for start in range(0, stride * size, stride) for offset in offsets]
             stride *= size
@@ -111,41 +109,39 @@ class Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks that share a group, for every kind of group; `resolve_layout` makes one from sizes and an order.
+    """The ranks of every group of every kind; `resolve_layout` creates one from sizes and an order.
 
-    Names are those of axes (`tp`), and of what is made of them (`dp`, `model`); each method that takes names takes
-    several, for the group that spans them all. Ranks are global ones, from `rank_offset` on.
+    Group names are those of axes (`tp`) and of groups that span axes (`dp`, `model`). Methods that take several names
+    refer to the group that spans them all. Ranks are global, starting at `rank_offset`.
     """
 
     grids: tuple[Grid, ...]
-    """Numberings of the same ranks; where an axis is in several, the first counts."""
+    """Numberings of the same ranks; for an axis in several grids the first one counts."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of a group -> the axes that it spans, for those that aren't an axis themselves."""
+    """Group name -> the axes that it spans, for groups that aren't an axis."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
-    """Name of a group -> the kind of group that it is a part of, and which of that one's ranks are in it."""
+    """Group name -> (kind of the containing group, function that picks ranks of such a group)."""
     parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Name of a group -> the kind of group that is cut into such groups, and how many; neighbours stay together."""
+    """Group name -> (kind of group that is split into such groups, number of parts). Parts are consecutive ranks."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Name of a group that this layout doesn't have -> why."""
+    """Name of a group that this layout lacks -> reason."""
     rank_offset: int = 0
     is_sharded: bool = False
-    """True if the data-parallel ranks were divided into shards and replicas by a size that was given."""
+    """True if a dp_shard or dp_replicate size was passed."""
     title: str = ""
-    """The sizes in words, for messages; the first grid's if empty."""
+    """The sizes as text, for messages; if empty, the first grid is used."""
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks."""
         return self.grids[0].world_size
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Returns every kind of group that there is."""
         axes = dict.fromkeys(name for grid in self.grids for name in grid.names if "/" not in name)
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns how many ranks such a group has; the largest if they differ."""
+        """Returns the number of ranks in such a group; the maximum if the groups differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -160,7 +156,7 @@ class Layout:
         return tuple(name for name in grid.names if name in axes)
 
     def grid_of(self, *names: str) -> Grid:
-        """Returns the grid in which such a group is found."""
+        """Returns the first grid that has all axes of such a group."""
         return self._find(names)[0]
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -172,9 +168,9 @@ class Layout:
         return self.grids[0].rank_at(coordinates) + self.rank_offset
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Returns every group that spans `names`: ascending lists of ranks, in the order of their first ranks.
+        """Returns all groups that span `names`: ascending lists of ranks, ordered by their first ranks.
 
-        Together they are the world, but for those at the ends of others (`embedding`).
+        Together they contain every rank once, except for `ends`, such as `embedding`.
         """
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
@@ -188,10 +184,7 @@ class Layout:
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """Returns the one of `groups(*names)` that `rank` is in.
-
-        It is empty if in none, as of `embedding` for a middle stage.
-        """
+        """Returns the group of `groups(*names)` that contains `rank`; empty if none does, as with `embedding`."""
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))
@@ -216,13 +209,13 @@ class Layout:
             if name in self.missing:
                 raise LayoutError(f"this layout has no group {name!r}: {self.missing[name]}; the layout is {self}")
             if name not in self.names or name in self.ends or name in self.parts:
-                raise LayoutError(f"there is no group {name!r} to span; the layout has {', '.join(self.names)}")
+                raise LayoutError(f"there is no group {name!r} to span; the groups are {', '.join(self.names)}")
             axes.update(self.spans.get(name, (name,)))
         for grid in self.grids:
             if axes <= set(grid.names):
                 return grid, axes
         raise LayoutError(
-            f"no group spans {' and '.join(names)}: these axes number the ranks in different ways "
+            f"no group spans {' and '.join(names)}: these axes are in different numberings of the ranks "
             f"({'; '.join(map(str, self.grids))})"
         )
 
@@ -233,26 +226,25 @@ class Layout:
 def _picked(name: str, pick: Callable[[list[int]], Sequence[int]], ranks: list[int]) -> list[int]:
     picked = sorted(set(pick(list(ranks))))
     if not set(picked) <= set(ranks):
-        raise LayoutError(f"the ranks of {name!r} must be among those of the group they are taken from, {ranks}, "
-                          f"but are {picked}")  # fmt: skip
+        raise LayoutError(f"the ranks picked for {name!r} must be a subset of {ranks}, but are {picked}")
     return picked
 
 
 def split_order(order: object) -> list[str]:
-    """Returns the axes that an order names; LayoutError for what is no str."""
+    """Returns the axes that an order names; raises LayoutError if it isn't a str."""
     if not isinstance(order, str):
         raise LayoutError(f"order must be a str of axes joined by '-', such as 'tp-dp-pp', but is {order!r}")
     return order.split("-") if order else []
 
 
 def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-    """Raises LayoutError unless `names` has each axis of `sizes` with more than one rank, once, and no other."""
+    """Raises LayoutError unless `names` are distinct axes of `sizes`, with all those of more than one rank."""
     unknown = [name for name in names if name not in sizes]
     doubled = {name for name in names if names.count(name) > 1}
     missing = [name for name, size in sizes.items() if size > 1 and name not in names]
     if unknown or doubled or missing:
         problem = (
-            f"it names {unknown[0]!r}, which is no axis" if unknown
+            f"it names {unknown[0]!r}, which isn't an axis" if unknown
             else f"it names {sorted(doubled)[0]!r} twice" if doubled
             else f"it lacks {missing[0]!r}, whose size is {sizes[missing[0]]}"
         )  # fmt: skip
@@ -263,13 +255,16 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 
 
 def product_in_words(sizes: Mapping[str, int]) -> str:
-    """Returns `tp=2 × dp=3 = 6`, `tp=3`, or an empty text if no size is above 1."""
+    """Returns text such as `tp=2 × dp=3 = 6` or `tp=3`; empty if no size is above 1."""
     factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return " × ".join(factors) + (f" = {prod(sizes.values())}" if len(factors) > 1 else "")
 
 
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns all sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
+    """Returns all sizes, with the remaining ranks for a size of None or -1.
+
+    Raises LayoutError if the product of the sizes isn't `world_size`.
+    """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise LayoutError(f"the world size must be at least 1, but is {world_size!r}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
@@ -283,8 +278,8 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
     text = product_in_words(given) or "1 (no size is larger)"
     if world_size % known and world_size == 1:
         raise LayoutError(
-            f"this process is alone, a world of 1 rank, but {text} needs a multiple of {known} ranks; start {known} of "
-            f"them by `torchrun --nproc-per-node {known}` or `parallel_state.launch(…, {known})`"
+            f"this process is alone, a world of 1 rank, but {text} needs a multiple of {known} ranks; start {known} "
+            f"ranks by `torchrun --nproc-per-node {known}` or `parallel_state.launch(…, {known})`"
         )
     if world_size % known:
         raise LayoutError(
@@ -301,7 +296,6 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
 
 
 def check_size(name: str, size: object) -> None:
-    """Raises LayoutError unless `size` is a positive int."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise LayoutError(
             f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}"
@@ -315,30 +309,27 @@ def divisors(number: int) -> list[int]:
 
 
 def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None:
-    """Raises LayoutError unless the lists hold each rank of the world once.
-
-    Raises InvalidArgumentError where one isn't ascending.
-    """
+    """Raises LayoutError unless the lists contain each rank once, InvalidArgumentError unless each is ascending."""
     listed = Counter(rank for ranks in rank_lists for rank in ranks)
     problems = {
-        "miss": [rank for rank in range(world_size) if rank not in listed],
+        "lack": [rank for rank in range(world_size) if rank not in listed],
         "repeat": [rank for rank, count in listed.items() if count > 1],
-        "hold the unknown": [rank for rank in listed if not 0 <= rank < world_size],
+        "contain the unknown": [rank for rank in listed if not 0 <= rank < world_size],
     }
     for problem, wrong in problems.items():
         if wrong:
             raise LayoutError(
-                f"the lists of ranks must hold each global rank in 0 … {world_size - 1} once, "
+                f"the lists of ranks must contain each global rank in 0 … {world_size - 1} once, "
                 f"but {problem} {format_ranks(wrong)}; every rank must pass the lists of all groups"
             )
     for ranks in rank_lists:
         if list(ranks) != sorted(ranks):
-            # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
+            # torch.distributed numbers a group's ranks in ascending order, whatever their order in the argument.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
 
 
 def position_in(ranks: Iterable[Sequence[int]], rank: int) -> int:
-    """Returns the index of the list that `rank` is in; LayoutError if it is in none or in two."""
+    """Returns the index of the list that contains `rank`; raises LayoutError unless exactly one does."""
     found = [index for index, group in enumerate(ranks) if rank in group]
     if len(found) != 1:
         where = "none" if not found else f"{len(found)} of them"

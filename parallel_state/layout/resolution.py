@@ -1,11 +1,12 @@
-"""Sizes and an order to a `Layout`. Pure, as `layout`: no torch, no environment.
+"""Creates a `Layout` from sizes and an order.
 
-Two numberings of the same ranks, as Megatron's two RankGenerators and torchtitan's dense and sparse meshes have them:
-- dense:   the order as given, without `ep`;
-- experts: the same order with `etp` for `tp`, `efsdp` for `dp_shard`, and without the axes that cut a sequence; what
-  `etp`, `ep`, `pp`, `dp_replicate` and `external_dp` leave of the world is `efsdp`.
-And one more for each axis that lies within another one: `dcp` divides `tp`, optimizer instances divide `edp`, and
-nodes divide `dp`.
+A layout has two numberings of the same ranks, like Megatron's two RankGenerators and torchtitan's dense and sparse
+meshes:
+- dense:   the given order, without `ep`;
+- experts: the same order with `etp` in place of `tp` and `efsdp` in place of `dp_shard`, and without the axes that
+  split a sequence. `efsdp` takes the ranks that `etp`, `ep`, `pp`, `dp_replicate` and `external_dp` leave.
+Each axis within another axis adds a numbering: `dcp` divides `tp`, optimizer instances divide `edp`, and nodes divide
+`dp`.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ def resolve_layout(
     get_embedding_ranks: RankPicker | None = None,
     get_position_embedding_ranks: RankPicker | None = None,
 ) -> Layout:
-    """Returns the layout of `world_size` ranks from `rank_offset` on.
+    """Returns the layout of `world_size` ranks, numbered from `rank_offset`.
 
-    `sizes` by axis or argument name; -1 takes the rest. One that is left out (or None) is 1, but `dp`, which is the
-    rest unless another size is -1, and `etp`, which is `tp`. `dp` = `dp_shard` · `dp_replicate`: either follows from
-    the other; with neither all of it is `dp_shard`. `order` is a preset's name or any permutation of axes, fastest
-    first, in which those of size 1 may be left out. `ranks_per_node` tells which data-parallel ranks share a node.
+    `sizes` are by axis or argument name; a size of -1 takes the remaining ranks. The default is 1, with two exceptions:
+    `etp` defaults to `tp`, and `dp` takes the remaining ranks unless another size is -1. `dp` is `dp_shard` ·
+    `dp_replicate`: one of these determines the other, and without both all of `dp` is `dp_shard`. `order` is the name
+    of a preset or any permutation of the axes, fastest first, which may omit axes of size 1. `ranks_per_node`
+    determines which data-parallel ranks share a node.
 
-    Raises LayoutError for sizes and orders that don't fit: among them, as Megatron does, for experts in an order
-    whose pipeline groups would differ from those of the other layers.
+    Raises LayoutError for sizes and orders that don't fit. As in Megatron, this includes an order in which expert
+    layers would have other pipeline groups than dense layers.
     """
     if not isinstance(rank_offset, int) or isinstance(rank_offset, bool) or rank_offset < 0:
         raise LayoutError(f"rank_offset must be a rank, 0 or more, but is {rank_offset!r}")
@@ -79,7 +81,7 @@ def resolve_layout(
         _check_fixed_experts(order, given, dense, spans)
         missing = dict.fromkeys(
             [row.name for row in AXES if _needs_experts(row.name) and row.name not in preset.spans],
-            f"order {order!r} makes ep of {', '.join(preset.spans['ep'])} and has no expert-tensor axis",
+            f"in order {order!r} ep spans {', '.join(preset.spans['ep'])}, and there is no expert-tensor axis",
         )
     else:
         experts = _expert_grid(world_size, preset, expanded, dense, given)
@@ -122,7 +124,6 @@ def resolve_layout(
 
 
 def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the sizes of the dense axes, whose product is the world."""
     parts = ("dp_shard", "dp_replicate")
     shard, replicate = (_given(given.get(name), name) for name in parts)
     open_parts = _open_sizes(given, parts)
@@ -136,19 +137,19 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
     full = fill_in_rest(world_size, merged)
     dp = full.pop("dp")
     if shard is None and replicate is None:
-        # Open is open: an explicit -1 on one of the two gives it everything, else the shard has it.
+        # If one of the two sizes is -1, it takes all remaining ranks; if both are unset, dp_shard does.
         shard, replicate = (1, dp) if open_parts == ["dp_replicate"] else (dp, 1)
     known = (shard or 1) * (replicate or 1)
     if dp % known or (shard and replicate and known != dp):
         raise LayoutError(
             f"data_parallel_shard_size × data_parallel_replicate_size must be the data-parallel size, {dp}, but they "
-            f"are {shard or 'open'} and {replicate or 'open'}; choose sizes whose product it is, or leave one open"
+            f"are {shard or 'open'} and {replicate or 'open'}; choose sizes with product {dp}, or leave one open"
         )
     return {**full, "dp_shard": shard or dp // known, "dp_replicate": replicate or dp // known}
 
 
 def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[str]:
-    """Returns which of two sizes is -1, so that it takes what the other one leaves."""
+    """Returns the names whose size is -1; raises LayoutError if there are several."""
     found = [name for name in names if given.get(name) == -1]
     if len(found) > 1:
         raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, found))} are")
@@ -157,12 +158,12 @@ def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[s
 
 def _check_dense_order(order: str, tokens: Sequence[str], sizes: Mapping[str, int]) -> None:
     parts = BY_NAME["dp"].spans
-    if not set(parts) & set(tokens):  # dp is named as one, or forgotten as one
+    if not set(parts) & set(tokens):  # the order has dp as a whole, or lacks it
         merged = {name: size for name, size in sizes.items() if name not in parts}
         sizes = {**merged, "dp": prod(sizes[name] for name in parts)}
     elif "dp" in tokens:
-        raise LayoutError(f"order {order!r} names 'dp' and one of its parts, {' and '.join(parts)}; name either")
-    check_order(order, tokens, {**sizes, "ep": 1})  # whether ep can be left out, its own numbering knows
+        raise LayoutError(f"order {order!r} names 'dp' and one of its parts, {' and '.join(parts)}; name only one")
+    check_order(order, tokens, {**sizes, "ep": 1})  # the expert numbering checks whether ep may be left out
 
 
 def _given(size: int | None, name: str) -> int | None:
@@ -173,7 +174,7 @@ def _given(size: int | None, name: str) -> int | None:
 
 
 def _grid(order: Sequence[str], sizes: Mapping[str, int]) -> Grid:
-    """Returns the grid in this order; an axis that it leaves out has one rank, and so no place."""
+    """Returns the grid in this order, followed by the axes that the order omits, which have one rank."""
     names = [name for name in order if name in sizes]
     return Grid(tuple((name, sizes[name]) for name in dict.fromkeys([*names, *sizes])))
 
@@ -190,7 +191,7 @@ def _needs_experts(name: str) -> bool:
 def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
-    """Returns how layers with experts number the ranks; the reason why they can't, if nobody asked for experts."""
+    """Returns the grid of expert layers; if it doesn't fit and no expert size was passed, the reason as text."""
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:
         sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
@@ -214,7 +215,7 @@ def _expert_grid(
     except LayoutError as error:
         if asked:
             raise
-        return f"with these sizes the layers with experts don't fit ({error})"
+        return f"expert layers don't fit these sizes ({error})"
     return experts
 
 
@@ -222,19 +223,19 @@ def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:
     known = prod(sizes.values())
     if world_size % known:
         raise LayoutError(
-            f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of the layers with experts; "
+            f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of expert layers; "
             "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: that of tp)"
         )
     return world_size // known
 
 
 def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
-    """Raises unless a stage's dense and expert layers are on the same ranks, which Megatron refuses to part."""
+    """Raises LayoutError unless a stage's dense and expert layers are on the same ranks, as in Megatron."""
     if dense.size("pp") == 1:
         return
     if dense.stride("pp") != experts.stride("pp"):
         raise LayoutError(
-            f"the pipeline groups of dense and expert layers must be the same, but in order {order!r} they are not: "
+            f"dense and expert layers must have the same pipeline groups, but in order {order!r} they differ: "
             f"neighbouring stages are {dense.stride('pp')} ranks apart in {dense}, and {experts.stride('pp')} in "
             f"{experts}; put pp last"
         )
@@ -250,20 +251,19 @@ def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
 def _check_fixed_experts(
     order: str, given: Mapping[str, int | None], dense: Grid, spans: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Raises where the order says what ep is made of and a size contradicts it."""
     found = dense.size(*spans["ep"])
     if given.get("ep") not in (None, -1, 1, found) or given.get("etp") not in (None, 1):
         raise LayoutError(
-            f"in order {order!r} the expert-parallel size is that of {' · '.join(spans['ep'])}, {found}, and there is "
-            f"no expert-tensor axis, but ep={given.get('ep')} and etp={given.get('etp')} were asked for; leave them out"
+            f"in order {order!r} the expert-parallel size is {' · '.join(spans['ep'])} = {found}, and there is "
+            f"no expert-tensor axis, but ep={given.get('ep')} and etp={given.get('etp')} were passed; leave them out"
         )
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Returns a grid with dcp as an axis, or the axes that dcp spans, and the words for it in the layout's title.
+    """Returns a grid with dcp as an axis, or the axes that dcp spans; and its text in the layout's title.
 
-    As in vLLM dcp spans pcp first, then tp: without pcp it is any part of tp, whose ranks are neighbours in tp; with
-    pcp it is pcp alone, or pcp and tp.
+    As in vLLM, dcp spans pcp first, then tp. Without pcp it is any divisor of tp and consists of neighbouring tp ranks.
+    With pcp it spans pcp, or pcp and tp.
     """
     tp, pcp = dense.size("tp"), dense.size("pcp")
     dcp = tp * pcp if size == -1 else size
@@ -271,22 +271,21 @@ def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
     if pcp == 1:
         if tp % dcp:
             raise LayoutError(
-                f"the decode-context-parallel groups lie within the tensor-parallel ones, so tp={tp} must "
-                f"be divisible by dcp={dcp}, but is not"
+                f"tp={tp} must be divisible by dcp={dcp}, because decode-context-parallel groups are parts of "
+                "tensor-parallel groups"
             )
         return _split(dense, "tp", "dcp", dcp, "tp/dcp"), f", dcp={dcp} in tp" if dcp > 1 else ""
     if dcp not in (1, pcp, tp * pcp):
         raise LayoutError(
-            f"beside prefill-context parallelism the decode-context-parallel groups have one rank, those of pcp, or "
-            f"those of pcp and tp, so dcp must be one of {sorted({1, pcp, tp * pcp})} with pcp={pcp} and tp={tp}, "
-            f"but is {dcp}"
+            f"with pcp={pcp} and tp={tp}, dcp must be one of {sorted({1, pcp, tp * pcp})}, but is {dcp}: "
+            "decode-context-parallel groups then have one rank, or span pcp, or pcp and tp"
         )
     axes = () if dcp == 1 else ("pcp",) if dcp == pcp else ("pcp", "tp")
     return axes, f", dcp={dcp} in {' · '.join(axes)}" if axes else ""
 
 
 def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str, int]) -> int:
-    """Returns the number of optimizer instances; LayoutError where they don't divide the ranks as Megatron's do."""
+    """Returns the number of optimizer instances; raises LayoutError if it doesn't divide the ranks as in Megatron."""
     count = given.get("inter_dist_opt", 1)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise LayoutError(f"num_distributed_optimizer_instances must be a positive integer, but is {count!r}")
@@ -294,13 +293,13 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
         return 1
     if isinstance(experts, str):
         raise LayoutError(
-            f"optimizer instances divide the ranks with the same experts, but order {order!r} has no numbering of "
-            "expert layers; leave num_distributed_optimizer_instances out"
+            f"optimizer instances divide the ranks with the same experts, but order {order!r} doesn't number the ranks "
+            "for expert layers; leave num_distributed_optimizer_instances out"
         )
     if dense.size("dp_replicate") > 1:
         raise LayoutError(
             f"num_distributed_optimizer_instances={count} and data_parallel_replicate_size="
-            f"{dense.size('dp_replicate')} both divide the data-parallel ranks; give one of them"
+            f"{dense.size('dp_replicate')} both divide the data-parallel ranks; pass only one of them"
         )
     for what, size in (("dp · cp", dense.size("dp_shard", "cp")), ("expert-data-parallel", experts.size("efsdp"))):
         if size % count:
@@ -312,9 +311,9 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
-    """Returns the dense grid with dp in two, within a node and across nodes; a reason if nodes don't fit."""
+    """Returns the dense grid with dp split in two: within a node and across nodes; or the reason why it can't be."""
     if ranks_per_node is None:
-        return "it is not known that every node has the same number of neighbouring ranks; give ranks_per_node"
+        return "the nodes may have different numbers of ranks, or ranks that aren't consecutive; pass ranks_per_node"
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
         raise LayoutError(f"ranks_per_node must be a positive integer, but is {ranks_per_node!r}")
     names = [name for name, size in dense.axes if size > 1]
@@ -343,7 +342,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
 
 
 def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
-    """Returns `tp=2 × dp=4 × pp=1`: the order's axes, those of one rank only if everybody has them."""
+    """Returns text such as `tp=2 × dp=4 × pp=1`: the order's axes. Axes of one rank appear only if always created."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
     words = [
@@ -366,7 +365,7 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, i
 
 
 def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
-    """Returns the kinds that most programs use or that were given a size; the rest is made at its first use."""
+    """Returns the kinds of group to create at start: the common kinds, and those with a size that was passed."""
     given = by_axis(sizes)
     return tuple(
         row.name

@@ -100,5 +100,5 @@ def _wrong_body() -> list[str]:
 
 def test_wrong_sizes_raise_before_anything_is_sent(pools: Callable[[int], WorkerPool]) -> None:
     for known, *read in pools(2).run(_wrong_body, tp=2, timeout_s=120):
-        assert "not negative" in known
+        assert "non-negative" in known
         assert all("RuntimeError" in each and "u" in each for each in read), read

@@ -250,11 +250,11 @@ def test_meshes_that_cannot_be(pools: Pools) -> None:
         expected = {
             "overlap": ("LayoutError", "dp_shard in common"),
             "twice": ("LayoutError", "must be different"),
-            "unknown": ("LayoutError", "there is no group 'tensor' to span; the layout has tp, "),
-            "two numberings": ("LayoutError", "number the ranks in different ways"),
+            "unknown": ("LayoutError", "there is no group 'tensor' to span; the groups are tp, "),
+            "two numberings": ("LayoutError", "are in different numberings of the ranks"),
             "ends": ("LayoutError", "no group 'embedding' to span"),
             "no str": ("InvalidArgumentError", "as names, one argument each"),
-            "half of an axis": ("LayoutError", "the other ranks of 'tp' are no group"),
+            "half of an axis": ("LayoutError", "the remaining ranks of 'tp' form none"),
             "destroyed": ("GroupNotInitializedError", "initialize_model_parallel() first"),
             "mesh of before": ("RuntimeError", "Could not resolve the process group"),  # torch's words
             "groups of before": ("GroupDestroyedError", "was destroyed"),
@@ -376,7 +376,7 @@ def test_a_mesh_whose_groups_are_not_its_rows(pools: Pools) -> None:
     for rank, facts in enumerate(pools(8).run(_swapped, timeout_s=DEADLINE_S)):
         assert facts["torch takes it"]
         assert facts["on all"].kind == "LayoutError"
-        assert f"rank {rank} has a process group of" in facts["on all"].text
+        assert f"rank {rank} the process group has" in facts["on all"].text
         assert "'dp'" in facts["on all"].text
         assert facts["on one"].kind == "ConfigMismatchError"
         assert "on rank 3" in facts["on one"].text
@@ -417,23 +417,23 @@ def _refused_in() -> dict[str, Any]:
 
 def test_meshes_that_are_no_layout(pools: Pools) -> None:
     expected = {
-        "part of the world": ("LayoutError", "must hold each rank of the world"),
-        "slice": ("LayoutError", "must hold each rank of the world"),
-        "no names": ("LayoutError", "names of axes"),
-        "unknown name": ("LayoutError", "names of axes, tp, cp, "),
-        "within another": ("LayoutError", "names of axes"),
-        "expert axis": ("LayoutError", "names of axes"),
+        "part of the world": ("LayoutError", "must contain each rank of the world"),
+        "slice": ("LayoutError", "must contain each rank of the world"),
+        "no names": ("LayoutError", "named after axes"),
+        "unknown name": ("LayoutError", "named after axes, tp, cp, "),
+        "within another": ("LayoutError", "named after axes"),
+        "expert axis": ("LayoutError", "named after axes"),
         "name twice": ("LayoutError", "must be different axes"),
-        "dp and its part": ("LayoutError", "made of its parts"),
-        "uneven": ("LayoutError", "go up by equal steps"),
-        "rows out of order": ("LayoutError", "along 'dp' they go by [-2, 4]"),
-        "downwards": ("LayoutError", "along 'tp' they go by [-1]"),
+        "dp and its part": ("LayoutError", "'dp' includes dp_shard and dp_replicate"),
+        "uneven": ("LayoutError", "increase by equal steps"),
+        "rows out of order": ("LayoutError", "along 'dp' the steps are [-2, 4]"),
+        "downwards": ("LayoutError", "along 'tp' the steps are [-1]"),
         "no mesh": ("InvalidArgumentError", "must be a torch DeviceMesh, but is a str"),
-        "size again": ("InvalidArgumentError", "tp=2, but tp=4 are given as well"),
-        "an explicit one": ("InvalidArgumentError", "tp=2, but tp=1 are given as well"),
-        "order again": ("InvalidArgumentError", "order='tp-dp-pp' is given as well"),
-        "default order again": ("InvalidArgumentError", "order='tp-cp-ep-dp-pp' is given as well"),
-        "dp again": ("InvalidArgumentError", "dp=4, but dp=2 are given as well"),
+        "size again": ("InvalidArgumentError", "tp=2, but the arguments are tp=4"),
+        "an explicit one": ("InvalidArgumentError", "tp=2, but the arguments are tp=1"),
+        "order again": ("InvalidArgumentError", "so leave out order='tp-dp-pp'"),
+        "default order again": ("InvalidArgumentError", "so leave out order='tp-cp-ep-dp-pp'"),
+        "dp again": ("InvalidArgumentError", "dp=4, but the arguments are dp=2"),
         "too many": ("LayoutError", "not divisible by"),
         "dp of a mesh without": ("LayoutError", "not divisible by"),
         "then": ("ok", ""),

@@ -172,5 +172,5 @@ def test_nodes_that_cut_a_group_unevenly() -> None:
     groups = simulate(0, 12, 2, ranks_per_node=8)
     with pytest.raises(ps.LayoutError, match="unevenly"):
         groups.get("dp_intra_node")
-    with pytest.raises(ps.LayoutError, match="give ranks_per_node"):
+    with pytest.raises(ps.LayoutError, match="pass ranks_per_node"):
         simulate(0, 12, 2).get("dp_inter_node")

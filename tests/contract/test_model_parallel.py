@@ -94,7 +94,7 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank(pools: Pools) -> None:
         "zero": ("LayoutError", ["'tp' must be a positive integer", "is 0"]),
         "product": ("LayoutError", ["world size, 4", "is tp=2;", "factor of 2"]),
         "order": ("LayoutError", ["'tp'", "lacks 'dp', whose size is 2"]),
-        "order's axes": ("LayoutError", ["'xp', which is no axis", "the axes are tp, cp"]),
+        "order's axes": ("LayoutError", ["'xp', which isn't an axis", "the axes are tp, cp"]),
         "order's type": ("ConfigMismatchError", ["order must be a str", "but is 5", "on rank 1"]),
         "two or four": ("ConfigMismatchError", ["tp=2 × dp=2 × pp=1 on rank 0", "tp=4 × dp=1 × pp=1 on rank 1"]),
         "one is wrong": ("ConfigMismatchError", ["tp=2 × dp=2 × pp=1 on rank 0", "tp=3", "on rank 2"]),

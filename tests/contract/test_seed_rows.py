@@ -461,7 +461,7 @@ def test_custom_all_reduce_of_one_group(pools: Pools) -> None:
 def test_an_nccl_group_does_not_tell_who_shares_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-    with pytest.raises(ps.InvalidArgumentError, match="carries CPU tensors"):
+    with pytest.raises(ps.InvalidArgumentError, match="needs a group for CPU tensors"):
         ps.in_the_same_node_as(group)
 
 

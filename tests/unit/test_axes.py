@@ -103,7 +103,7 @@ def test_a_new_axis_is_a_row_of_the_table_alone(monkeypatch: pytest.MonkeyPatch)
     assert sizes_of(layout, "tp", "vp", "dp", "ep", "etp", "edp") == (2, 2, 4, 2, 2, 2)
     assert layout.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert str(layout) == "tp=2 × vp=2 × dp=4 × pp=1; experts etp=2 × ep=2 × vp=2 × efsdp=2"
-    with pytest.raises(LayoutError, match="'vp', which is no axis"):
+    with pytest.raises(LayoutError, match="'vp', which isn't an axis"):
         resolve_layout(16, {"tp": 2}, "tp-ep-vp-dp-pp")
 
 
@@ -139,9 +139,9 @@ def test_a_size_that_nobody_knows(name: str) -> None:
 
 @pytest.mark.parametrize("first", [2, None])
 def test_a_size_that_is_given_twice(first: int | None) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"axis 'tp' is given twice, once as 'tensor_model_parallel_size'"):
+    with pytest.raises(InvalidArgumentError, match=r"axis 'tp' is passed twice, once as 'tensor_model_parallel_size'"):
         by_axis({"tp": first, "tensor_model_parallel_size": 2})
-    with pytest.raises(InvalidArgumentError, match="given twice"):
+    with pytest.raises(InvalidArgumentError, match="passed twice"):
         resolve_layout(4, {"tp": first, "tensor_model_parallel_size": 2})
 
 
@@ -316,9 +316,9 @@ def test_the_sizes_of_expert_layers(order: str, sizes: Sizes, expected: tuple[in
 @pytest.mark.parametrize(
     ("sizes", "order", "parts"),  # of 24 ranks
     [
-        ({"ep": 5}, DEFAULT_ORDER, ["layers with experts", "24 ranks", "ep=5, the sizes", "expert_model_"]),
+        ({"ep": 5}, DEFAULT_ORDER, ["expert layers", "24 ranks", "ep=5, the sizes", "expert_model_"]),
         ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: that of tp"]),
-        ({"etp": 5, "ep": -1}, DEFAULT_ORDER, ["layers with experts", "etp=5"]),
+        ({"etp": 5, "ep": -1}, DEFAULT_ORDER, ["expert layers", "etp=5"]),
         ({"etp": -1, "ep": -1}, DEFAULT_ORDER, ["at most one", "'etp' and 'ep'"]),
         ({"ep": 0}, DEFAULT_ORDER, ["axis 'ep'", "is 0"]),
         ({"etp": "2"}, DEFAULT_ORDER, ["axis 'etp'", "is '2'"]),
@@ -353,7 +353,7 @@ def test_who_does_not_ask_for_experts_gets_the_dense_groups_alone(
     assert {name: layout.size(name) for name in sizes} == sizes
     assert layout.missing.keys() - NODE_ROWS == EXPERT_ROWS
     assert {layout.missing[name] for name in EXPERT_ROWS} == {layout.missing["ep"]}
-    assert "experts don't fit" in layout.missing["ep"]
+    assert "expert layers don't fit" in layout.missing["ep"]
     assert reason in layout.missing["ep"]
     for asked in ("ep", "etp"):
         assert reason in message_of(world_size, {**sizes, asked: sizes["tp"] if asked == "etp" else 1}, order)
@@ -372,7 +372,7 @@ def test_where_the_order_says_what_ep_is_made_of() -> None:
         assert resolve_layout(12, {**sizes, "ep": ep}, "vllm").size("ep") == 6
     for wrong in ({"ep": 2}, {"ep": 12}, {"etp": 2}):
         message = message_of(12, {**sizes, **wrong}, "vllm")
-        assert "tp · pcp · dp_shard · dp_replicate, 6" in message
+        assert "tp · pcp · dp_shard · dp_replicate = 6" in message
         assert "no expert-tensor axis" in message
         assert "=".join(map(str, *wrong.items())) in message
 
@@ -424,13 +424,13 @@ def test_data_parallel_axes_that_other_axes_lie_between() -> None:
 @pytest.mark.parametrize(
     ("sizes", "order", "parts"),  # of 8 ranks
     [
-        ({"tp": 2}, "tp-xx-dp", ["'tp-xx-dp'", "'xx', which is no axis", "tp, cp, pcp", "ep"]),
-        ({"tp": 2}, "tp-dp-", ["'', which is no axis"]),
-        ({"tp": 2}, "tp-model-dp", ["'model', which is no axis"]),
-        ({"tp": 2}, "tp-etp-dp", ["'etp', which is no axis"]),
-        ({"tp": 2}, "tp-dcp-dp", ["'dcp', which is no axis"]),
+        ({"tp": 2}, "tp-xx-dp", ["'tp-xx-dp'", "'xx', which isn't an axis", "tp, cp, pcp", "ep"]),
+        ({"tp": 2}, "tp-dp-", ["'', which isn't an axis"]),
+        ({"tp": 2}, "tp-model-dp", ["'model', which isn't an axis"]),
+        ({"tp": 2}, "tp-etp-dp", ["'etp', which isn't an axis"]),
+        ({"tp": 2}, "tp-dcp-dp", ["'dcp', which isn't an axis"]),
         ({"tp": 2}, "tp-tp-dp", ["'tp' twice"]),
-        ({"tp": 2}, "tp-dp-dp_shard", ["'dp' and one of its parts, dp_shard and dp_replicate; name either"]),
+        ({"tp": 2}, "tp-dp-dp_shard", ["'dp' and one of its parts, dp_shard and dp_replicate; name only one"]),
         ({"tp": 2}, "dp-pp", ["lacks 'tp', whose size is 2"]),
         ({"tp": 2}, "tp-pp", ["lacks 'dp', whose size is 4"]),
         ({"dp_replicate": 2}, "tp-dp_shard-pp", ["lacks 'dp_replicate', whose size is 2"]),
@@ -486,7 +486,7 @@ def test_decode_context_parallel_groups_are_those_of_pcp_or_of_pcp_and_tp() -> N
     assert layouts[4].axes_of("dcp") == ("pcp",)
     assert layouts[8].groups("dcp") == [list(range(8)), list(range(8, 16))]
     assert layouts[-1] == layouts[8]
-    assert "dcp must be one of [1, 4, 8] with pcp=4 and tp=2, but is 2" in message_of(16, {**sizes, "dcp": 2}, "vllm")
+    assert "with pcp=4 and tp=2, dcp must be one of [1, 4, 8], but is 2" in message_of(16, {**sizes, "dcp": 2}, "vllm")
 
 
 # --- Optimizer instances ----------------------------------------------------------------------------------------------
@@ -526,8 +526,8 @@ def test_each_copy_of_the_weights_is_an_optimizer_instance_unless_their_number_i
         ({"inter_dist_opt": True}, DEFAULT_ORDER, ["num_distributed_optimizer_instances must be", "is True"]),
         ({"inter_dist_opt": 5}, DEFAULT_ORDER, ["dp · cp size", "24 is not divisible", "instances=5"]),
         ({"inter_dist_opt": 8, "ep": 2}, DEFAULT_ORDER, ["expert-data-parallel size", "12 is not divisible"]),
-        ({"inter_dist_opt": 2, "dp_replicate": 2}, DEFAULT_ORDER, ["data_parallel_replicate_size=2", "give one"]),
-        ({"inter_dist_opt": 2}, "vllm", ["order 'vllm' has no numbering of expert layers"]),
+        ({"inter_dist_opt": 2, "dp_replicate": 2}, DEFAULT_ORDER, ["data_parallel_replicate_size=2", "pass only one"]),
+        ({"inter_dist_opt": 2}, "vllm", ["order 'vllm' doesn't number the ranks for expert layers"]),
         ({"inter_dist_opt": 2, "tp": 2, "cp": 2, "pp": 2}, "tp-cp-pp-dp", ["are 4 ranks apart"]),
     ],
 )
@@ -590,7 +590,7 @@ def test_nodes_divide_data_parallel_groups_or_are_missing_for_a_reason(order: st
 @pytest.mark.parametrize(
     ("world_size", "sizes", "order", "ranks_per_node", "reason"),
     [
-        (8, {"tp": 2}, DEFAULT_ORDER, None, "give ranks_per_node"),
+        (8, {"tp": 2}, DEFAULT_ORDER, None, "pass ranks_per_node"),
         (12, {}, DEFAULT_ORDER, 8, "nodes of 8 ranks cut the data-parallel groups of 12 ranks, 1 apart, unevenly"),
         (6, {"tp": 2}, DEFAULT_ORDER, 3, "nodes of 3 ranks cut the data-parallel groups of 3 ranks, 2 apart, unevenly"),
         (8, {"tp": 2, "dp_replicate": 2}, "dp_shard-tp-dp_replicate", 4, "dp_replicate doesn't follow dp_shard"),

@@ -173,7 +173,7 @@ def test_a_wrapper_of_thread_start_stays() -> None:
 def test_a_worker_of_multiprocessing_s_thread_pool_raises() -> None:
     with PAIR.use():
         pool = ThreadPool(1)
-        with pytest.raises(ps.UsageError, match=r"submit `contextvars.copy_context\(\).run, function`"):
+        with pytest.raises(ps.UsageError, match=r"Submit `contextvars.copy_context\(\).run, function`"):
             pool.apply(ps.try_get_current_groups)
     with pool:
         with EIGHT.use():
@@ -198,7 +198,7 @@ def test_a_worker_of_a_pool_raises() -> None:
     with ThreadPoolExecutor(1) as pool:
         with PAIR.use():
             for get in (ps.try_get_current_groups, ps.get_tp_group, ps.try_get_tp_group):
-                with pytest.raises(ps.UsageError, match=r"submit `contextvars.copy_context\(\).run, function`"):
+                with pytest.raises(ps.UsageError, match=r"Submit `contextvars.copy_context\(\).run, function`"):
                     pool.submit(get).result(DEADLINE_S)
             assert pool.submit(contextvars.copy_context().run, ps.current_groups).result(DEADLINE_S) is PAIR
         with pytest.raises(ps.UsageError):
@@ -316,7 +316,7 @@ def test_a_forward_whose_groups_are_gone() -> None:
     loss = _within(groups, lambda: checkpoint(product, x, use_reentrant=False).sum())
     del groups
     gc.collect()
-    with pytest.raises(ps.GroupNotInitializedError, match="keep them until then"):
+    with pytest.raises(ps.GroupNotInitializedError, match="keep a reference until the backward is done"):
         loss.backward()
 
 
@@ -328,7 +328,7 @@ def test_many_forwards_are_forgotten_with_an_error() -> None:
         x * 2
     last = _within(PAIR, lambda: checkpoint(layer, x, [], use_reentrant=False).sum())
     last.backward()
-    with pytest.raises(ps.UsageError, match="around its backward as well"):
+    with pytest.raises(ps.UsageError, match="around the backward as well"):
         first.backward()
 
 

@@ -325,7 +325,7 @@ def test_without_experts_the_dense_groups_are_megatrons_whatever_its_expert_laye
         theirs = megatron.groups(case)
         if isinstance(theirs, str):
             assert {"ep", "etp", "edp", "tp_ep", "tp_ep_pp"} <= layout.missing.keys(), (case, theirs)
-            with pytest.raises(LayoutError, match=r"expert layers|experts don't fit"):
+            with pytest.raises(LayoutError, match=r"expert layers"):
                 layout.groups("edp")
             outcomes["only dense"] += 1
         else:
