@@ -78,7 +78,7 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Makes the connection available to other requests, but closes that of a hold or without a reply. Idempotent."""
+        """Releases the connection for other requests, or closes it if no reply arrived or it is a hold. Idempotent."""
         handle, self._handle = self._handle, 0
         if handle > 0:
             self._library.ps_store_end(handle)
