@@ -42,7 +42,7 @@ ROUTE = "parallel_state"
 MODES = ("eager", "compiled", "graph")
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 FEW, MANY, LARGE_BYTES = 4, 20, 4 << 20
-"""Calls in one graph, which share the cost of a replay: FEW from LARGE_BYTES on, else MANY."""
+"""Calls in one graph, which share the cost of a replay: FEW above LARGE_BYTES, else MANY."""
 HOST_CALLS, HOST_ROUNDS = 20, 10
 RUN_S = 3600.0
 
