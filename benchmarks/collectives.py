@@ -1,16 +1,16 @@
-"""Collectives within one host: this library beside torch.distributed, vLLM and MPI, in turns, checked before timed.
+"""Compares collectives within one host: this library, torch.distributed, vLLM and MPI, checked, then timed in turns.
 
     python benchmarks/collectives.py                              2 ranks, all operations, 1 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
     python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs
     torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
 
-Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes that one rank holds. All
-ranks run the same number of calls and the slowest one's time counts. Candidates: `op` is a torch.ops call,
-`coordinator` the method that a model calls; without "in place" the result is a new tensor. vLLM's calls work in place.
+Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes of one rank's tensor. All ranks run
+the same number of calls, and the slowest rank's time counts. Candidates: `op` is a torch.ops call, `coordinator` is the
+method that a model calls. Without "in place" the result is a new tensor. vLLM's calls work in place.
 
-Two loops: *tight* repeats the call on one buffer; *produced* writes the input before and reads the output after each.
-The tables show the produced loop less its two copies, the JSON holds everything.
+Two loops: *tight* repeats the call on one buffer. *produced* writes the input before and reads the output after each
+call. The tables show the produced loop without these two copies; the JSON has all samples.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def size_of(row: Row) -> str:
 
 
 def net(row: Row) -> Row:
-    """A row of the produced loop without its copies; at least 10 ns a call, as noise can make it less than nothing."""
+    """Subtracts the copies from a row of the produced loop; at least 10 ns per call remain, despite noise."""
     copies = row.us.get(COPIES)
     if copies is None:
         return row
@@ -95,7 +95,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_bandwidths(title: str, rows: Sequence[Row]) -> None:
-    """Of the fastest of this library's candidates."""
+    """Prints the bandwidths of this library's fastest candidate."""
     rows = [row for row in rows if any(row.us.get(name) for name in OURS)]
     speeds = []
     for row in rows:
@@ -122,7 +122,7 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def in_ranks(options: argparse.Namespace) -> bool:
-    """Returns True if ranks run the benchmark themselves, and not teams that this process asks."""
+    """Returns True if the ranks time themselves, instead of teams that this process controls."""
     return options.device == "cuda" or environment.detect(rendezvous=False).world_size > 1
 
 
@@ -134,13 +134,13 @@ def main() -> int:
     )
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank holds; on GPUs as nccl-tests count")
     parser.add_argument(
-        "--offsets", nargs="*", type=int, default=[], help="also with inputs so many bytes behind a page's start"
+        "--offsets", nargs="*", type=int, default=[], help="also measure inputs at these byte offsets within a page"
     )
     parser.add_argument("--modes", nargs="+", choices=in_each_rank.MODES, default=in_each_rank.MODES)
     parser.add_argument("--loops", nargs="+", choices=("tight", "produced"), default=("tight", "produced"))
     parser.add_argument("--dtype", default="bfloat16")
     names = [mpi.name for mpi in MPIS]
-    parser.add_argument("--mpis", nargs="*", choices=names, default=names, help="fewer start faster with many ranks")
+    parser.add_argument("--mpis", nargs="*", choices=names, default=names, help="MPIs to measure; fewer start faster")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--svg", type=Path, help="a picture")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Gives the command line, and the printed tables, that all scripts in `benchmarks/` share."""
+"""Command line and printed tables that the scripts in `benchmarks/` share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["parser", "peers", "plan", "print_ranks", "print_rows", "print_table"
 def parser(description: str | None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--rounds", type=int, default=30, help="rounds of each case; slow cases get fewer")
-    found.add_argument("--round-ms", type=float, default=5.0, help="what a round of one candidate should take")
-    found.add_argument("--case-s", type=float, default=8.0, help="most seconds for a case, about")
-    found.add_argument("--peers", type=Path, default=DEFAULT, help="folder where the peers were set up")
-    found.add_argument("--no-peers", action="store_true", help="this library and torch.distributed only")
-    found.add_argument("--no-pin", action="store_true", help="don't give each rank a core of its own")
+    found.add_argument("--round-ms", type=float, default=5.0, help="target duration of one candidate's round")
+    found.add_argument("--case-s", type=float, default=8.0, help="approximate maximum seconds per case")
+    found.add_argument("--peers", type=Path, default=DEFAULT, help="folder with the installed peers")
+    found.add_argument("--no-peers", action="store_true", help="measure this library and torch.distributed only")
+    found.add_argument("--no-pin", action="store_true", help="don't pin each rank to its own core")
     found.add_argument("--json", type=Path, help="raw samples, machine, commit and versions")
     return found
 
@@ -35,7 +35,7 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def peers(options: argparse.Namespace) -> Peers:
-    """Returns the peers that are there, and names the missing ones."""
+    """Returns the installed peers, and prints the names of the missing ones."""
     if options.no_peers:
         return Peers(Path("/nonexistent"), with_own_mpi=False)
     found = Peers(options.peers.resolve())
@@ -45,14 +45,14 @@ def peers(options: argparse.Namespace) -> Peers:
 
 
 def ratio(row: Row, ours: str, peer: str) -> float | None:
-    """Returns median over median; None where one of them has no figures."""
+    """Returns the ratio of the medians, or None if one candidate has no figures."""
     if not row.us.get(ours) or not row.us.get(peer):
         return None
     return p50(row.us[ours]) / p50(row.us[peer])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]]) -> None:
-    """Prints a line for each name, figures to the right."""
+    """Prints a table with a line per name and its figures in columns."""
     rows = list(rows)
     if not rows:
         return
@@ -67,7 +67,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Se
 
 
 def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pairs: Sequence[tuple[str, str]]) -> None:
-    """Prints medians and p99 in microseconds, a line a candidate, a column a row; then ratios of `pairs`."""
+    """Prints medians and p99 in microseconds, then ratios of `pairs`: a line per candidate, a column per row."""
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     columns = [column(row) for row in rows]
     for what, of in (("p50", p50), ("p99", p99)):
@@ -84,8 +84,8 @@ def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pa
 
 
 def print_ranks(rows: Sequence[RankRow], left_out: dict[str, str]) -> None:
-    """Prints what ranks have timed themselves."""
-    from harness.ranks import TORCH  # whose import of torch's compiler takes a second
+    """Prints figures that the ranks timed themselves."""
+    from harness.ranks import TORCH  # imported here: it imports torch's compiler, which takes a second
 
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         chosen = [row for row in rows if row.case["operation"] == operation]

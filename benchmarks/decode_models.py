@@ -1,12 +1,13 @@
-"""A decode step of a model: the collectives of all their layers, with matmuls that only take their time.
+"""A model's decode step: the collectives of all layers, with simulated matmuls.
 
-Real weights of large models would not fit beside each other. So a matmul here streams through memory, as one that reads
-its weights does, for as much CPU time as the real one takes on this machine: `measure_matmuls` times those of a layer
-and the head, of a rank's true shapes, in bf16 on one core, before anything else runs. Attention itself is left out.
+The weights of several ranks of a large model would not fit into one machine. So a simulated matmul streams through
+memory, as reading weights does, for the CPU time that the real matmul takes on this machine. `measure_matmuls` times
+the real ones beforehand: a layer's and the head's, with a rank's true shapes, in bf16 on one core. Attention is left
+out.
 
-What travels is what vLLM sends: an all_reduce of [batch, hidden] behind the embedding, behind attention and behind the
-MLP of each layer, an all_gather of the logits; a stage hands {hidden_states, residual} on, and the last one tells the
-first which tokens came out. All numbers are small integers, so that each result is known and exact.
+The collectives are vLLM's: an all_reduce of [batch, hidden] after the embedding, and after the attention and MLP of
+each layer, and an all_gather of the logits. Each stage sends {hidden_states, residual} to the next; the last stage
+broadcasts the tokens to all. All numbers are small integers, so that each result is known and exact.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 _STREAMED = 64 << 20
-"""Bytes that a rank's matmuls read in turns: more than a core's caches."""
+"""Bytes that a rank's matmuls cycle through; more than a core's caches."""
 _SLICE = 64 << 10
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a decoder, with `kv` the width of its keys and values."""
+    """The sizes of a decoder. `kv`: width of its keys and values."""
 
     layers: int
     hidden: int
@@ -35,7 +36,7 @@ class Model:
     vocabulary: int
 
     def matmuls(self, tp: int) -> dict[str, list[tuple[int, int]]]:
-        """Returns inputs and outputs of a rank's matmuls; shards are of equal size."""
+        """Returns (inputs, outputs) of a rank's matmuls, for equal shards."""
         return {
             "attention": [(self.hidden, (self.hidden + 2 * self.kv) // tp), (self.hidden // tp, self.hidden)],
             "mlp": [(self.hidden, 2 * self.intermediate // tp), (self.intermediate // tp, self.hidden)],
@@ -52,7 +53,7 @@ LAYOUTS = {"TP2": (2, 1), "TP4": (4, 1), "TP2xPP2": (2, 2)}
 
 
 def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict[str, float]:
-    """Returns the CPU seconds of a rank's matmuls, those of a layer's two parts and of the head."""
+    """Returns the CPU seconds of a rank's matmuls: of a layer's two parts and of the head."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,7 +64,7 @@ def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict
 
 
 def _matmul_s(batch: int, inputs: int, outputs: int, repeats: int) -> float:
-    """Returns the median CPU seconds of x @ w, whose weights have left the caches since the last time."""
+    """Returns the median CPU seconds of x @ w with weights that are not in the caches."""
     x, w = torch.ones(batch, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
     other = torch.ones(_STREAMED // 4)
     found = []
@@ -76,7 +77,7 @@ def _matmul_s(batch: int, inputs: int, outputs: int, repeats: int) -> float:
 
 
 def case_of(name: str, layout: str, batch: int, matmuls_s: dict[str, float]) -> dict[str, Any]:
-    """Returns the case, as each rank is given it."""
+    """Returns the case that each rank receives."""
     return {"model": name, **asdict(MODELS[name]), "layout": layout, "batch": batch, "matmuls_s": matmuls_s}
 
 
@@ -95,7 +96,7 @@ class Step:
         self.at = 0
 
     def run(self) -> list[Tensor]:
-        """Makes the step, and returns what the last of its collectives of each kind gave."""
+        """Runs the step; returns the result of the last collective of each kind."""
         if self.pp.is_first_rank:
             hidden, residual = self.tp.all_reduce(self._partial()), self.residual
         else:
@@ -115,11 +116,11 @@ class Step:
         return [hidden, residual, tokens]
 
     def _partial(self) -> Tensor:
-        """Returns what a matmul left, a tensor of its own: vLLM's all_reduce adds to it in place where it can."""
+        """Returns a matmul's result as a new tensor, because vLLM's all_reduce may change it in place."""
         return self.partial.clone()
 
     def run_matmuls(self) -> None:
-        """Makes the matmuls of all stages, one after the other as the stages do, on the first stage's ranks."""
+        """Runs the matmuls of all stages in sequence, on the first stage's ranks."""
         if self.pp.is_first_rank:
             for _ in range(self.layers):
                 for part in ("attention", "mlp"):
@@ -140,7 +141,7 @@ class Step:
         return None
 
     def _stream(self, cpu_s: float) -> None:
-        """Reads memory for so much CPU time; of wall time ranks that share a core would get theirs at once."""
+        """Reads memory for `cpu_s` of CPU time. By wall time, ranks that share a core would finish at once."""
         until = time.thread_time() + cpu_s
         while time.thread_time() < until:
             self.streamed[self.at].sum()
@@ -148,7 +149,7 @@ class Step:
 
 
 class TorchGroup:
-    """A group of torch.distributed alone: dicts by pickled metadata, then tensor by tensor."""
+    """A group of torch.distributed only. Sends a dict as pickled metadata, then each tensor."""
 
     def __init__(self, rank: int, rows: list[list[int]]) -> None:
         for ranks in rows:

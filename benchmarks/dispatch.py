@@ -1,13 +1,13 @@
-"""Times a call: alone, where no byte moves, and as the small all-reduce that an engine's layers make most.
+"""Times the overhead of a call: in a group of one rank, where no byte moves, and for a small all_reduce of two ranks.
 
     python benchmarks/dispatch.py                      one rank, then two, 4 and 8 KiB
     python benchmarks/dispatch.py --sizes 8192 --modes inference_mode --json found.json
 
-*one rank*: nothing goes anywhere, so that what is left is the way through Python and torch's dispatcher. *two ranks*:
-the whole call, under each of the modes in which models run: `inference_mode`, `no_grad`, `grad` (gradients are on but
-the input has none), `requires_grad` (of an input that has one; forward only).
-vLLM is vLLM's own coordinator, which calls its shared-memory op right away and works in place; "vLLM op by name" is the
-registered op that it puts between the two on GPUs.
+*one rank*: nothing is sent, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in each
+mode in which models run: `inference_mode`, `no_grad`, `grad` (gradients enabled, but the input requires none),
+`requires_grad` (the input requires a gradient; forward only).
+"vLLM coordinator" calls its shared-memory op directly and works in place. "vLLM op by name" is the registered op that
+vLLM's coordinator calls on GPUs instead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
         write_json(options.json, rows, command_line.recorded(options))
 
 
-_LIBRARIES: list[torch.library.Library] = []  # an op is there as long as its library
+_LIBRARIES: list[torch.library.Library] = []  # an op exists as long as its library object
 _GROUPS: dict[str, Any] = {}
 
 
@@ -122,7 +122,7 @@ class DispatchTeam:
 
 
 class OwnTeam(DispatchTeam):
-    """Ranks of this library, of torch.distributed on its default group, and of ways that do nothing."""
+    """Ranks of this library, of torch.distributed on its default group, and of no-ops."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -171,7 +171,7 @@ def _modes(mode: str) -> contextlib.AbstractContextManager[Any]:
     return {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}.get(mode, torch.enable_grad)()
 
 
-# Ways that do nothing: what is left of each is its own cost.
+# No-ops: their time is the cost of the call path.
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ _NOOPS: dict[str, Callable[[Tensor], Any]] = {}
 
 
 def _define_noops() -> None:
-    """An op registered in Python that looks its group up by name, and the same by torch's custom_op."""
+    """Defines a no-op registered in Python that looks up its group by name, and the same by torch's custom_op."""
     _GROUPS["tp:0"] = object()
     library = torch.library.Library("dispatch_benchmark", "DEF")
     _LIBRARIES.append(library)

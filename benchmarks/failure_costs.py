@@ -3,11 +3,11 @@
     python benchmarks/failure_costs.py                           all parts
     python benchmarks/failure_costs.py --parts C++ --json found.json
 
-*C++*: what the registered ops carry beside the group's own collective, piece by piece and as a whole, as the difference
-of two loops that take turns; nanoseconds. In normal mode that should be less than 100. *mode*: an all-reduce of 8 KiB
-over shared memory, by two ranks, in normal and in debug mode, which may take 0.5 ms more. *gloo*: where there is no
-shared memory, calls are compared in an exchange of their own, in which small tensors travel; beside torch.distributed
-on the same process group, by two and by four ranks.
+*C++*: nanoseconds that the registered ops add to the group's own collective, per piece and in total, as the difference
+of two alternating loops. The target in normal mode is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared
+memory, by two ranks, in normal and in debug mode, which may take 0.5 ms more. *gloo*: without shared memory, calls are
+compared in a separate exchange, which also carries small tensors. Measured with two and four ranks, next to
+torch.distributed on the same process group.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import Timing, timed
 
 LOOPS = "C++"
-"""A part, and its team: what calls carry, without Python or torch; `failure_loop.cpp` has the loops."""
+"""Name of a part and its team: the cost in calls without Python or torch. The loops are in `failure_loop.cpp`."""
 PARTS = (LOOPS, "mode", "gloo")
 MOST_CALLS = 1_000_000
 BYTES = 8 << 10
 TARGET_NS = 100
 DEBUG = ", debug mode"
 EXCHANGE = "gloo's all_gather of 512 bytes"
-"""By which ranks compare their calls in debug mode."""
+"""The exchange with which ranks compare their calls in debug mode."""
 PIECES = {
     "record": ("record", "empty loop"),
     "check for an earlier failure": ("lock and check", "lock"),
     "note of the call": ("tick, note", "tick"),
     "comparison, a peer": ("tick, note, comparison", "tick, note"),
 }
-"""Names of what is added -> the two loops that differ by it."""
+"""Name of an added piece -> the loop with it and the loop without it."""
 WHOLES = {"call": ("group, recorded", "group alone"), "exchange": ("exchange, compared", "exchange")}
 
 
 @contextlib.contextmanager
 def compiled() -> Iterator[str]:
-    """The loops, together with the library's sources."""
+    """Compiles the loops together with the library's sources."""
     compiler = native_build.find_compiler()
     if compiler is None:
         raise SystemExit("a C++ compiler is needed; --parts mode gloo does without")
@@ -128,7 +128,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_costs(one: Row, two: Row) -> None:
-    """Nanoseconds that failure handling adds to a call in normal mode; the sum is that of two ranks."""
+    """Prints the nanoseconds that failure handling adds to a call in normal mode. The sum is that of two ranks."""
     pieces = {name: differences(one, *pair) for name, pair in PIECES.items()}
     pieces["sum"] = [sum(each) for each in zip(*pieces.values(), strict=True)]
     for row in (one, two):
@@ -141,7 +141,7 @@ def print_costs(one: Row, two: Row) -> None:
 
 
 def print_added(title: str, added: Mapping[str, Sequence[float]], scale: float) -> None:
-    """Median and quartiles: what lies on both sides of zero isn't to be told from noise."""
+    """Prints medians and quartiles. If the quartiles have different signs, the difference may be noise."""
     lines = []
     for name, us in added.items():
         if us:
@@ -155,7 +155,7 @@ def ranks_of(row: Row) -> str:
 
 
 def differences(row: Row, more: str, less: str) -> list[float]:
-    """Round by round: what disturbs a whole round disturbs both."""
+    """Returns the difference of each round, because a disturbance of a round affects both loops."""
     return [a - b for a, b in zip(row.us.get(more, ()), row.us.get(less, ()), strict=False)]
 
 
@@ -186,7 +186,7 @@ def make(name: str, settings: dict[str, Any]) -> LoopTeam | CallTeam:
 
 
 class LoopTeam:
-    """Two ranks; pieces that concern one rank alone run on the first, and the second waits meanwhile."""
+    """Two ranks. Pieces that need only one rank run on the first, while the second waits."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -206,7 +206,7 @@ class LoopTeam:
         ranks = values["ranks"]
         self._idle = self.rank >= ranks
         if not self._idle:
-            # Each case has fresh memory: what another has left in it would be no beginning.
+            # Each case has fresh memory: the loops must start from zeros.
             memory = os.open(self._memory[str(ranks)], os.O_RDWR)
             self._ranks = self._library.failure_loop_new(memory, self.rank, ranks, values["bytes"] // 4)
             os.close(memory)
@@ -230,7 +230,7 @@ class LoopTeam:
 
 
 def bytes_of(library: str, ranks: int) -> int:
-    """Of the memory that `ranks` ranks share."""
+    """Returns the size of the memory that `ranks` ranks share."""
     loaded = ctypes.CDLL(library)
     loaded.failure_loop_bytes.restype = ctypes.c_size_t
     return int(loaded.failure_loop_bytes(ranks))
@@ -241,7 +241,7 @@ CALL_BYTES = 512
 
 
 class CallTeam:
-    """A world, set apart from others by its environment; `settings["after"]` follows its candidates' names."""
+    """A world with its own environment. `settings["after"]` is appended to its candidates' names."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -253,7 +253,7 @@ class CallTeam:
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self._x = torch.zeros(values["bytes"] // 4)
-        self._told.fill_(self.size)  # what no rank sends
+        self._told.fill_(self.size)  # a value that no rank sends
         calls = self._over_gloo() if values["part"] == "gloo" else self._over_shared_memory()
         self._calls = {name + self._after: call for name, call in calls.items()}
         return list(self._calls)
@@ -278,7 +278,7 @@ class CallTeam:
         }
 
     def _record(self, x: Tensor) -> Tensor:
-        """Adds to the ring what a call that Python carries adds; its number is the next one on every rank."""
+        """Adds to the ring the record of a call made through Python, with the next number on every rank."""
         self.group.route.note("all_reduce_", x).ended_s = time.monotonic()
         return x
 

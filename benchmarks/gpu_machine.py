@@ -1,7 +1,7 @@
-"""Asks the GPU's machine what it is, each question by itself, and has it compile what is compiled at its first use.
+"""Prints facts about the GPU's machine, and compiles the parts that are otherwise compiled at first use.
 
-`gpu_proof.py machine` and `gpu_proof.py compile` are these. Answers are printed as lines of JSON, as they come: a
-question that hangs loses no other's answer.
+`gpu_proof.py machine` and `gpu_proof.py compile` run it. Each answer is printed at once as a line of JSON, so that a
+question that hangs loses no earlier answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MODULE_LOA
 
 
 def unproven(gpus: int) -> list[str]:
-    """Returns the features for several GPUs that ranks which share one can't show."""
+    """Returns the multi-GPU features that can't be tested by ranks that share one GPU."""
     if gpus > 1:
         return []
     return [
@@ -51,7 +51,7 @@ def tool(name: str) -> str | None:
 
 
 def mps() -> str:
-    """Returns whether a control daemon of MPS serves this machine's GPUs."""
+    """Describes whether an MPS control daemon runs on this machine."""
     for status in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has ended
             if status.read_text().strip().startswith("nvidia-cuda-mps"):
@@ -70,7 +70,7 @@ def _loopback() -> str:
 
 
 def _own_address() -> str:
-    """As the resolver has it, which may wait long for a name server that isn't reached."""
+    """Returns this host's address by its name. Waits at most 3 s, as a name server may be unreachable."""
     command = ["getent", "hosts", socket.gethostname()]
     return subprocess.run(command, capture_output=True, text=True, timeout=3, check=False).stdout.strip() or "none"
 
@@ -158,7 +158,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
 
 
 def machine(dry: bool) -> int:
-    """Prints each answer as it comes; returns 1 where CUDA is wanted and doesn't start."""
+    """Prints each answer at once; returns 1 if CUDA is required and doesn't start."""
     code = 0
     for name, question in QUESTIONS.items():
         try:
@@ -171,7 +171,7 @@ def machine(dry: bool) -> int:
 
 
 def compiled(arch: str | None) -> int:
-    """Prints the seconds of each part. Raises if one can't be had, in a dry run as well."""
+    """Compiles each part and prints its seconds. Raises if one fails, in a dry run as well."""
     import torch
 
     from device_communicators.cpu import native

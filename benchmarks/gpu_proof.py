@@ -1,17 +1,17 @@
-"""Proves in two calls what one GPU can in a quarter of an hour, its start included; evidence is written as it comes.
+"""Runs the tests and benchmarks that need a GPU, in two calls that together take at most 15 minutes of one GPU.
 
-    python benchmarks/gpu_proof.py prepare [--model]         where there is a network: fills .gpu/, which goes along
+    python benchmarks/gpu_proof.py prepare [--model]         with a network: fills .gpu/, to be copied along
     python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
-    python benchmarks/gpu_proof.py second OUT --limit-s 380  what failed first (--again NAMES, or .gpu/again), the rest
-    python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tries this script, proves nothing
+    python benchmarks/gpu_proof.py second OUT --limit-s 380  failed tests (--again NAMES, or .gpu/again), then the rest
+    python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
     python benchmarks/gpu_proof.py machine | compile         steps of the first call: lines of JSON
 
-A step has a deadline, at which it and all that it started are killed. The next step follows in any case. A verdict and
-the end of a step's output are printed as it ends. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after
-each step, the GPU tests' report, kernels.{json,svg} and collectives.json. For one report of both calls, put the first
-call's proof.json and report into .gpu/earlier.
+At a step's deadline the step and all processes that it started are killed, and the next step follows. When a step ends,
+its verdict and the end of its output are printed. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after
+each step, the GPU tests' report, kernels.{json,svg} and collectives.json. For one report of both calls, copy the first
+call's proof.json and report to .gpu/earlier.
 
-The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, and no network, git or compiler.
+The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, but no network, git or compiler.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ ROOT = BENCHMARKS.parent
 CARRIED = ROOT / ".gpu"
 LIMIT_S = 400.0
 END_S = 10.0
-"""Of the limit, kept for ending the last step and writing the evidence."""
+"""Part of the limit that is reserved for ending the last step and writing the evidence."""
 GRACE_S = 5.0
 LEAST_S = 15.0
-"""A step isn't begun with less time left."""
+"""A step is left out if less time remains."""
 KEPT_BYTES = 1 << 20
-"""A longer log loses its middle."""
+"""The middle of a longer log is cut."""
 DRY_TIMES = 5
-"""In a dry run limits are this many times as long: the CPU emulates the kernels."""
+"""Factor of all limits in a dry run, because the CPU emulates the kernels."""
 TOKEN = "GPU_PROOF_STEP"
 THERE = "2.11.0+cu130"
 PACKAGES_THERE = ("torch==2.11.0", "numpy", "msgspec", "nvidia-ml-py", "pytest", "setuptools", "cuda-core")
@@ -61,13 +61,14 @@ SHARED = {
     "PARALLEL_STATE_PEER_MEMORY": "on",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-"""Every carrier in one run, by ranks that share the GPU."""
+"""Settings that measure every carrier in one run, with ranks that share the GPU."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A script of this folder with its arguments, a module (`-m …`), or tests of tests/gpu. `dry`: arguments without a
-    GPU; none: it needs one.
+    """A script of this folder with its arguments, a module (`-m …`), or tests of tests/gpu.
+
+    `dry`: arguments for a dry run; if empty, the step needs a GPU.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
     under_mps: bool = False
     shown: int = 1000
-    """Characters of the output's end that are printed."""
+    """Number of characters of the output's end to print."""
 
     def command(self, out: Path, dry: bool, tests: Sequence[str]) -> list[str]:
         wrapper = [str(BENCHMARKS / "gpu_proof.py"), "mps"] if self.under_mps and not dry else []
@@ -134,14 +135,14 @@ SECOND = (
     Step("demo", 60, tests=_of("programs", "the_demo[--cuda-graph]")),
     Step("command", 40, "", ["-m", "parallel_state", "check", "--quick"], ["-m", "parallel_state", "check", "--quick"]),
 )  # fmt: skip
-"""One pytest process for each step with tests: those that may hang, or need a daemon, are alone in theirs."""
+"""Each step with tests is one pytest process. Tests that may hang or need a daemon have their own step."""
 
 
 AGAIN_S = 110.0
 
 
 def steps_of(call: str, again: Sequence[str]) -> list[Step]:
-    """Returns the steps of a call; the second begins with the tests `again`."""
+    """Returns the steps of a call. The second call begins with the tests in `again`."""
     if call == "first":
         return list(FIRST)
     names = tuple(filter(None, (name.strip().removeprefix("tests/gpu/") for name in again)))
@@ -149,7 +150,7 @@ def steps_of(call: str, again: Sequence[str]) -> list[Step]:
 
 
 class Proof:
-    """The record of a call so far, in OUT."""
+    """The results of a call so far, which it keeps in OUT."""
 
     def __init__(self, out: Path, call: str, dry: bool, limit_s: float) -> None:
         self.out, self.call, self.dry = out, call, dry
@@ -185,7 +186,7 @@ class Proof:
             shutil.rmtree(each, ignore_errors=True)
 
     def note(self, step: str, **facts: Any) -> None:
-        """Written at once, and whole: a killed call leaves the last one."""
+        """Records facts of a step. Replaces proof.json atomically, so that a killed call leaves a complete file."""
         steps = self.calls[self.call]
         steps[step] = {**steps.get(step, {}), **facts}
         content = {"dry": self.dry, "commit": _commit(), "calls": self.calls}
@@ -225,7 +226,7 @@ class Proof:
         return self._verdict(step, outcome, reason, said, **facts)
 
     def _lost(self, tests: Sequence[str]) -> list[str]:
-        """Returns the names that aren't those of tests: given one, pytest runs nothing at all."""
+        """Returns the names that match no test. With one such name pytest would run no test at all."""
         return [name for name in tests if self._collected and name not in self._collected]
 
     @cached_property
@@ -252,7 +253,7 @@ class Proof:
         return outcome
 
     def _say(self, step: Step, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """Returns the exit code, None at the deadline, and the output."""
+        """Runs a step; returns its exit code, or None at the deadline, and its output."""
         token = uuid.uuid4().hex
         log = self._logs / f"{self.call}-{step.name}.log"
         with log.open("ab") as file:
@@ -274,7 +275,7 @@ class Proof:
 
 
 def end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Ends a step and all that it started, in whatever session: an interrupt first, so that pytest names the test."""
+    """Ends a step and all processes that it started, in any session. Interrupts first: pytest names the test."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -296,7 +297,7 @@ def _with_token(token: str) -> Iterator[int]:
 
 
 def _kept(log: Path, begin: int) -> str:
-    """Returns the log from `begin` on. A long one loses its middle."""
+    """Returns the log from `begin` on, without the middle if it is too long."""
     content = log.read_bytes()
     said = content[begin:]
     if len(said) > KEPT_BYTES:
@@ -317,7 +318,7 @@ def outcome_of(code: int | None, said: str, is_tests: bool) -> tuple[str, str]:
 
 
 def _facts_in(said: str) -> dict[str, Any]:
-    """Returns what a step printed as lines of JSON."""
+    """Returns the facts that a step printed as lines of JSON."""
     found: dict[str, Any] = {}
     for line in said.splitlines():
         with contextlib.suppress(ValueError):
@@ -327,7 +328,7 @@ def _facts_in(said: str) -> dict[str, Any]:
 
 @cache
 def _commit() -> str:
-    """Returns BENCHMARK_COMMIT, or as `prepare` noted it: a copied tree may lie in a repository of another commit."""
+    """Returns BENCHMARK_COMMIT, or the commit that `prepare` noted: a copied tree may be in a repository of another."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     with contextlib.suppress(OSError):
@@ -345,7 +346,7 @@ def _commit_of_git() -> str:
 
 
 def under_mps(command: Sequence[str]) -> int:
-    """Runs Python on `command` while an MPS daemon of ours serves the GPU; no setting of the GPU is changed."""
+    """Runs Python on `command` under an own MPS daemon. Doesn't change GPU settings."""
     folder, control = tempfile.mkdtemp(prefix="mps-"), tool(MPS) or MPS
     environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     daemon = subprocess.Popen([control, "-f"], env=environment, stdin=subprocess.DEVNULL)
@@ -364,11 +365,11 @@ def under_mps(command: Sequence[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Where there is a network.
+# Preparation, with a network.
 
 
 def prepare(with_model: bool) -> int:
-    """Fills .gpu/ in a venv that has the GPU machine's torch and NVRTC: what is compiled here is found there."""
+    """Fills .gpu/ from a venv with the GPU machine's torch and NVRTC, so that caches compiled here are valid there."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     venv = cache_home / "gpu-day-venv"
     python = venv / "bin" / "python"
@@ -406,7 +407,7 @@ def prepare(with_model: bool) -> int:
 
 
 def copy_in_half_precision(package: Path, target: Path) -> None:
-    """Copies a model's package; its weights take half the bytes then."""
+    """Copies a model's package with its weights in half precision, which halves their size."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(package, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -421,7 +422,7 @@ def missing_packages() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 where a step failed or ran out of time, 2 where nothing can be begun."""
+    """Returns the exit code: 1 if a step failed or ran out of time, 2 if no step could begin."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["mps"]:
         return under_mps(given[1:])

@@ -1,20 +1,19 @@
-"""A group over several hosts beside torch.distributed over gloo, and MPI: collectives, sends, objects, tensor dicts.
+"""Compares calls between hosts with torch.distributed over gloo and MPI: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
     python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
-The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores: their network is as fast
-as these cores, unless `--rate` limits what each of them sends. `--rate-of-connections` limits each connection, ours and
-gloo's, as some clouds do. Every answer is checked before anything is timed; the
-two are interleaved, a round's time is that of the slowest rank, the medians are over rounds, and the ratio is the
-median of the rounds' ratios, gloo's time by ours. `sent` is what host 0 sends in one call, and `packets` in how many
-packets, by the counters of its interface: these don't depend on what else the machine does. Quote ratios: the cores do
-the network's work, too.
+The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is as fast
+as these cores, unless `--rate` limits each host's sending rate. `--rate-of-connections` limits each connection, ours
+and gloo's, as some clouds do. Every answer is checked before anything is timed. Ours and gloo run in alternating
+rounds. A round's time is that of the slowest rank; `us` is the median of rounds. `ratio` is the median of the rounds'
+ratios, gloo's time divided by ours. `sent` and `packets` are the bytes and packets that host 0 sends in one call, by
+its interface's counters; other load doesn't affect them. Quote ratios, because the cores also do the network's work.
 
-With `--mpis` each row is also that of a job of each MPI (`hosts_mpi.py`), started by its own mpiexec on the same hosts
-behind the others; its column is its median divided by ours. Open MPI has no bfloat16 and sums int16, which is cheaper.
-It and Intel MPI yield while they wait, because ranks may share a core; MPICH does so by itself. Between hosts Intel MPI
-needs libfabric (Debian: libfabric1), which its wheel doesn't bring.
+`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as a job of its own (`hosts_mpi.py`), started
+by its own mpiexec on the same hosts after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open
+MPI and Intel MPI are set to yield while they wait, because ranks may share a core; MPICH does so by default. Between
+hosts, Intel MPI needs libfabric (Debian: libfabric1), which its wheel lacks.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _MEGABYTES_PER_S = {"mbit": 1 / 8, "gbit": 1000 / 8}
 
 
 def _pace(rate: str) -> None:
-    """Limits each TCP connection of this process."""
+    """Limits the sending rate of each TCP connection of this process."""
     unit = next(unit for unit in _MEGABYTES_PER_S if rate.endswith(unit))
     limit = int(float(rate.removesuffix(unit)) * _MEGABYTES_PER_S[unit] * 1e6)
     for descriptor in os.listdir("/proc/self/fd"):
@@ -71,7 +70,7 @@ def _route() -> str:
 
 
 def _objects(x: Tensor) -> dict[str, Any]:
-    """About 1 KB of metadata, as a scheduler sends them."""
+    """Returns metadata of about 1 KB, as schedulers send it."""
     return {f"request {number}": list(range(number, number + 20)) for number in range(16)} | {"rows": len(x)}
 
 
@@ -194,7 +193,7 @@ def _check(operation: str, count: int, dtype: torch.dtype) -> None:
 
 
 def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int) -> float:
-    """Seconds a call, with the input written before and the output read after each."""
+    """Returns the seconds per call, including writing the input before and reading the output after each."""
     call, x = _call(operation, way), torch.ones(count, dtype=dtype)
     started = time.perf_counter()
     for _ in range(calls):
@@ -209,7 +208,7 @@ def _measure(
     operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int, rate: str | None
 ) -> dict[str, list[float]]:
     if rate is not None:
-        for way in WAYS:  # which connects
+        for way in WAYS:  # opens the connections
             _call(operation, way)(torch.ones(count, dtype=dtype))
         _pace(rate)
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -227,7 +226,10 @@ def _measure(
 def _sent(
     hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Bytes and packets that host 0 sends in one call; of more calls less those of fewer, which start a world, too."""
+    """Returns the bytes and packets that host 0 sends per call.
+
+    Subtracts a run with fewer calls from one with more calls, which removes the traffic of the start.
+    """
     found = []
     for calls in (1, 1 + _COUNTED_CALLS):
         before = hosts.sent(0)
@@ -249,7 +251,7 @@ _MPI_DEADLINE_S = 240.0
 
 
 def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
-    """Returns how an MPI starts a command on each rank."""
+    """Returns the command line with which an MPI starts a command on each rank."""
     ranks = str(len(cluster.hosts) * ranks_per_host)
     if name == "Open MPI":
         places = ",".join(f"{host}:{ranks_per_host}" for host in cluster.names)
@@ -268,7 +270,7 @@ def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: in
 def _measure_mpi(
     name: str, cluster: Cluster, ranks_per_host: int, operation: str, count: int, rounds: int, calls: int
 ) -> list[float]:
-    """Returns the microseconds of each round of an MPI, whose ranks are a job of their own on the same cores."""
+    """Runs an MPI job on the same cores; returns the microseconds of each round."""
     mpi = next(each for each in peers.MPIS if each.name == name)
     programs = peers.DEFAULT / mpi.folder / "bin"
     cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))
@@ -339,13 +341,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--rate", help="what a host may send, such as 1gbit; default: what the machine can")
-    parser.add_argument("--connections", type=int, default=1, help="ours between two ranks: PARALLEL_STATE_CONNECTIONS")
-    parser.add_argument("--rate-of-connections", help="what each connection may send, such as 500mbit; MPIs' aren't")
+    parser.add_argument("--rate", help="maximum sending rate of a host, such as 1gbit; default: unlimited")
+    parser.add_argument("--connections", type=int, default=1, help="our connections per pair of ranks")
+    parser.add_argument("--rate-of-connections", help="maximum rate of each connection but MPIs', such as 500mbit")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes that a rank holds")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes of a rank's tensor")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--mpis", nargs="+", choices=_STARTERS, default=(), help="peers beside gloo, for bfloat16 only")
+    parser.add_argument("--mpis", nargs="+", choices=_STARTERS, default=(), help="MPIs to add; for bfloat16 only")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

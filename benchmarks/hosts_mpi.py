@@ -1,10 +1,10 @@
-"""A rank of MPI between hosts, for `hosts.py`, which starts it by mpiexec: checks one collective, then times it.
+"""Checks one MPI collective between hosts, then times it. `hosts.py` starts each rank by mpiexec.
 
     python benchmarks/hosts_mpi.py OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16
 
-It borrows torch for its buffers. CORES are those of each host, in the order of the ranks, as `0,1/2,3`; BFLOAT16 is the
-handle of MPI's own type, 0 where it has none: then the elements are integers of as many bytes. Rank 0 prints the
-microseconds of each round's slowest rank as JSON.
+Buffers are torch tensors. CORES lists the cores of each host, in rank order, such as `0,1/2,3`. BFLOAT16 is the handle
+of the MPI's bf16 type; with 0 the elements are 16-bit integers instead. Rank 0 prints the microseconds of each round's
+slowest rank as JSON.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from torch import Tensor
 
 
 def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns the operations, which do what those of `hosts.py` do: into new tensors but for all_reduce_.
-
-    `api`: mpi4py.MPI.
-    """
+    """Returns the same operations as `hosts.py`. All but all_reduce_ return new tensors. `api`: mpi4py.MPI."""
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:
-        """Returns what mpi4py takes for a tensor; for one with a part for each rank it counts those of a part."""
+        """Returns mpi4py's buffer arguments for a tensor. With `ranks` parts, the count is that of one part."""
         return [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
 
     def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:
@@ -102,7 +99,7 @@ def input_of(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    from mpi4py import MPI  # which starts it; hosts.py, in another environment, needs the answers only
+    from mpi4py import MPI  # calls MPI_Init; hosts.py, in another environment, imports this module only for `expected`
 
     operation, *numbers, cores, bfloat16 = sys.argv[1:]
     elements, rounds, calls = map(int, numbers)

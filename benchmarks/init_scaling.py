@@ -1,17 +1,18 @@
-"""Measures start-up as the world grows: real ranks timed and counted, and one of up to 16,384 counted.
+"""Measures start-up as the world grows: times real ranks, and counts the calls of one rank in up to 16,384.
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
     python benchmarks/init_scaling.py --ranks 2 8 --repetitions 2     a minute
     python benchmarks/init_scaling.py --json FILE --plot FILE.svg
 
-A. Real ranks, forks of this process, over gloo: init, groups, first all-reduces, whose sums are checked. In the same
-   run, interleaved: `new_group` of every list on every rank (Megatron, vLLM), and torch's `init_device_mesh`. A step
-   has ended when the slowest rank ended it. What a rank does on the store is counted in a run that isn't timed.
-B. One process as one of 1,024 to 16,384 ranks, on torch's `fake` backend: calls that make process groups, operations
-   on the store, milliseconds; beside Megatron-core's own code, where it is installed.
+A. Real ranks, forks of this process, over gloo: init, groups, first all_reduces, whose sums are checked. Peers take
+   turns with ours in the same run: `new_group` of every list on every rank (Megatron, vLLM), and torch's
+   `init_device_mesh`. The slowest rank's time of each step counts. Another run counts
+   store operations and isn't timed.
+B. One process plays one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process groups,
+   operations on the store, and milliseconds; also of Megatron-core's own code, if it is installed.
 
-Peers do less than we do: init here includes a rendezvous with a deadline, a first all-reduce and the search for the
-ranks of each node, and the groups' step an agreement of all ranks on what they make and a closing barrier.
+Peers do less than we do. Our init includes a rendezvous with a deadline, a first all_reduce and the detection of each
+node's ranks. Our groups step includes an agreement of all ranks on the groups, and a final barrier.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def main() -> None:
         real(result, options, deadline)
         if not options.no_counts:
             counts(result, options, deadline)
-    except TrialFailedError as error:  # what was measured until then is written all the same
+    except TrialFailedError as error:  # earlier results are written anyway
         result["failures"].append(str(error))
     if options.json:
         options.json.write_text(dumps(result))
@@ -114,9 +115,9 @@ def counts(result: dict[str, Any], options: argparse.Namespace, deadline: float)
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="world sizes of part A; none skips it")
-    parser.add_argument("--repetitions", type=int, default=5, help="of each timed trial; the median counts")
-    parser.add_argument("--no-counts", action="store_true", help="leave part B out")
-    parser.add_argument("--deadline-s", type=float, default=1800, help="of the whole run; default %(default)g")
+    parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each timed trial; the median counts")
+    parser.add_argument("--no-counts", action="store_true", help="skip part B")
+    parser.add_argument("--deadline-s", type=float, default=1800, help="for the whole run; default %(default)g")
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")
     options = parser.parse_args()
@@ -126,14 +127,14 @@ def parse() -> argparse.Namespace:
 
 
 def start_afresh() -> None:
-    """Once more, with one thread and a quiet torch, unless it is so: both are settled while torch is imported."""
+    """Re-executes this script with one thread and a quiet torch, unless set: torch reads both settings at import."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def measure(world_size: int, repetitions: int, deadline: float, failures: list[str]) -> list[dict[str, Any]]:
-    """A row for each layout, way of connecting and variant; all kinds of group where the layout has experts."""
+    """Returns a row per layout, way of connecting and variant. Layouts with experts have all kinds of groups."""
     trials = [
         Trial(division, variant, lazy)
         for division in divisions(world_size)
@@ -162,7 +163,7 @@ def each_result(
 
 
 def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Result]) -> dict[str, Any]:
-    """`ms`: when the slowest rank had ended each step, for each sample; `cpu_ms`: how long the mean rank had worked."""
+    """Returns a row. `ms`: the slowest rank's end of each step, per sample; `cpu_ms`: the ranks' mean CPU time."""
     reports = [result.value.steps for result in counted]
     last = [result for sample in samples for result in sample]
     return {
@@ -189,7 +190,7 @@ def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Res
 
 
 def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[str, int]:
-    """Operations on the store by kind, of all these ranks together, within this step."""
+    """Returns the store operations of all these ranks within a step, by kind."""
     before = STEPS[STEPS.index(step) - 1] if step != STEPS[0] else None
     total: Counter[str] = Counter()
     for report in reports:
@@ -200,7 +201,7 @@ def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[
 
 
 def dumps(result: dict[str, Any]) -> str:
-    """JSON with one row a line."""
+    """Returns JSON with one row per line."""
     parts = []
     for name, value in result.items():
         rows = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -217,7 +218,7 @@ MEGATRON_KINDS = (
     "dp_cp", "dp", "cp", "model", "tp", "pp", "embedding", "position_embedding", "tp_dp_cp", "tp_dp", "tp_cp", "ep",
     "etp", "tp_ep", "tp_ep_pp", "edp",
 )  # fmt: skip
-"""All that its initialize_model_parallel makes, in its order; it makes three of them a second time for gloo."""
+"""All groups that Megatron's initialize_model_parallel creates, in order. It creates three of them again for gloo."""
 
 Mark = Callable[[str], None]
 
@@ -239,7 +240,7 @@ class Division(NamedTuple):
 
 
 def divisions(world_size: int) -> list[Division]:
-    """The layouts of this many ranks: dense from 2 on, with context and expert axes from 8 on."""
+    """Returns the layouts for a world size: a dense one from 2 ranks on, one with context and expert axes from 8 on."""
     pp = 2 if world_size >= 4 else 1
     found = [Division("dense", world_size, {"tp": 2, "pp": pp})]
     if world_size >= 8:
@@ -258,18 +259,18 @@ class Trial(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Figures of a rank beside its times."""
+    """A rank's figures other than times."""
 
     steps: dict[str, dict[str, int]]
     """After each step: operations on the store by kind, where they are counted, `groups` it is in, `calls` for them."""
     modules: list[str]
-    """The modules imported meanwhile."""
+    """The modules imported during the trial."""
 
 
 def preload(deadline: float) -> list[str]:
-    """Imports what any variant imports while it starts, which it then doesn't do in each rank; returns the names.
+    """Imports all modules that any variant imports at start-up, so that forks don't import them; returns their names.
 
-    In an engine, it is there by then or is imported once; in forks on few cores, it would be most of the time.
+    In an engine they are imported earlier, or once. In many forks on few cores, imports would dominate the time.
     """
     division = Division("dense", 2, {"tp": 2})
     names: dict[str, None] = {}
@@ -282,14 +283,14 @@ def preload(deadline: float) -> list[str]:
 
 
 def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Result]:
-    """Each rank's result; with `count`, where times mean nothing, their value has operations on the store too."""
-    lists = _lists(trial.division, trial.variant)  # before the start: Megatron's own arithmetic isn't what is compared
+    """Returns each rank's result. With `count`, results include store operations, and times are meaningless."""
+    lists = _lists(trial.division, trial.variant)  # before the start: Megatron's rank arithmetic isn't compared
     function = partial(_rank, trial, lists, count)
     return run_ranks(trial.division.world_size, function, deadline)
 
 
 def _lists(division: Division, variant: str) -> list[list[list[int]]]:
-    """Of each kind of group the lists of all its groups."""
+    """Returns the rank lists of all groups, for each kind of group."""
     layout = division.layout
     kinds = MEGATRON_KINDS if variant.endswith("all kinds") else made_at_start(layout, division.sizes)
     return [layout.groups(kind) for kind in kinds]
@@ -356,7 +357,7 @@ def _plain(lists: Sequence[Sequence[Sequence[int]]], ended: Mark) -> None:
 
 
 def _device_mesh(trial: Trial, ended: Mark) -> None:
-    """One mesh of the dense layers, and one of the experts', as torchtitan has them; axes of one rank left out."""
+    """Creates a mesh of the dense layers and one of the experts, as torchtitan does, without axes of one rank."""
     dist.init_process_group("gloo")
     ended("init")
     layout = trial.division.layout
@@ -383,7 +384,7 @@ def _check(total: torch.Tensor, ranks: Sequence[int]) -> None:
 
 
 def _count_store_operations() -> list[CountingStore]:
-    """From now on each connection that this process makes to a store is counted, in the list that is returned."""
+    """Counts this process's later store operations. Returns the list to which each new store is added."""
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has its name
     stores: list[CountingStore] = []
     for module, name in ((start_stores, "tcp_store"), (of_torch, "_create_c10d_store")):
@@ -408,18 +409,18 @@ _HEAD = (
 
 
 def steps_ms(row: Mapping[str, Any]) -> list[float]:
-    """Median milliseconds of each step, and of all: by the slowest rank."""
+    """Returns the slowest rank's median milliseconds of each step, then of all steps."""
     samples = [[init, groups - init, first - groups, first] for init, groups, first in row["ms"]]
     return [median(column) for column in zip(*samples, strict=True)]
 
 
 def store_operations(row: Mapping[str, Any]) -> int:
-    """By all ranks together, in all steps."""
+    """Returns the number of store operations of all ranks in all steps."""
     return sum(sum(kinds.values()) for kinds in row["store_all_ranks"].values())
 
 
 def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
-    """`first`: collectives. Groups, calls, threads: a rank's; fds and RSS: their growth; store: all ranks together."""
+    """Prints part A. `first`: first collectives. groups, calls, threads: per rank; fds, RSS: growth; store: total."""
     titles = dict.fromkeys((row["ranks"], row["layout"], row["lazy"]) for row in rows)
     for title in titles:
         group = [row for row in rows if (row["ranks"], row["layout"], row["lazy"]) == title]
@@ -440,7 +441,7 @@ def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_counts(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]) -> None:
-    """Of the rank that makes most calls: the first, the middle and the last one were looked at."""
+    """Prints part B: the rank with the most calls, of the first, the middle and the last rank."""
     print("\none rank of many, on torch's fake backend")
     print(f"  {'ranks':>6}  {'layout':40}{'':18}{'calls':>7}{'groups':>8}{'rank sets':>11}{'store':>7}{'ms':>10}")
     keys = ("world_size", "tp", "pp", "cp", "ep", "etp", "variant")

@@ -1,15 +1,15 @@
-"""Ranks for `init_scaling`: many as forks of one process; one alone, on torch's `fake` backend; and what is counted.
+"""Ranks for `init_scaling`: forks of one process, or a single rank on torch's `fake` backend; and stores that count.
 
     results = run_ranks(64, function, deadline)     # each rank's function(rank, port, mark)
 
-*Forks*: of one process that has imported everything, and a store that serves them, so that many fit one machine. A
-trial is one set of ranks, from their common start to their end; nothing of it is left for the next. `mark(name)` notes
-when a step ended. The parent must have one thread only: forks have no other, whatever locks it held.
+*Forks*: the parent has imported everything and serves a store, so that many ranks fit on one machine. A trial is one
+set of ranks, from their common start to their exit; trials share no state. `mark(name)` records the end of a step. The
+parent must have only one thread: other threads don't exist in forks, but the locks they held would stay locked.
 
-*Counting*: `CountingStore` stands between torch and a store: gloo's C++ calls it through the trampolines of
-`dist.Store`, so its own operations are counted as well as torch's and ours. `StoreOfOneRank` is a store for one process
-that plays rank r of n: on torch's `fake` backend groups are made, but nothing is sent. Of the incumbents it runs
-Megatron-core's own `initialize_model_parallel`, as it is installed.
+*Counting*: `CountingStore` wraps a store. gloo's C++ calls it through the trampolines of `dist.Store`, so gloo's
+operations are counted as well as torch's and ours. `StoreOfOneRank` is a store for one process that plays rank r of n:
+torch's `fake` backend creates groups but sends nothing. This also runs the installed Megatron-core's
+`initialize_model_parallel`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 class TrialFailedError(RuntimeError):
-    """A rank raised, died, or wasn't done by the deadline."""
+    """A rank raised, died, or exceeded the deadline."""
 
 
 class Footprint(NamedTuple):
-    """Of this process, now."""
+    """Current threads, descriptors and memory of this process."""
 
     threads: int
     descriptors: int
@@ -64,7 +64,7 @@ class Footprint(NamedTuple):
     def now(cls) -> Footprint:
         with open("/proc/self/status", encoding="utf-8") as file:
             status = dict(line.split(":", 1) for line in file)
-        # listdir has a descriptor open itself
+        # - 1: listdir itself opens a descriptor
         return cls(int(status["Threads"]), len(os.listdir("/proc/self/fd")) - 1, int(status["VmRSS"].split()[0]))
 
 
@@ -74,14 +74,14 @@ class Result(NamedTuple):
     marks: dict[str, float]
     """The end of each step, in seconds since the common start."""
     cpu: dict[str, float]
-    """The seconds of a core that the rank had used until then, in all its threads."""
+    """CPU seconds of all the rank's threads until the end of each step."""
     before: Footprint
     after: Footprint
     value: Any
 
 
 def run_ranks(world_size: int, function: Function, deadline: float) -> list[Result]:
-    """Each rank's result. `deadline` is of time.monotonic; TrialFailedError with the ranks' tracebacks after it."""
+    """Returns each rank's result. Raises TrialFailedError with tracebacks on failure or at `deadline` (monotonic)."""
     threads = Footprint.now().threads
     if threads != 1:
         raise TrialFailedError(f"the parent of forks must have one thread, but has {threads}; set OMP_NUM_THREADS=1")
@@ -89,7 +89,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
     gate_end, gate = os.pipe()
     release_end, release = os.pipe()
     gc.collect()
-    gc.freeze()  # else a collection in a fork copies every page with objects in it: 0.1 s, in whichever step it comes
+    gc.freeze()  # else a collection in a fork copies all pages with objects, 0.1 s in a random step
     server = _Fork(lambda answer: _serve(answer), closes=[gate_end, gate, release_end, release])
     try:
         port = pickle.loads(_answers([server], deadline)[0])
@@ -122,10 +122,10 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 
 def enter_own_network() -> bool:
-    """Leaves for a network namespace with a loopback only, for good; False where this process may not.
+    """Moves this process into a new network namespace that has only loopback. Returns False if that isn't permitted.
 
-    While it connects, TCPStore asks for the name of its own address. With a name server that doesn't answer this
-    takes 5 s and more for some ranks, from about 28 ranks on; without a network the answer, none, comes at once.
+    TCPStore looks up the name of its own address while it connects. With an unresponsive name server that takes 5 s or
+    more for some ranks, from about 28 ranks on. Without a network the lookup fails at once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:

@@ -1,8 +1,8 @@
-"""Lists registers, spills, stack and shared memory of the GPU kernels on each architecture, as the assembler says.
+"""Lists registers, spills, stack and shared memory of the GPU kernels on each architecture, as ptxas reports them.
 
     python benchmarks/kernel_resources.py [--save results/kernel_resources.json]
 
-Needs NVRTC (`pip install parallel-state[cuda]`) and no GPU. Says nothing of speed.
+Needs NVRTC (`pip install parallel-state[cuda]`) but no GPU. Doesn't measure speed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _KERNEL = re.compile(
 
 
 def read(log: str) -> dict[str, dict[str, int]]:
-    """By kernel, from what ptxas says with -v."""
+    """Returns the figures by kernel, parsed from the output of ptxas -v."""
     found = {}
     for match in _KERNEL.finditer(log):
         shared = re.search(r"(\d+) bytes smem", match["rest"])
-        stack = re.search(r"(\d+) bytes cumulative stack", match["rest"])  # that of functions it calls as well
+        stack = re.search(r"(\d+) bytes cumulative stack", match["rest"])  # includes called functions
         found[match["name"]] = {
             "registers": int(match["registers"]),
             "spilled_bytes": int(match["stores"]) + int(match["loads"]),
@@ -42,7 +42,7 @@ def read(log: str) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     version = peer_kernels.nvrtc_version()
     tables = {}

@@ -4,12 +4,13 @@
     python benchmarks/meeting_scaling.py --ranks 16 64 --repetitions 1      seconds
     python benchmarks/meeting_scaling.py --json FILE --plot FILE.svg
 
-The ranks are stubs: threads of forks of this process, eight to a host, each host with an address of its own. They do
-what `init_distributed_environment` does until torch's `init_process_group`, against the real store: the meeting, the
-watch over the start, and the proof that all hosts reach each other. gloo, which connects every two ranks, is left out.
+The ranks are stubs: threads in forks of this process, eight per host, and each host has its own address. They run the
+steps of `init_distributed_environment` before torch's `init_process_group`, with the real store: the rendezvous, the
+start-up watch, and the check that all hosts reach each other. gloo, which connects all pairs of ranks, is left out.
 
-Counted, in a run that isn't timed: operations on the store, and bytes of their keys and values, of rank 0, of the
-busiest other rank, and of all; and by which power of the number of ranks the sums grow: 1 is linear.
+A separate run, which isn't timed, counts operations on the store and the bytes of keys and values: of rank 0, of the
+busiest other rank, and of all ranks. It also fits the exponent with which the sums grow with the number of ranks; 1 is
+linear.
 """
 
 from __future__ import annotations
@@ -96,20 +97,20 @@ def host_address(host: int) -> str:
 
 
 def give_addresses(hosts: int) -> None:
-    """Gives loopback the address of each host, so that they can connect to each other."""
+    """Adds each host's address to loopback, so that the hosts can connect to each other."""
     lines = "".join(f"addr add {host_address(host)}/32 dev lo\n" for host in range(hosts))
     subprocess.run(["ip", "-force", "-batch", "-"], input=lines, text=True, check=False, stderr=subprocess.DEVNULL)
 
 
 def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Callable[[str], None]) -> list[Told]:
-    """All ranks of the hosts that this fork plays; they start together."""
+    """Runs all ranks of this fork's hosts; they start together."""
     ranks = range(fork * HOSTS_PER_FORK * PER_HOST, min(world_size, (fork + 1) * HOSTS_PER_FORK * PER_HOST))
     own = threading.local()
     interfaces.whereabouts = lambda: _place_of(own.rank)
     stores: dict[int, list[BytesStore]] = {rank: [] for rank in ranks}
     if count:
         start_stores.tcp_store = _counting(start_stores.tcp_store, own, stores)
-    # In the rank's own thread, which knows its rank.
+    # Call `make` in the rank's own thread, which has the rank's thread-local state.
     start_stores.within = rendezvous.within = lambda deadline, make, grace_s=0.0: make()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     told: dict[int, Told | BaseException] = {}
@@ -139,17 +140,17 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
 
 
 def find_others(rank: int, world_size: int, port: int) -> None:
-    """Meets the others, as before `init_process_group`."""
+    """Runs the rendezvous, as before `init_process_group`."""
     place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
     _MET.append(rendezvous.meet("env://", place, TRIAL_S))
 
 
 _MET: list[rendezvous.Met] = []
-"""Kept until the fork ends: rank 0's has the store that others may still read."""
+"""Kept until the fork exits: rank 0's result owns the store, which other ranks may still read."""
 
 
 def _place_of(rank: int) -> Address:
-    """As `whereabouts` tells it: ranks of a host can watch each other's processes, and only those."""
+    """Returns a rank's address, as `whereabouts` would. Only ranks of the same host can watch each other by PID."""
     host = rank // PER_HOST
     name = f"node-{host:04}.cluster.example"
     own = interfaces.process()
@@ -196,7 +197,7 @@ def measure(world_size: int, repetitions: int, deadline: float) -> dict[str, Any
 
 
 def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
-    """Operations and KiB: of rank 0, of the busiest other rank, of all ranks."""
+    """Prints operations and KiB of rank 0, of the busiest other rank, and of all ranks."""
     if head:
         print(f"{'ranks':>6}{'seconds':>9}{'operations':>12}{'':16}{'KiB':>12}")
     for row in rows:
@@ -206,7 +207,7 @@ def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
 
 
 def growth(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
-    """The power of the number of ranks by which a figure grows from the middle size to the largest."""
+    """Returns the exponent with which a figure grows with the ranks, from the middle size to the largest."""
     low, high = rows[len(rows) // 2], rows[-1]
     return math.log(of(high) / of(low)) / math.log(high["ranks"] / low["ranks"])
 

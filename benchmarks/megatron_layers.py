@@ -1,11 +1,11 @@
-"""Times Megatron-core's tensor-parallel layers over our groups and over gloo's, in turns, in two ranks on the CPU.
+"""Times Megatron-core's tensor-parallel layers over our groups and over gloo, in turns, with two ranks on the CPU.
 
     python benchmarks/megatron_layers.py            8 KiB to 1 MiB of activations; needs megatron-core
 
-Forward and backward of a column- and a row-parallel linear layer, with sequence parallelism and without; the embedding,
-forward; and the collectives of both kinds of layers alone. The answers of both are compared first, to the bit.
-Microseconds of the slower rank, medians. At the end: the rest of a layer's time, which has no collective in it, and the
-most that collectives which took no time could gain.
+Measures forward and backward of a column- and a row-parallel linear layer, with and without sequence parallelism, the
+embedding's forward, and the layers' collectives alone. Results of both must first be bitwise equal. Times are medians
+of the slower rank, in microseconds. The end of the output has the part of a layer's time without collectives, and the
+speed-up that collectives of zero cost would bring.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="calls of a turn")
     arguments = parser.parse_args()
     mpu.install()
-    # Megatron asks for it on the CPU, too.
+    # Megatron calls it on the CPU, too.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     import megatron.core  # noqa: F401  # before the ranks are forked
 
@@ -123,7 +123,7 @@ def linear_layers(sequence_parallel: bool) -> Callable[[int, Any], Callable[[], 
 
 
 def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
-    """Megatron's collectives of a layer with sequence parallelism, without its products of matrices."""
+    """Returns Megatron's collectives of a layer with sequence parallelism, without matmuls."""
     from megatron.core.tensor_parallel import mappings
 
     torch.manual_seed(2)
@@ -140,7 +140,7 @@ def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
 
 
 def all_reduces(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
-    """Megatron's two collectives of a layer without sequence parallelism: one forward, one backward."""
+    """Returns Megatron's collectives of a layer without sequence parallelism: one forward, one backward."""
     from megatron.core.tensor_parallel import mappings
 
     torch.manual_seed(2)

@@ -1,9 +1,9 @@
-"""The cost of metrics a call in C++: 10⁶ barriers of a group of one, measured and not, in turns.
+"""Measures the cost of metrics per C++ call: 10⁶ barriers of a group of one rank, with and without metrics.
 
-    python benchmarks/metrics.py                # prints nanoseconds a call; exit code 1 above 100
+    python benchmarks/metrics.py                # prints nanoseconds per call; exit code 1 above 100
 
-A group of one waits for nobody, so what is left is the call itself: what differs is two looks at the clock and four
-counters. Blocks with and without metrics alternate, and the median of the differences in CPU time counts.
+A group of one rank doesn't wait, so the time is that of the call itself. Metrics add two clock reads and four counters.
+Blocks with and without metrics alternate; the result is the median of the differences in CPU time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_NS = 100.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--calls", type=int, default=1_000_000, help="with metrics, and as many without")
+    parser.add_argument("--calls", type=int, default=1_000_000, help="calls with metrics, and as many without")
     calls: int = parser.parse_args().calls
     library = native.load()
     size_bytes = library.ps_segment_bytes(1)

@@ -1,26 +1,25 @@
-"""The kernels in peer memory by themselves, on one GPU: all ranks are regions and tensors of this one process.
+"""Times the peer-memory kernels alone, on one GPU: all ranks are regions and tensors of this process.
 
     python benchmarks/peer_kernels.py --json k.json --svg k.svg    --ranks, --sizes, --norm-sizes, --hidden, --dtype
-    python benchmarks/peer_kernels.py --check                      answers, nothing timed: for compute-sanitizer
-    python benchmarks/peer_kernels.py --emulate                    without a GPU, to try this script (PYTHONPATH=.)
+    python benchmarks/peer_kernels.py --check                      checks answers only: for compute-sanitizer
+    python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
-*Alone* (`push, graph` and so on) is rank 0's kernel with all that the other ranks send already there: it does all that
-it does in a group, into N regions that are all local, but waits for nobody. So these times are **lower bounds** of the
-real thing, which has links between the regions, and ranks that come late. A call takes one epoch here, which limits its
-size; how it is set up: `peer_kernels_ranks.py`. Several calls are made at one go, each in regions of its own, after
-one or two small fills that set them all back, whose time is included. A two-shot's peers don't finish its second half
-here: it does all its work, and only its own shards are sums.
+*Alone* (`push, graph` and so on) is rank 0's kernel after all data of the other ranks has arrived. It does the same
+work as in a group, in N local regions, but never waits. So these times are **lower bounds**: a real exchange adds links
+between the regions, and late ranks. A call takes one epoch here, which limits its size; `peer_kernels_ranks.py`
+describes the set-up. Each sample is several calls in separate regions, after one or two small fills that reset them;
+the time includes the fills. A two-shot's peers don't run its second half here: rank 0's kernel does all its work, but
+only its own shards are sums.
 
-*Of all ranks at once* are the N kernels on N streams, a real exchange, in which each has an N-th of the GPU: also for
-sizes that take more epochs. Their time is held against the bytes of all N. Eager, from 1 MiB on: for small ones it
-would be the time of N launches.
+*Of all ranks at once* runs the N kernels on N streams: a real exchange, in which each has an N-th of the GPU. It also
+covers sizes that take several epochs. Its time is compared with the bytes of all N. It is eager, and measured from
+1 MiB on: for small sizes it would be the time of N launches.
 
-`share` is the bytes that a kernel must move, read and written once each as its algorithm has it (`moved_bytes`), over
-its time, as a share of what a plain copy of 1 GiB moves in this run. What fits into the GPU's cache may have more than
-1. `fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's
-add, torch's rms_norm. `host` is what a launch costs the host; with the op and the group above it: `collectives.py`
-under torchrun. NCCL and torch's symmetric memory are measured with one rank each, last: a crash of theirs loses no row
-of the kernels', which the JSON has by then.
+`share` is a kernel's bandwidth divided by that of a plain copy of 1 GiB in this run. It counts the bytes that the
+algorithm must read and write, once each (`moved_bytes`). It may exceed 1 for data that fits into the GPU's cache.
+`fused` is all_reduce, add and RMS norm in one kernel, compared with three: an all_reduce kernel, torch's add and
+torch's rms_norm. `host` is the host's cost of a launch; `collectives.py` under torchrun measures it with op and group.
+NCCL and torch's symmetric memory are measured last, with one rank each: the JSON has the kernels' rows if they crash.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ FUSED_RANGE, FUSED_RATIO = (8 << 10, 256 << 10), 1.5
 
 @dataclass
 class KernelRow(Row):
-    """A case's samples, and what follows from them."""
+    """A case's samples and derived figures."""
 
     refused: dict[str, str] = field(default_factory=dict)
     host_us: dict[str, float] = field(default_factory=dict)
     share: dict[str, float] = field(default_factory=dict)
-    """Of the copy's bandwidth; see the head of this file."""
+    """Candidate -> its share of the copy's bandwidth; see the head of this file."""
 
     def least_us(self, *names: str) -> float | None:
         found = [p50(self.us[name]) for name in names if self.us.get(name)]
@@ -84,7 +83,7 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """Returns the bytes moved for a rank's tensor of `nbytes`; None for candidates that aren't one kernel."""
+    """Returns the bytes moved for a rank's tensor of `nbytes`; None if the candidate isn't a single kernel."""
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
         return None
@@ -99,7 +98,7 @@ def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
 
 
 def targets(rows: Sequence[KernelRow]) -> list[Target]:
-    """Those of the project, for each number of ranks."""
+    """Returns the project's targets, for each number of ranks."""
     found = []
     for size in dict.fromkeys(row.case["ranks"] for row in rows):
         own = [row for row in rows if row.case["ranks"] == size]
@@ -118,7 +117,7 @@ def targets(rows: Sequence[KernelRow]) -> list[Target]:
 
 
 def _bandwidth_target(what: str, rows: Sequence[KernelRow], is_together: bool) -> list[Target]:
-    """At the largest size that was measured so, if it is large; an empty list where none was."""
+    """Returns the target at the largest measured size, if that is large enough; else an empty list."""
     shares = [
         (row.case["bytes"], max(found), row)
         for row in rows
@@ -148,7 +147,7 @@ def _target(what: str, row: KernelRow, wanted: str, found: float | None, reached
 
 
 def bandwidth(device: torch.device, nbytes: int, rounds: int) -> float:
-    """10⁹ B/s, read and written, of a plain copy on the device: the median."""
+    """Returns the median bandwidth of a plain copy on the device, in 10⁹ B/s read and written."""
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
     y, clock = torch.empty_like(x), Clock(device)
     y.copy_(x)
@@ -174,9 +173,9 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 def measured(
     machine: Machine, options: argparse.Namespace, size: int, copied: float, keep: Callable[[KernelRow], None]
 ) -> bool:
-    """Gives `keep` the rows of a number of ranks, each as it comes. Returns False if the device is lost."""
+    """Measures all cases of a number of ranks; calls `keep` with each row. Returns False if the device is lost."""
     modes = ["eager"] if options.check else ["eager", "graph"]
-    # A sanitizer may let one kernel run at a time, and these would wait for each other.
+    # A sanitizer may run only one kernel at a time; concurrent kernels would then wait forever.
     together_from = sys.maxsize if options.check else options.together_from
     team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
     for case in cases(options, size):
@@ -200,7 +199,7 @@ def measured(
 
 
 def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) -> tuple[KernelRow, bool]:
-    """Returns a case's row, and whether the device is lost: a kernel that has trapped has ended this process's CUDA."""
+    """Returns a case's row, and True if the device is lost: after a kernel's trap this process can't use CUDA."""
     teams = [team]
     row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
     row.refused = dict(team.refused)
@@ -213,7 +212,7 @@ def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) ->
 def measure_others(
     machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], write: Callable[[], None]
 ) -> None:
-    """Adds NCCL and torch's symmetric memory to rows that are there. One rank is the same for any number of ranks."""
+    """Adds NCCL and torch's symmetric memory to existing rows. One rank's figures go to rows of any number of ranks."""
     others = Others(machine.device)
     sums = [row for row in rows if row.case["part"] == "all_reduce"]
     for nbytes in dict.fromkeys(row.case["bytes"] for row in sums):
@@ -230,7 +229,7 @@ def measure_others(
     others.close()
 
 
-# Telling.
+# Output.
 
 
 def report(rows: Sequence[KernelRow], found: Sequence[Target], copied: float) -> None:
@@ -295,7 +294,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_for(options: argparse.Namespace) -> Machine | str:
-    """Or why there is none."""
+    """Returns the machine, or the reason why there is none."""
     if options.emulate:
         return EmulatedMachine()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
@@ -310,7 +309,7 @@ def machine_for(options: argparse.Namespace) -> Machine | str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where an answer was wrong, 2 where nothing can be measured."""
+    """Returns the exit code: 1 if an answer was wrong, 2 if nothing can be measured."""
     options = parsed(arguments)
     machine = machine_for(options)
     if isinstance(machine, str):
@@ -327,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def keep(row: KernelRow) -> None:
             rows.append(row)
-            write()  # after each row: a run that is killed leaves those before
+            write()  # after each row, so that a killed run keeps its rows
 
         for size in options.ranks:
             there = there and measured(machine, options, size, copied, keep)
@@ -340,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _found(options: argparse.Namespace, rows: Sequence[KernelRow]) -> list[Target]:
     found = targets(rows)
-    if options.emulate:  # what a CPU takes reaches nothing, and misses nothing
+    if options.emulate:  # CPU times can't meet or miss a target
         return [replace(each, found=None, reached=None) for each in found]
     return found
 

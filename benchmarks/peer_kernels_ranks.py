@@ -1,14 +1,14 @@
-"""Ranks for `peer_kernels`: regions and tensors of this one process, the machine that runs their kernels, candidates.
+"""Ranks for `peer_kernels`: regions and tensors in this process, the machine that runs the kernels, and candidates.
 
-A kernel *alone* is rank 0's, with all that it waits for already there. The other ranks' kernels run before, one after
-the other, with the abort word set: each sends or stages its data, looks for its peers in vain, and ends without having
-kept its epoch. The flags that a barrier waits for are then written by the host. Rank 0 finds everything there, and
-after its epochs have been set back it can do the same again. So its call must take one epoch: `takes_one_epoch`.
+A kernel *alone* is rank 0's, after all data that it waits for has arrived. The other ranks' kernels run first, one by
+one, with the abort word set: each sends or stages its data, finds no peers, and exits without storing its epoch. Then
+the host writes the flags that a barrier waits for. Rank 0's kernel finds everything present, and can repeat the call
+after its epochs are reset. So its call must take one epoch: see `takes_one_epoch`.
 
-`Others` are NCCL and torch's symmetric memory with one rank: what is left is the cost of a call, below which no
-exchange of theirs can be. Several ranks of theirs need a process each, and processes that share a GPU take turns on it,
-so that a kernel that waits holds the GPU until its time slice ends: nothing to measure. `KernelTeam` is asked as a
-`Team` of the harness is, so that all candidates get their turns.
+`Others` are NCCL and torch's symmetric memory with one rank, which gives a lower bound: the cost of a call. Several
+ranks would need a process each. Processes that share a GPU take turns on it, and a waiting kernel holds the GPU until
+its time slice ends, so their times would mean nothing. `KernelTeam` has the interface of the harness's `Team`, so that
+all candidates take turns.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, captured
 from parallel_state.tools.bench.worker import TeamError, Timing
 
-# Regions, and the machine.
+# Regions and machines.
 
 EPOCH = 8
-"""The number of epochs gone before: beyond the first ones, in which a block clears the next slot."""
+"""Epochs that precede the measurement. The first ones differ: in them a block clears the next slot."""
 DEADLINE_S = 20.0
-"""Nobody waits long here, but for a sanitizer."""
+"""Deadline of a kernel's waits; only a sanitizer makes them long."""
 _REPORT, _ABORT, _IGNORED_REPORT, _ALWAYS_ABORT, _WORDS = 0, 16, 32, 48, 64
 _PACKET_BYTES = 16
 
 Launch = Callable[[int], None]
-"""Puts a kernel on the stream of that number."""
+"""Launches a kernel on the stream of that number."""
 
 
 class Machine(Protocol):
-    """A GPU, or the CPU in its place."""
+    """A GPU, or a CPU that emulates it."""
 
     device: torch.device
     kernels: Launcher
@@ -69,7 +69,7 @@ class Machine(Protocol):
     def stream(self) -> int: ...
     def capture_stream(self) -> Any: ...
     def together(self, launches: Sequence[Launch]) -> None:
-        """All at once; each has what the current stream did before, and the current stream waits for all."""
+        """Runs all launches concurrently, after the current stream's earlier work; the current stream waits for all."""
 
 
 class GpuMachine:
@@ -105,7 +105,7 @@ class GpuMachine:
 
 
 class EmulatedMachine:
-    """The kernels on the CPU, ranks that run at once as threads. Times mean nothing."""
+    """Runs the kernels on the CPU; concurrent ranks are threads. Times mean nothing."""
 
     def __init__(self) -> None:
         from tests.internals.cuda_on_cpu import CpuKernels
@@ -129,7 +129,7 @@ class EmulatedMachine:
 
 
 class Regions:
-    """`sets` groups of `size` ranks, each with regions of its own, so that one after the other can be called."""
+    """`sets` groups of `size` ranks. Each group has its own regions, so that calls can follow without a reset."""
 
     def __init__(self, machine: Machine, size: int, sets: int) -> None:
         self.machine, self.size, self.sets = machine, size, sets
@@ -142,7 +142,7 @@ class Regions:
         self._words[_ALWAYS_ABORT] = 1
 
     def call(self, which: int, rank: int, *, arriving: bool = False, **fields: Any) -> Call:
-        """Of a rank of one set. Tensors stand for their addresses. `arriving`: for `arrive`."""
+        """Returns the call of a rank of one set. Tensors stand for their addresses. `arriving`: for `arrive`."""
         call = Call(rank=rank, size=self.size, deadline_ns=int(DEADLINE_S * 1e9))
         for peer in range(self.size):
             call.regions[peer] = self._memory[which, peer].data_ptr()
@@ -153,12 +153,12 @@ class Regions:
         return call
 
     def clear(self) -> None:
-        """As before the first call, but for the epochs' number."""
+        """Resets the regions to the state before the first call, except the epochs."""
         self._memory.zero_()
         self._epochs.fill_(EPOCH)
 
     def arrive(self, kernel: str, blocks: int, threads: int, call: Callable[[int, int], Call]) -> None:
-        """Everything that rank 0 waits for in this call is there. `call(set, rank)` is a peer's, `arriving`."""
+        """Makes all data present that rank 0 waits for. `call(set, rank)` returns a peer's call, with `arriving`."""
         self.clear()
         for which in range(self.sets):
             for rank in range(1, self.size):
@@ -167,9 +167,9 @@ class Regions:
         self.machine.clock.finish()
 
     def rewind(self, blocks: int, members: int) -> None:
-        """Before rank 0 does its call again in each set. `members`: of a team of the norm's blocks, else 1.
+        """Resets each set before rank 0 repeats its call. `members`: size of a team of the norm's blocks, else 1.
 
-        What the members of a team tell each other goes, so that they wait for each other every time.
+        Clears the signals within a team, so that its blocks wait for each other every time.
         """
         self._epochs[:, 0].fill_(EPOCH)
         if members > 1:
@@ -178,19 +178,19 @@ class Regions:
             parts[:, (EPOCH + 1) % 2, :blocks, 0, :, :members].zero_()
 
     def problem(self) -> str | None:
-        """Returns the report of a kernel that gave up. Synchronized before."""
+        """Returns the report of a kernel that gave up, or None. The device must be synchronized."""
         report = read_report(self._words[_REPORT])
         return None if report is None else f"a kernel gave up: {report}"
 
 
 def takes_one_epoch(how: str, nbytes: int, blocks: int) -> bool:
-    """Returns True if a kernel that moves so many bytes with so many blocks does it at one go."""
+    """Returns True if a kernel with `blocks` blocks moves `nbytes` in one epoch."""
     unit, most = (8, PART_PACKETS) if how == "push" else (16, STAGE_BYTES // 16)
     things = math.ceil(nbytes / unit)
     return math.ceil(things / blocks) <= most
 
 
-# Who else can be measured on one GPU.
+# Peers that can be measured on one GPU.
 
 NCCL, ONE_SHOT = "NCCL, 1 rank", "symm_mem.one_shot_all_reduce, 1 rank"
 SEVERAL_RANKS = (
@@ -200,7 +200,7 @@ SEVERAL_RANKS = (
 
 
 class Others:
-    """`of` gives what all-reduces a tensor; what can't be had, and why, goes into the case's `refused`."""
+    """Peers that all-reduce a tensor. `of` adds unavailable peers and the reasons to the case's `refused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -211,7 +211,7 @@ class Others:
             self._problem = self._start()
 
     def of(self, x: Tensor, refused: dict[str, str]) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-        """By name: a call that leaves the sum of `given` in `out`, or returns it elsewhere, for tensors like `x[0]`."""
+        """Returns by name calls `f(given, out)` that write the sum to `out` or return it, for tensors like `x[0]`."""
         refused["NCCL and symm_mem with several ranks"] = SEVERAL_RANKS
         found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
         for name, make in ((NCCL, self._nccl), (ONE_SHOT, self._one_shot)):
@@ -257,7 +257,7 @@ class Others:
             self._staged[x.numel(), x.dtype] = staged
 
         def call(out: Tensor, given: Tensor) -> Tensor:
-            staged.copy_(given)  # its input lies in symmetric memory
+            staged.copy_(given)  # its input must be in symmetric memory
             result: Tensor = torch.ops.symm_mem.one_shot_all_reduce(staged, "sum", group.group_name)
             return result
 
@@ -270,25 +270,25 @@ FUSED, APART = "fused", "add, rms_norm"
 TOGETHER = "of all ranks at once"
 EPS = 1e-5
 MANY, FEW, MANY_BYTES = 20, 4, 256 << 10
-"""Calls at one go, each in regions of its own, by which a replay's own cost is divided; of large tensors, few."""
+"""Calls per replay, which share its cost, each in its own regions: FEW above MANY_BYTES, else MANY."""
 
 
 Check = Callable[[list[Tensor]], "str | None"]
-"""Returns what is wrong with the results of several calls."""
+"""Returns the problem with the results of several calls, or None."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`several` makes `step` calls, for which `arrive` has left everything in place; returns their results."""
+    """A timed function: `several` makes `step` calls, which `arrive` prepared, and returns their results."""
 
     several: Callable[[], list[Tensor]]
     step: int
     check: Check
     arrive: Callable[[], None] | None = None
     key: str = ""
-    """Equal where `arrive` leaves the same, so that it needn't be done again."""
+    """Candidates with equal keys share the result of `arrive`, which needn't run again between them."""
     each: Sequence[Callable[[], object]] = ()
-    """The calls one by one, for the host's time; `begin` before the first."""
+    """The single calls, for the host's time; `begin` runs before the first."""
     begin: Callable[[], object] = lambda: None
 
 
@@ -300,7 +300,7 @@ class Kernel:
     blocks: int
     threads: int
     members: int
-    """Blocks that share a row of the norm, else 1."""
+    """Number of blocks that share a row of the norm; 1 for other kernels."""
 
 
 class KernelTeam:
@@ -309,20 +309,20 @@ class KernelTeam:
     name = "peer kernels"
 
     def __init__(self, machine: Machine, size: int, modes: Sequence[str], together_bytes: int, few: bool) -> None:
-        """`together_bytes`: from which size on all ranks' kernels are run at once as well. `few`: calls at one go."""
+        """`together_bytes`: from this size on, all ranks' kernels run at once, too. `few`: two calls per replay."""
         self.machine, self.size, self.modes = machine, size, modes
         self.others: Others | None = None
-        """If set, only these are measured, not the kernels. Their owner closes them."""
+        """If set, only these are measured instead of the kernels. Not owned: the caller closes them."""
         self.pids: list[int] = []
         self.refused: dict[str, str] = {}
-        """Candidates of the case that can't be had, and why."""
+        """Unavailable candidate of the case -> reason."""
         self._together_bytes, self._few = together_bytes, few
         self._regions: dict[int, Regions] = {}
         self._candidates: dict[str, Candidate] = {}
         self._there = ""
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> list[Any]:
-        """As a `Team` of the harness."""
+        """Calls `method`, like `Team.ask` of the harness."""
         try:
             return [getattr(self, method)(*arguments)]
         except Exception as error:
@@ -374,7 +374,7 @@ class KernelTeam:
         return Timing(elapsed_s=self.machine.clock.seconds(run) / (times * candidate.step) * calls)
 
     def host_us(self, name: str, rounds: int = 10) -> list[float]:
-        """Times a call on the host: from Python to the driver and back, the device not waited for."""
+        """Times a call on the host, from Python to the driver and back, without waiting for the device."""
         candidate, found = self._candidates[name], []
         for _ in range(rounds if candidate.each else 0):
             self._arrive(candidate)
@@ -418,7 +418,7 @@ class KernelTeam:
         return Kernel(name, *grid(how, nbytes, self.size, max(1, most)), 1)
 
     def _check_sum(self, how: str, found: list[Tensor]) -> str | None:
-        """Alone, a two-shot has its own shards' sums only, and its own input where the others' would have come."""
+        """Checks sums. Alone, a two-shot has sums in its own shards only, and its own input in the other shards."""
         right = torch.stack(found) == self.total
         if how == "two_shot":
             share = right.float().mean().item()
@@ -492,7 +492,7 @@ class KernelTeam:
         then: Callable[[int], Tensor],
         check: Check,
     ) -> None:
-        """Rank 0's kernel and what follows it (`then`), in each set."""
+        """Adds candidates that run rank 0's kernel and then `then`, in each set."""
         regions = self._regions_of(self.sets)
 
         def peer(which: int, rank: int) -> Call:
@@ -520,7 +520,7 @@ class KernelTeam:
         )  # fmt: skip
 
     def _repeated(self, name: str, call: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Of a group of one rank, whose sum is the input."""
+        """Adds candidates that call a group of one rank, whose sum is the input."""
 
         def check(found: list[Tensor]) -> str | None:
             return None if torch.equal(torch.stack(found), self.own) else "its answer isn't the input"
@@ -559,7 +559,7 @@ class KernelTeam:
             self._candidates[label] = Candidate(graph.replay, self.sets, check, arrive, key)
 
     def _graph(self, several: Callable[[], list[Tensor]]) -> Any:
-        """Runs all once before the capture, which can't hold what starts at a first use, on the capture's stream."""
+        """Captures `several`, after one run on the same stream: a capture must not contain set-up at first use."""
         stream = self.machine.capture_stream()
         if stream is None:
             return captured(several, None)
@@ -579,7 +579,7 @@ def _one_after_the_other(calls: Sequence[Callable[[], object]]) -> Callable[[], 
 
 
 def sum_in_rank_order(inputs: Tensor) -> Tensor:
-    """In float32, rounded once: what every kernel gives, to the bit."""
+    """Returns the sum in float32, rounded once: bitwise the result of every kernel."""
     total = inputs[0].float()
     for each in inputs[1:]:
         total = total + each.float()

@@ -1,17 +1,17 @@
-"""This library beside the peers that are there, as a page to show to a colleague.
+"""Compares this library with the installed peers and writes a report page.
 
     python benchmarks/report.py --report DIR              about five minutes on two cores
     python benchmarks/report.py --quick --report DIR      few sizes, half a minute
-    python benchmarks/report.py --against COMMIT          this tree beside a commit, as ratios
+    python benchmarks/report.py --against COMMIT          ratios of this tree to another commit
 
-Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, the same calls of
+Measures collectives (on GPUs if there are any, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
-Peers are gloo through torch.distributed, NCCL by itself and through torch where there are GPUs, an MPI of this Python's
-mpi4py, and what `python benchmarks/harness/peers.py setup` has fetched: Intel MPI, MPICH, Open MPI, vLLM's CPU
-ops and queue, zmq. One that can't run here is left out, and the page says why. DIR gets index.html, report.svg,
-table.txt (nccl-tests' table) and report.json; the report of an earlier run there is replaced at the end.
+Peers are gloo through torch.distributed; on GPUs NCCL, directly and through torch; the MPI of this Python's mpi4py; and
+those installed by `python benchmarks/harness/peers.py setup`: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
+zmq. The page lists peers that can't run here, with the reasons. DIR gets index.html, report.svg, table.txt (nccl-tests'
+table) and report.json. At the end they replace the report of an earlier run.
 
-The exit code is 1 where a candidate failed or an answer was wrong.
+The exit code is 1 if a candidate failed or an answer was wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")
 QUICK_OPERATIONS = ("all_reduce", "all_gather")
 ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
-"""Of candidates of one library, those that the page shows."""
+"""Candidates that the page shows, of those that each library has."""
 PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
 STARTS = 5
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes; returns the exit code."""
+    """Measures and writes the report; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
     if options.against:
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from harness import against  # needs git and tar, which a report doesn't
+    from harness import against  # imported here: it needs git and tar, which a report doesn't
 
     plan = replace(QUICK_PLAN if options.quick else PLAN, rounds=20 if options.quick else 60)
     try:
@@ -131,7 +131,7 @@ def cases_of(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    """Returns the arguments as a page for others shows them."""
+    """Returns the arguments without local paths, for a page that is shown to others."""
     after = ("", *words)
     return ["DIR" if before in ("--report", "--peers") else word for before, word in zip(after, words, strict=False)]
 
@@ -147,7 +147,7 @@ def _write(folder: Path, findings: Findings) -> None:
 
 
 class Bench:
-    """One run: chooses the libraries, and adds what it finds to the findings as it comes."""
+    """One run: chooses the libraries, and adds each result to the findings at once."""
 
     def __init__(self, options: argparse.Namespace, findings: Findings) -> None:
         self.options, self.findings = options, findings
@@ -183,7 +183,7 @@ class Bench:
         self._measure(self._teams_of_collectives(), cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
-        """Has ranks on GPUs time each communicator themselves: NCCL, ours and torch's. Not run on a GPU."""
+        """Starts ranks on GPUs that time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
         options = argparse.Namespace(**vars(self.options))
         options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
         options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
@@ -198,7 +198,7 @@ class Bench:
             try:
                 ranks.main(options)
             finally:
-                if options.json.exists():  # whatever was measured until it ended
+                if options.json.exists():  # also if the ranks were interrupted
                     content = json.loads(options.json.read_text())
                     self.findings.used[OWN] = content["settings"]["route"]
                     self.findings.used[ranks.TORCH] = f"NCCL {content['settings'].get('nccl', '')}"
@@ -214,7 +214,7 @@ class Bench:
             cases.append({**cases[0], "idle_ms": 5, "most_calls": 10})
         cases += [{**common, "kind": kind, "what": "decode"} for kind in ("pipeline", "broadcast")]
         cases += [{**common, "kind": kind, "what": "prefill"} for kind in ("pipeline", "broadcast")]
-        # A pipeline's transfer is between two ranks: its readers are those of two.
+        # A pipeline's transfer is between two ranks, so it needs a world of two.
         cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
         for case in cases:
             case["bytes"] = case_bytes(case["kind"], case["what"])
@@ -238,7 +238,7 @@ class Bench:
         self._measure(teams, cases)
 
     def start_up(self) -> None:
-        """Starts everybody again, as often as samples are missing; each start is checked by its first collective."""
+        """Restarts each team until it has enough samples. The first collective checks each start."""
         while self.starts and min(map(len, self.starts.values())) < (1 if self.options.quick else STARTS):
             self._measure(self._teams_of_collectives(), [])
         if not self.starts:
@@ -263,7 +263,7 @@ class Bench:
         return teams
 
     def _measure(self, teams: Sequence[Team], cases: Sequence[dict[str, Any]]) -> None:
-        """Adds the rows to the findings as they come, so that an interrupted run has what there was."""
+        """Adds each row to the findings at once, so that an interrupted run keeps its rows."""
         before = list(self.findings.rows)
 
         def keep(rows: list[Row]) -> None:

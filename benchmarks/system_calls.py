@@ -2,9 +2,9 @@
 
     python benchmarks/system_calls.py --json results.json          # as root; needs perf (Debian: linux-perf)
 
-Counts hardly depend on what else the machine does, unlike times. They are those of rank 0, taken by `perf trace` over
-many calls, whose answers are checked first; what its other threads do is counted apart. A rank that spins makes none.
-Waits that last longer than a spin make more: on a busy machine futex, poll and sched_yield are upper bounds.
+Unlike times, counts hardly depend on other load. `perf trace` counts those of rank 0 over many calls, whose answers are
+checked first; its other threads are counted separately. A spinning rank makes no system calls. Waits longer than the
+spin time do, so on a busy machine the counts of futex, poll and sched_yield are upper bounds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _OF_THE_TOOL = ("clock_nanosleep", "wait4")
 
 @contextlib.contextmanager
 def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
-    """Fills `own` with the system calls that the main thread makes inside, and `others` with those of other threads."""
+    """Counts system calls within the context: the main thread's in `own`, other threads' in `others`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
-        with ThreadPoolExecutor(1) as other:  # what it calls must not be counted as the main thread's
+        with ThreadPoolExecutor(1) as other:  # so that its calls aren't counted as the main thread's
             perf = other.submit(_attached, report).result()
         try:
             yield
@@ -63,9 +63,9 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Returns `perf trace` of this process, once it sleeps in poll, as it does when its events are enabled.
+    """Starts `perf trace` of this process; returns once perf sleeps in poll, which means that its events are enabled.
 
-    On a busy machine it sometimes never comes to that, and is started anew.
+    Restarts perf if it doesn't get there, as can happen on a busy machine.
     """
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
@@ -83,7 +83,7 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
-    """Has perf write its report. A signal that comes while perf reads its buffers is lost now and then."""
+    """Signals perf until it writes its report. perf can lose a signal that arrives while it reads its buffers."""
     for _ in range(10):
         perf.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,9 +122,9 @@ def _count(operation: str, way: str, count: int, calls: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a table, and writes it as JSON if asked to."""
+    """Prints a table, and writes JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=300, help="calls that are counted (default 300)")
+    parser.add_argument("--calls", type=int, default=300, help="number of counted calls (default 300)")
     parser.add_argument("--operations", nargs="+", default=list(over_hosts.OPERATIONS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,1 +1,1 @@
-"""Teams in processes of their own, what this library is measured beside, and pages about it."""
+"""Runs libraries in separate processes (teams), finds the peers to compare with, and writes the report pages."""

@@ -1,8 +1,8 @@
-"""`report.py --against COMMIT`: this tree beside another commit of it, in turns in one run, as ratios with intervals.
+"""Implements `report.py --against COMMIT`: compares this tree with another commit in one run.
 
-The other commit's packages are unpacked and compiled in a temporary folder, with this tree's benchmark in place of
-theirs: both are measured by the same code. A ratio is that of the medians of all rounds, and its interval that of 95 of
-100 draws of rounds, with replacement (a bootstrap of percentiles): rounds go in pairs, one of each version.
+The other commit's packages are unpacked and compiled in a temporary folder. This tree's benchmark measures both
+versions in alternating rounds. Each ratio is that of the medians over all rounds. Its interval is a 95 % percentile
+bootstrap over pairs of rounds, one round of each version.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BENCH = Path("parallel_state/tools/bench")
 MODULE = "harness.collectives"
 NOW, BEFORE = "now", "before"
 LIMIT = 1.03
-"""A ratio whose interval lies above it is a version that has become slower."""
+"""This tree counts as slower if a ratio's whole interval is above this."""
 DRAWS = 2000
 BUILD_S = 900.0
 
 
 class Ratio(NamedTuple):
-    """Medians of the new version over those of the old one, and the interval that the rounds leave."""
+    """Median time of this tree divided by that of the other commit, with its confidence interval."""
 
     value: float
     low: float
@@ -50,7 +50,7 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(now: Sequence[float], before: Sequence[float], draws: int = DRAWS) -> Ratio:
-    """Returns the ratio of two series of rounds in pairs. The same series give the same interval."""
+    """Returns the ratio of two series of paired rounds. Equal series give equal intervals: the draws are seeded."""
     draw = random.Random(0)
     pairs = list(zip(now, before, strict=True))
     found = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
@@ -63,7 +63,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 class Labelled:
-    """A team whose candidates have its version's name before their own."""
+    """A team whose candidates' names are prefixed with its version's name."""
 
     def __init__(self, team: Team, label: str) -> None:
         self.name, self.pids, self._team, self._prefix = label, team.pids, team, f"{label}: "
@@ -77,7 +77,7 @@ class Labelled:
 
 @contextmanager
 def unpacked(commit: str) -> Iterator[Path]:
-    """Gives a folder with the commit's packages, compiled, and this benchmark. Raises InvalidArgumentError."""
+    """Yields a folder with the commit's compiled packages and this tree's benchmark. Raises InvalidArgumentError."""
     if not (ROOT / ".git").exists():
         raise InvalidArgumentError(f"--against must be used in a checkout, but {ROOT} has no .git")
     command = ["git", "archive", "--format=zip", commit, *PACKAGES]
@@ -97,7 +97,7 @@ def unpacked(commit: str) -> Iterator[Path]:
 
 
 def _compile(folder: Path) -> None:
-    """Compiles a version's native library now, as no team waits that long."""
+    """Compiles a version's native library beforehand: the start-up timeout of teams is too short for it."""
     script = (
         "import device_communicators as found; from device_communicators.cpu import native; native.load(); "
         f"exit(0 if found.__file__.startswith({str(folder)!r}) else f'python takes {{found.__file__}} instead')"
@@ -115,7 +115,7 @@ def _compile(folder: Path) -> None:
 def measure(
     commit: str, cases: Sequence[dict[str, Any]], ranks: int, settings: dict[str, Any], plan: Plan
 ) -> list[Row]:
-    """Measures both versions in turns; a row has candidates `now: …` and `before: …`."""
+    """Measures both versions in turns. Each row has candidates named `now: …` and `before: …`."""
     with unpacked(commit) as folder:
         roots = {NOW: ROOT, BEFORE: folder}
         teams = [
@@ -130,7 +130,7 @@ def measure(
 
 
 def report(rows: Sequence[Row]) -> tuple[list[str], int]:
-    """Returns the lines of a table, and the exit code: 1 where an interval lies above LIMIT, or an answer was wrong."""
+    """Returns the table's lines and the exit code: 1 if an interval is above LIMIT or an answer was wrong."""
     lines = [f"{'':44}{'before, us':>12}{'now, us':>12}{'ratio':>8}  95 % of draws"]
     slower: list[str] = []
     wrong: list[str] = []

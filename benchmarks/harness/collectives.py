@@ -1,11 +1,11 @@
-"""Collectives as the benchmarks' own processes make them: teams of this library, of gloo and of vLLM, and two loops.
+"""Teams that run collectives of this library, gloo and vLLM, in two loops.
 
-*tight*: the same call again and again on one buffer. No cache line moves but those of the exchange itself, which
-flatters what works on shared buffers.
-*produced*: each call's input is written and its output read, as between the layers of a model. The two copies are timed
-as well; a candidate without a call, `COPIES`, is what to subtract.
+*tight*: repeats the same call on one buffer. Only the cache lines of the exchange itself move, which favors candidates
+that work on shared buffers.
+*produced*: writes each call's input and reads its output, as a model's layers do. The time includes these two copies;
+the candidate `COPIES` makes no call, and its time is to be subtracted.
 
-Each library has processes of its own, so that one that can't run here (vLLM's ops without AVX-512) fails alone.
+Each library has its own processes, so that a library that can't run here (vLLM's ops without AVX-512) fails alone.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PAGE = 4096
 
 
 class LoopTeam(TensorTeam):
-    """A team that has both loops, and inputs anywhere in a page."""
+    """A team with both loops and inputs at any offset within a page."""
 
     measures_copies = False
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """`values`: loop as well, and offset: bytes behind a page's start."""
+        """Prepares a case. `values` also has `loop`, and `offset`: bytes from a page's start to the input."""
         self._tight, self._offset = values["loop"] == "tight", values.get("offset")
         super().prepare(values)
         if not self._tight:
@@ -80,7 +80,7 @@ class LoopTeam(TensorTeam):
 
 
 def load(name: str, settings: dict[str, Any]) -> None:
-    """Imports what the team needs, so that its start-up time has none of it."""
+    """Imports the team's modules, so that its start-up time excludes imports."""
     torch.set_num_threads(1)
     if name == VLLM:
         peers.load_vllm(Path(settings["vllm"]))
@@ -102,7 +102,7 @@ class OwnTeam(LoopTeam):
         self.rank, self.size = self.group.rank_in_group, self.group.world_size
 
     def about(self) -> str:
-        """Returns the route that this library takes."""
+        """Describes this library's route."""
         return self.group.explain()
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
@@ -154,7 +154,7 @@ TEAMS: dict[str, Callable[[dict[str, Any]], LoopTeam]] = {OWN: OwnTeam, GLOO: To
 
 
 def start_ours(*sizes: int) -> ps.GroupCoordinator:
-    """Starts this library's default group and groups of these sizes (default: one of all ranks), and uses one once."""
+    """Initializes this library with groups of these sizes (default: one of all ranks), and uses one group once."""
     ps.init_distributed_environment(backend="gloo")
     ps.initialize_model_parallel(*(sizes or (ps.get_world_group().world_size,)))
     group = ps.get_tp_group()
@@ -163,7 +163,7 @@ def start_ours(*sizes: int) -> ps.GroupCoordinator:
 
 
 def start_torch() -> tuple[int, int, Any]:
-    """Starts torch.distributed as engines do: the default group, another one of all ranks, a collective over it."""
+    """Starts torch.distributed as engines do: default group, a second group of all ranks, one collective over that."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)))
@@ -172,19 +172,19 @@ def start_torch() -> tuple[int, int, Any]:
 
 
 def use_once(group: ps.GroupCoordinator) -> None:
-    """Makes a collective and a message: a group counts its cores with the first ones, and ranks are pinned later."""
+    """Runs a collective and a message, because a group counts its cores at the first ones, and pinning follows."""
     group.all_reduce(torch.ones(1, device=group.device))
     group.broadcast_object(0)
 
 
 def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """Returns the elements that a rank gives, for a size as nccl-tests count it."""
+    """Returns the number of input elements of a rank, for a size as nccl-tests define it."""
     count = max(1, size_bytes // dtype.itemsize // ranks) * ranks
     return count // ranks if operation == "all_gather" else count
 
 
 def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
-    """Returns the registered op as a function of its tensor. `key`: of the route, by default the group's."""
+    """Returns the registered op as a function of its tensor. `key`: the route's; default: the group's."""
     if name == PING_PONG:
         ops, token, route = torch.ops.parallel_state, group._token, key or group._key
         return ping_pong(
@@ -212,7 +212,7 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
 
 
 def _of_vllm(group: Any, operation: str) -> dict[str, Exchange]:
-    """Returns what vLLM has of its own on a CPU; the rest of its calls are torch.distributed's."""
+    """Returns the calls that vLLM implements itself on a CPU. Its other calls use torch.distributed."""
     if operation == "all_gather":
         return {"vLLM": Exchange(lambda x: group.all_gather(x, -1))}
     if operation != "all_reduce":

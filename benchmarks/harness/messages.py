@@ -1,6 +1,6 @@
-"""Messages as candidates: how each library sends and receives, values, and the loop that times one at a time.
+"""Teams that send and receive messages, the messages' values, and the loop that times them one by one.
 
-A sample is one message: from the sender's call to the last reader's return, while the readers already wait.
+A sample is one message: the time from the sender's call to the last reader's return. The readers already wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENS = {"decode": 1, "prefill": 256}
 WITH_SPEC, COPY, ZMQ = "parallel_state, spec", "(copying the bytes)", "zmq + msgpack"
 VIEWS, SPEC_VIEWS = "parallel_state, views", "parallel_state, spec, views"
 HIDDEN = 4096
-GAP_S = 100e-6  # between "all readers are about to wait" and the sender's call
+GAP_S = 100e-6  # pause between the readers' last note before they wait and the sender's call
 DEADLINE_S = 60.0
 
 
@@ -47,7 +47,7 @@ def make(name: str, settings: dict[str, Any]) -> MessageTeam:
 
 
 class MessageTeam:
-    """Ranks of one library, of which rank 0 sends and all others read."""
+    """Ranks of one library. Rank 0 sends; all others read."""
 
     rank: int
     size: int
@@ -58,7 +58,7 @@ class MessageTeam:
         self.entered = _Entered(Path(settings["folder"]), self.rank, self.size)
 
     def start(self, settings: dict[str, Any]) -> None:
-        """Makes the groups; sets `rank` and `size`."""
+        """Creates the groups; sets `rank` and `size`."""
         raise NotImplementedError
 
     def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
@@ -149,7 +149,7 @@ class OwnTeam(MessageTeam):
 
 
 class TorchTeam(MessageTeam):
-    """Ranks of torch.distributed over gloo, by its usual ways: pickled metadata, then tensor by tensor."""
+    """Ranks of torch.distributed over gloo. They send pickled metadata, then each tensor, as programs usually do."""
 
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
@@ -182,7 +182,7 @@ class VllmTeam(MessageTeam):
 
 
 class ZmqTeam(MessageTeam):
-    """Ranks that have zmq by itself: a pair of sockets for each reader, objects as msgpack."""
+    """Ranks that use zmq directly: a pair of sockets per reader; objects encoded as msgpack."""
 
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -218,9 +218,9 @@ TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
-    """Counts the messages that each rank has begun with, in shared memory: the sender waits until no reader is behind.
+    """Counts in shared memory the messages that each rank has begun. The sender waits until all readers caught up.
 
-    Polls with naps, so that it takes no core from a reader; readers go right on.
+    The sender sleeps between polls, so that it takes no core from a reader. Readers don't wait.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
@@ -245,7 +245,7 @@ class _Entered:
 
 
 def case_bytes(kind: str, what: str) -> int:
-    """Returns a message's size: of objects about what it is pickled, of dicts their tensors'."""
+    """Returns a message's size in bytes: of an object roughly its pickled size, of a dict that of its tensors."""
     if kind == "object":
         return {"1 KB": 1 << 10, "10 KB": 10 << 10}.get(what, 1 << 20)
     return TOKENS[what] * HIDDEN * 2 * (2 if kind == "pipeline" else 10)
@@ -254,7 +254,7 @@ def case_bytes(kind: str, what: str) -> int:
 def _object(what: str) -> Any:
     if what == "1 MB blob":
         return {"step": 1, "blob": bytes(range(256)) * 4096}
-    requests = {"1 KB": 18, "10 KB": 215, "1 MB many": 17_000}[what]  # pickled, that is their size
+    requests = {"1 KB": 18, "10 KB": 215, "1 MB many": 17_000}[what]  # numbers that give this pickled size
     return {
         "step": 12345,
         "finished": [f"request-{number}" for number in range(requests // 4)],

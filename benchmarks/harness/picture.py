@@ -1,4 +1,4 @@
-"""Draws figures over sizes on logarithmic axes, a line for each candidate, as SVG."""
+"""Draws SVG line charts on logarithmic axes, with one line per candidate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
-    """Draws panels, two beside each other; `ours` are the names drawn in green. Panels without points are left out."""
+    """Draws panels in two columns. `ours`: names drawn in green. Panels without points are left out."""
     drawn = [Panel(*panel) for panel in panels if any(panel[1].values())]
     names = list(dict.fromkeys(name for panel in drawn for name in panel.lines))
     styles = _styles([name for name in names if name in ours], [name for name in names if name not in ours])
@@ -108,7 +108,7 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
 
 
 def _apart(places: Sequence[tuple[float, str]], bottom: float) -> dict[str, float]:
-    """Returns heights for the lines' names, none on top of another, none below the axis."""
+    """Returns heights for the lines' labels, so that none overlap or fall below the axis."""
     found: dict[str, float] = {}
     last = 0.0
     for y, name in sorted(places):

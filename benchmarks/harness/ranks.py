@@ -1,12 +1,12 @@
-"""Collectives timed by the ranks themselves: on GPUs and under torchrun every rank runs this, and the first one prints.
+"""Collectives that the ranks time themselves, on GPUs and under torchrun. Every rank runs this; the first one prints.
 
-Each communicator of the group's route by itself, the route as a whole, and torch.distributed, eagerly, compiled
-(`torch.compile(fullgraph=True)`) and in CUDA graphs. Every candidate is checked before and after it is timed; they
-take turns, round by round; a round is timed by events of the device, after a barrier and some untimed calls, and the
-slowest rank's time counts. algbw and busbw are nccl-tests' (doc/PERFORMANCE.md there), as are sizes: the bytes of an
-all_reduce's, broadcast's and all_to_all's tensor, of an all_gather's output and of a reduce_scatter's input. `host` is
-what a call costs the host from Python's entry to its return, the device not waited for. torch's eager all_reduce and
-broadcast work in place, as does what says so; the others give new tensors.
+Measures each communicator of the group's route alone, the whole route, and torch.distributed: eagerly, compiled
+(`torch.compile(fullgraph=True)`) and in CUDA graphs. Every candidate is checked before and after it is timed.
+Candidates take turns, round by round. Device events time a round, after a barrier and some untimed calls; the slowest
+rank's time counts. algbw, busbw and sizes are defined as in nccl-tests (doc/PERFORMANCE.md there): a size is the bytes
+of an all_reduce's, broadcast's or all_to_all's tensor, of an all_gather's output, or of a reduce_scatter's input.
+`host` is the host's time for a call, from Python's entry to its return, without waiting for the device. torch's eager
+all_reduce and broadcast work in place, and so do candidates named "in place"; all others return new tensors.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ROUTE = "parallel_state"
 MODES = ("eager", "compiled", "graph")
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 FEW, MANY, LARGE_BYTES = 4, 20, 4 << 20
-"""Calls in one graph, by which a replay's own cost is divided; with large tensors, few."""
+"""Calls in one graph, which share the cost of a replay: FEW above LARGE_BYTES, else MANY."""
 HOST_CALLS, HOST_ROUNDS = 20, 10
 RUN_S = 3600.0
 
-# The candidates: how each is called, and which answer is right.
+# Candidates and their checks.
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,27 @@ class Way:
 
     name: str
     call: Call
-    """Gives the result, which may be the input."""
+    """Returns the result, which may be the input tensor."""
     compilable: Call | None
-    """The function that torch.compile is given; None where there is none."""
+    """The function to pass to torch.compile; None if there is none."""
     capture: Callable[[], AbstractContextManager[GraphCaptureContext]]
-    """Within it CUDA graphs are captured."""
+    """The context in which CUDA graphs are captured."""
 
 
 class Ways:
-    """The ways of one group; every rank makes it."""
+    """All ways of one group. Every rank must create it."""
 
     def __init__(self, group: ps.GroupCoordinator) -> None:
         self._group = group
         self._routes: dict[str, Route] = {}
         for each in group.route.communicators:
-            # The group's own communicator, under a name by which ops find it alone.
+            # Register the group's communicator under another name, by which ops use it alone.
             context = replace(group.context, name=unique_name(f"only_{each.name}"))
             self._routes[each.name] = Route(context, [each], {}, group.route.paths)
             register_route(self._routes[each.name])
 
     def close(self) -> None:
-        """Unregisters the routes; the communicators go on, under the group's name only."""
+        """Unregisters the routes. The communicators remain usable under the group's name."""
         for route in self._routes.values():
             route.serve_ops(False)
         self._routes.clear()
@@ -101,7 +101,7 @@ class Ways:
 
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
-    """Returns torch's functional collective, which the compiler knows."""
+    """Returns torch's functional collective, which torch.compile supports."""
     functional = functional_collectives()
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
@@ -115,17 +115,17 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
 
 @dataclass
 class RankRow(Row):
-    """A case's samples, and what follows from them."""
+    """A case's samples and derived figures."""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """Candidates that don't carry the case, and why."""
+    """Candidate that doesn't support the case -> reason."""
     host_us: dict[str, float] = field(default_factory=dict)
-    """Of eager candidates: the median of a call, as the host sees it."""
+    """Eager candidate -> median microseconds of a call on the host."""
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Ranks(GroupTeam):
-    """This rank's part: each way in each mode is a candidate, and all have the same input."""
+    """This rank's side of the benchmark. Each way in each mode is a candidate; all have the same input."""
 
     def __init__(self, group: ps.GroupCoordinator, modes: Sequence[str]) -> None:
         super().__init__(group)
@@ -152,7 +152,7 @@ class Ranks(GroupTeam):
         count = count_of(operation, values["bytes"], dtype, self.size)
         self._source = collectives.given(count, self.rank, dtype, self.device)
         self._expected = collectives.answer(operation, count, self.rank, self.size, dtype, self.device)
-        self._zero = operation == "all_reduce"  # in place, anything else would grow
+        self._zero = operation == "all_reduce"  # zeros: repeated in-place sums of other values would grow
         self._x = self._source.clone()
         self._graphs: dict[Call, tuple[Captured, int]] = {}
         self._prepared = {
@@ -164,7 +164,7 @@ class Ranks(GroupTeam):
         return list(self._prepared)
 
     def _made(self, way: Way, mode: str) -> Call | None:
-        """Returns a way's call in a mode; None on every rank where it can't be had on one of them."""
+        """Returns a way's call in a mode, or None on all ranks if one rank can't create it."""
         call: Call | None = None
         problem: str | None = None
         try:
@@ -180,7 +180,7 @@ class Ranks(GroupTeam):
         return None if problems else call
 
     def _compile(self, way: Way) -> Call:
-        """Once for all sizes."""
+        """Compiles a way once for all sizes."""
         key = self._operation, way.name
         if key not in self._compiled:
             self._compiled[key] = torch.compile(way.compilable, fullgraph=True, dynamic=True)
@@ -205,7 +205,7 @@ class Ranks(GroupTeam):
         return replay
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays a graph of several calls as often as so many take."""
+        """Replays a graph of several calls until at least `calls` calls ran; returns the seconds for `calls`."""
         if call not in self._graphs:
             return super()._run_tight(call, x, calls)
         graph, step = self._graphs[call]
@@ -214,7 +214,7 @@ class Ranks(GroupTeam):
         return seconds * calls / (replays * step)
 
     def _host_us(self, call: Call) -> float:
-        """Returns this rank's median: what differs between ranks is how long they wait, and nobody waits here."""
+        """Returns this rank's median. Other ranks' times differ only in waiting, which isn't part of it."""
         self._x.zero_()
         found: list[float] = []
         for _ in range(HOST_ROUNDS):
@@ -224,20 +224,20 @@ class Ranks(GroupTeam):
 
 
 def usable_modes(asked: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Returns the modes that the device has, and why it lacks the others."""
+    """Returns the modes that the device supports, and the reasons for the others."""
     if device.type == "cuda" or "graph" not in asked:
         return list(asked), {}
     return [mode for mode in asked if mode != "graph"], {"graph": "the CPU has no CUDA graphs"}
 
 
 def figures(operation: str, size_bytes: int, us: Sequence[float], ranks: int) -> dict[str, float]:
-    """Returns p50 and p99 in microseconds; bandwidths by the median, in 10⁹ B/s."""
+    """Returns p50 and p99 in microseconds, and bandwidths at the median in 10⁹ B/s."""
     algbw, busbw = bandwidths(operation, size_bytes, p50(us), ranks)
     return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": busbw}
 
 
 def picture(rows: Sequence[RankRow]) -> str:
-    """A panel for each operation and mode, a line for each carrier."""
+    """Returns an SVG with a panel per operation and mode, and a line per carrier."""
     panels = []
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         for mode in MODES:
@@ -257,9 +257,9 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Lives one rank's life; returns if every answer was right; on the first rank, rows and left-out modes."""
-    config = dynamo().config  # takes seconds, which whoever reads rows or asks for help would wait for
-    for name in ("recompile_limit", "cache_size_limit"):  # a graph for each carrier and operation, by either name
+    """Runs one rank. Returns whether every answer was right and, on the first rank, the rows and left-out modes."""
+    config = dynamo().config  # imported here: it takes seconds, which `--help` doesn't need
+    for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it
         if hasattr(config, name):
             setattr(config, name, 256)
     plan = Plan(options.rounds, options.round_ms / 1e3, case_s=options.case_s)
@@ -270,7 +270,7 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
         for operation in options.operations:
             for size in options.sizes:
                 rows.append(ranks.measure(operation, size, options.dtype, plan))
-                if group.is_first_rank and options.json:  # whoever ends this early has what there was
+                if group.is_first_rank and options.json:  # after each row: an interrupted run keeps its rows
                     write_json(options.json, rows, {**recorded(options), **about, "left_out": ranks.left_out})
                 if group.is_first_rank and options.svg:
                     options.svg.write_text(picture(rows))
@@ -279,9 +279,10 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
-    """Runs in the ranks that somebody else started, or in own ones.
+    """Runs in this process if a launcher such as torchrun started it, else in ranks that it starts.
 
-    Returns the exit code, 1 where an answer was wrong, and, in the first rank or without, its rows and left-out modes.
+    Returns the exit code, 1 if an answer was wrong. On the first rank, or in the process that started the ranks, also
+    returns the rows and left-out modes.
     """
     if environment.detect(rendezvous=False).world_size > 1:
         found = [run_rank(options)]

@@ -1,7 +1,7 @@
-"""Starts the processes of one runtime, and asks them from outside.
+"""Starts the processes of one library (a team) and sends them requests.
 
-A team waits for its orders in a read of a socket, which costs nothing: only the team whose turn it is uses the cores.
-Each wait has a deadline; a team that failed or didn't answer is ended.
+An idle team blocks in a socket read and uses no CPU, so the measured team has all cores. Each wait has a deadline. A
+team that fails or doesn't answer is ended.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ END_S = 5.0
 
 
 def python_path(*folders: Path) -> str:
-    """Returns PYTHONPATH with these folders first: behind them may be what this machine's Python lacks."""
+    """Returns PYTHONPATH with these folders first. Keeps the rest, which may have packages that Python lacks here."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Team:
-    """`size` processes that run `module`'s team `name`. Started here, made ready by `meet`; `close` ends them."""
+    """`size` processes that run `module`'s team `name`. The constructor starts them, `meet` makes them ready."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Team:
         environment: Mapping[str, str] | None = None,
         root: Path = ROOT,
     ) -> None:
-        """`launcher`: the command that starts all ranks when a script's arguments follow, else one process each.
+        """`launcher`: a command that starts all ranks of a script appended to it; if empty, starts each rank itself.
 
-        `root` has both packages: this tree's, or another version of them with this one's `tools/bench`.
+        `root`: folder with both packages, of this tree or of another version with this tree's `tools/bench`.
         """
         self.name = name
         self.size = size
         self.start_s = 0.0
-        """From the order to start until the last rank had made its groups and its first collective."""
+        """Seconds from the start request until the last rank had its groups and had run its first collective."""
         self._folder = tempfile.TemporaryDirectory(prefix="team_")  # also for files between the ranks
         cores = sorted(os.sched_getaffinity(0))
         self._settings = {"pin": True, "cores": cores, "folder": self._folder.name, **settings}
@@ -79,11 +79,11 @@ class Team:
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
         process = subprocess.Popen(
             command, env=environment, cwd=self._root, stdin=subprocess.DEVNULL, start_new_session=True
-        )  # Ctrl-C reaches this process, which ends them
+        )  # Ctrl-C interrupts only this process, which then ends the ranks
         self._processes.append(process)
 
     def _torch_variables(self, rank: int) -> dict[str, str]:
-        """Returns torchrun's variables: a rank finds the others through a store that this process has."""
+        """Returns torchrun's environment variables. The ranks meet through a store in this process."""
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
@@ -95,7 +95,7 @@ class Team:
         }
 
     def load(self, timeout_s: float = START_S) -> None:
-        """Waits until every rank has imported what it needs."""
+        """Waits until every rank has imported its modules."""
         deadline = time.monotonic() + timeout_s
         for _ in range(self.size):
             connection = self._accept(deadline)
@@ -104,7 +104,7 @@ class Team:
         self.pids = [self._reply(connection, deadline, "load") for connection in self._connections]
 
     def meet(self, timeout_s: float = START_S) -> None:
-        """Waits until every rank is ready for orders."""
+        """Waits until every rank is ready for requests."""
         if not self.pids:
             self.load(timeout_s)
         started = time.monotonic()
@@ -127,7 +127,7 @@ class Team:
                     raise TeamError(f"{self.name}: not all of {self.size} ranks came{self._ends()}") from None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-        """Returns what every rank's `method` returned, in rank order."""
+        """Calls `method` on every rank; returns the results in rank order."""
         deadline = time.monotonic() + timeout_s
         try:
             for connection in self._connections:
@@ -148,14 +148,14 @@ class Team:
         return value
 
     def _ends(self) -> str:
-        """Describes how processes ended, as a signal's name tells more than that they did."""
+        """Describes how processes ended: exit code or signal."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
         ends = [_ending(code) for code in codes if code is not None]
         return f" ({', '.join(dict.fromkeys(ends))})" if ends else ""
 
     def hang_up(self) -> None:
-        """Lets ranks that wait for orders end, and ends those that haven't come so far."""
+        """Closes the connections, so that ready ranks exit, and sends SIGTERM to those not ready yet."""
         for connection in self._connections:
             connection.close()
         self._socket.close()
@@ -164,7 +164,7 @@ class Team:
                 os.kill(process.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Hangs up, gives the processes some seconds, and kills what is left of them."""
+        """Hangs up, waits some seconds for the processes, and kills those that remain."""
         self.hang_up()
         deadline = time.monotonic() + END_S
         for process in self._processes:
@@ -176,7 +176,7 @@ class Team:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        """Kills the ranks before their launcher, which then cleans up behind them."""
+        """Kills the ranks that a launcher started, then the processes started here."""
         own = {process.pid for process in self._processes}
         for pid in self.pids:
             if pid not in own:
@@ -188,7 +188,7 @@ class Team:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line that says something: of a traceback that is the exception."""
+    """Returns the last non-empty line, which in a traceback is the exception."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason was given")
 
 
@@ -201,19 +201,19 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Gives the teams that came, one after the other; ends all of them behind it, and when this process is ended.
+    """Yields the teams that started. Ends all teams on exit, also when this process is terminated.
 
-    The others are named on stderr, and in `left_out` with their reasons.
+    Teams that failed to start are printed to stderr, and added with their reasons to `left_out`.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ready = list(teams)
     try:
-        for step in (Team.load, Team.meet):  # all import at the same time; each has the machine to itself to start
+        for step in (Team.load, Team.meet):  # imports run in parallel; then each team starts alone
             ready = [team for team in ready if _succeeds(step, team, left_out)]
         yield ready
     finally:
         for team in teams:
-            team.hang_up()  # all at once, as each may take its seconds
+            team.hang_up()  # all first: each may take seconds to exit
         for team in teams:
             team.close()
         signal.signal(signal.SIGTERM, before)

@@ -1,15 +1,14 @@
-"""Calls of torch.distributed as candidates: the backend "parallel_state" beside gloo, and beside torch's layers alone.
+"""Compares torch.distributed over the backend "parallel_state", over gloo, and torch's own layers alone.
 
-The same call goes through the same layers of torch over each backend. What those cost by themselves is what they take
-on torch's backend `fake`, which moves nothing: no answer of it is checked. The processes of the backend
-"parallel_state" have a coordinator, too, whose op has no layer of torch.distributed above it. That op and torch's
-layers, one after the other, are what the backend can't go below where ranks share cores: between two calls of a rank
-another one has filled the core's caches, and the layers take several times what they take in a loop of their own.
-A further team has shared memory switched off, so that gloo carries everything for the backend.
+The same call passes the same layers of torch over each backend. Torch's backend `fake` moves nothing, so its time is
+the cost of these layers; its answers aren't checked. The processes of the backend "parallel_state" also have a
+coordinator, whose op bypasses torch.distributed. The sum of that op and torch's layers, run one after the other, is the
+backend's lower bound. It exceeds the layers' time in a tight loop several times if ranks share cores, because another
+rank fills the caches between two calls of a rank. One more team runs the backend without shared memory, over gloo.
 
-`dist` calls work in place; `functional` are torch's functional collectives, waited for at once; `compiled` the same in
-a function under inductor. A step is one of training, of 21 million parameters: forward, backward and optimizer. On
-`fake` it has no communication, so no backend makes it faster than that.
+`dist` calls work in place. `functional` calls are torch's functional collectives, waited for at once. `compiled` calls
+are these under inductor. A step is a training step of 21 million parameters: forward, backward and optimizer. On `fake`
+it has no communication, which is the lower bound for every backend.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ OP_AND_LAYERS = "op, and torch's layers"
 CARRIED = "parallel_state, carried by gloo"
 BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake", CARRIED: "parallel_state"}
 ENVIRONMENTS = {CARRIED: {SHARED_MEMORY.name: "0"}}
-"""Variables of the teams that have some of their own."""
+"""Team name -> its additional environment variables."""
 CALLS = ("dist", "functional", "compiled")
 STEPS = ("DDP step", "FSDP2 step")
 _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
 
 
 def load(name: str, settings: dict[str, Any]) -> None:
-    """Imports what the team needs, so that its start-up time has none of it."""
+    """Imports the team's modules, so that its start-up time excludes imports."""
     import torch.distributed.fsdp
 
     load_inductor()
@@ -57,7 +56,7 @@ def make(name: str, settings: dict[str, Any]) -> ThroughTorch:
 
 
 class ThroughTorch:
-    """A rank of a program that knows torch.distributed only."""
+    """A rank of a program that uses torch.distributed only."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +75,7 @@ class ThroughTorch:
         return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}"
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """`values`: kind; of calls operation, bytes as nccl-tests count them, and dtype, too."""
+        """`values`: `kind`; for calls also `operation`, `bytes` as nccl-tests define them, and `dtype`."""
         kind = values["kind"]
         if self.name == CARRIED and kind != "dist":
             return []
@@ -128,15 +127,15 @@ class ThroughTorch:
 
 
 def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
-    """Returns a step of training, which gives the loss; all ranks make it and call it together.
+    """Returns a function that runs a training step and returns the loss. All ranks create and call it together.
 
-    `communicates`: the default group is not torch's fake one.
+    `communicates`: False if the default group is torch's fake one.
     """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
     if kind == "DDP step":
         model = ddp = nn.parallel.DistributedDataParallel(model)
-        if not communicates:  # works of `fake` have no results, which DDP asks for
+        if not communicates:  # works of `fake` lack the results that DDP requests
             ddp.register_comm_hook(None, lambda _, bucket: _kept(bucket))
     else:
         from torch.distributed.fsdp import fully_shard
@@ -158,13 +157,13 @@ def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
 
 
 def _layers_then(op: Callable[[Tensor], Tensor], fake: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """Passes torch's layers, with a group that leaves `x` as it is, and then does the op."""
+    """Passes torch's layers with the fake group, which leaves `x` unchanged, then runs the op."""
     dist.all_reduce(x, group=fake)
     return op(x)
 
 
 def _kept(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Returns a bucket's gradients as they are."""
+    """Returns a bucket's gradients unchanged."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -1,13 +1,14 @@
-"""Serves as one process of a team: does what the benchmark's own process asks for, and sleeps between.
+"""Runs one process of a team: executes requests of the benchmark's process, and sleeps between them.
 
-    python worker.py SOCKET MODULE TEAM ROOT       started by `teams`; MODULE is a name or a file
+    python worker.py SOCKET MODULE TEAM ROOT       started by `teams`; MODULE is a module's name or file
 
-The module has `make(name, settings)` and may have `load(name, settings)`, which imports what the start-up time leaves
-out. The team it makes has `rank` and `size`, the methods that `parallel_state.tools.bench.worker` names, and maybe
+MODULE has `make(name, settings)`, and optionally `load(name, settings)` for imports, which the start-up time excludes.
+The team that `make` returns has `rank`, `size`, and the methods listed in `parallel_state.tools.bench.worker`, and
+optionally
 
-    close()                          ends what must be ended on every rank
+    close()                          called on every rank at the end
 
-ROOT is the folder of both packages: of this tree, or of another version of it.
+ROOT is the folder of both packages, of this tree or of another version.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Gives each rank a core of its own, where there are enough; more ranks than cores may go anywhere.
+    """Pins each rank to its own core, or to all `cores` if there are fewer cores than ranks.
 
-    Called after the groups are made, which are then free to count the cores; whatever a launcher has pinned is undone.
+    Must be called after the groups are created, because groups count the available cores. Replaces a launcher's
+    pinning.
     """
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 
 
 def serve(connection: Connection, team: Any) -> None:
-    """Answers until the other side hangs up."""
+    """Answers requests until the connection is closed."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -55,7 +57,7 @@ def serve(connection: Connection, team: Any) -> None:
 
 
 def _receive(connection: Connection) -> Any:
-    """Returns what the other side sent, or None if it has hung up."""
+    """Returns the next request, or None if the connection is closed."""
     with contextlib.suppress(EOFError, ConnectionError):
         return connection.recv()
     return None
@@ -70,8 +72,8 @@ def _import(module: str) -> ModuleType:
 
 def main() -> None:
     address, module_name, name, _ = sys.argv[1:]
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a benchmark that is killed leaves nothing behind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's: it hangs up
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed benchmark leaves no process behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark handles Ctrl-C and hangs up
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(address)
     connection = Connection(channel.detach())
@@ -96,9 +98,9 @@ def main() -> None:
     serve(connection, team)
     connection.close()
     if hasattr(team, "close"):
-        signal.alarm(CLOSE_S)  # what hangs here ends by the signal
+        signal.alarm(CLOSE_S)  # kills this process if `close` hangs
         team.close()
-    os._exit(0)  # libraries of this many kinds don't agree on how to end a process
+    os._exit(0)  # skip exit handlers: those of so many libraries may conflict
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Requests to the store and to the program of a control plane, without torch: `debug --live` starts in a moment.
+"""Sends requests to the store or the program of a control plane, without importing torch: `debug --live` starts fast.
 
-The compiled library does the input and output in the calling thread, without the interpreter lock. Python checks for
-signals every 50 ms. Belongs here: requests, replies, and the words for what answers in a store's place.
+The compiled library does the I/O in the calling thread, without the interpreter lock. Python checks for signals every
+50 ms. This module has requests, replies, and descriptions of other services that answer at a store's address.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""Of one request or reply: kMostStoreBytes in csrc/store.h."""
+"""Maximum size of a request or reply; equals kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
-"""The first bytes of a listener of the control plane."""
+"""The first bytes that a listener of the control plane sends."""
 _MOST_PARTS = 1 << 17
 _QUESTION = 11
-"""Of StoreCall in csrc/store.h."""
+"""StoreCall::kQuestion in csrc/store.h."""
 _HEAD, _LENGTH = struct.Struct("<BI"), struct.Struct("<I")
 _SLICE_S = 0.05
 CONNECT_S = 2.0
@@ -31,7 +31,7 @@ _SHOWN_BYTES = 48
 
 
 class ForeignServiceError(Exception):
-    """A service answered that is no store for this process. The text describes it."""
+    """The service that answered is not this process's store. The text describes the service."""
 
 
 def in_words(answer: bytes) -> str:
@@ -47,9 +47,10 @@ def in_words(answer: bytes) -> str:
 
 
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
-    """Returns the reply of the program at `address`; see `World.meet`, on_question.
+    """Sends `text` to the program at `address` and returns its reply; see `on_question` of `World.meet`.
 
-    Raises OSError, ForeignServiceError, or ConfigMismatchError for another version.
+    Raises OSError if the connection fails or times out, ForeignServiceError if another service answers, and
+    ConfigMismatchError if the peer has another protocol version.
     """
     hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
     client = library.ps_store_client(hosts.encode(), address[1], token.encode())
@@ -65,7 +66,7 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 
 
 class Request:
-    """A request of one thread. `hold` keeps it: the server notices its end."""
+    """One request, used by one thread at a time. `ControlStore.hold` keeps it: the server detects its close."""
 
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float) -> None:
         self._library = library
@@ -77,13 +78,13 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Gives the connection back, or closes it if the reply has not arrived. Twice is fine."""
+        """Releases the connection for other requests, or closes it if no reply arrived or it is a hold. Idempotent."""
         handle, self._handle = self._handle, 0
         if handle > 0:
             self._library.ps_store_end(handle)
 
     def wait(self) -> tuple[int, bytes]:
-        """Returns 0 and the reply, or an errno of `Request::wait` in csrc/guest.h and its text."""
+        """Returns (0, reply), or (errno, error text); csrc/guest.h lists the errnos at `Request::wait`."""
         while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
             pass
         buffer = ctypes.create_string_buffer(1 << 12)

@@ -1,8 +1,8 @@
 """Python interface to the control plane: exits of ranks, agreements among ranks, questions to a rank.
 
-A thread of the compiled library does the work and never takes the interpreter lock, so peers don't report a rank that
-holds the lock. That rank receives reports after it releases the lock. docs/protocol.md describes the protocol. This
-module has no socket and makes no decision.
+A thread of the compiled library does the work and never takes the interpreter lock. So a rank that holds the lock for
+long is not reported as dead; its callbacks run once it releases the lock. docs/protocol.md describes the protocol. This
+module has no sockets and makes no decisions.
 
     world = World(library, address, limit_s=20.0, beat_s=1.0)     # listens; publish str(world.endpoint)
     world.meet(members, on_change)                                # all ranks, with the same members
@@ -48,26 +48,26 @@ from device_communicators.base.limits import name_shortage, naming_shortages
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-"""A larger value raises InvalidArgumentError."""
+"""An agreement's larger value raises InvalidArgumentError."""
 MOST_STATUS_BYTES = 64 << 10
-"""A larger question gets no reply, a larger reply is cut."""
+"""A larger question gets no reply; a larger reply to a rank is truncated."""
 MOST_TEXT_BYTES = 256
-"""Longer purposes raise, longer causes are cut."""
+"""Longer purposes of agreements raise InvalidArgumentError; longer causes of failures are truncated."""
 LINGER_S = 1.0
 GREETING_BYTES = 60
-"""A listener sends its hello and the head of its nonce frame first: see docs/protocol.md."""
+"""Size of the first bytes that a listener sends: its hello and the head of its nonce frame (docs/protocol.md)."""
 _GRACE_S = 5.0
-"""The compiled thread ends calls at their deadlines. A call that hasn't ended this long after raises ControlError."""
+"""A call raises ControlError if the compiled thread has not ended it this long after its deadline."""
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""kMostMembers of csrc/frame.h and kMostDomains of csrc/core.h: leads hold a connection to each other domain."""
+"""Equal kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h. A lead is connected to every other domain."""
 MOST_TOKEN_BYTES = 64
-"""Of a token that the program gives: HMAC hashes longer keys first."""
+"""Maximum size of a token given by the program: HMAC would hash a longer key first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
 """Offset and size of the endpoint on a board; see BoardHead in csrc/machine.h."""
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Targets of the descriptors of boards. The second one is used where memfd_create is refused."""
+"""Link targets of board descriptors in /proc/PID/fd. The second is used if memfd_create is refused."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
@@ -76,14 +76,14 @@ _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 """Verdict::Kind in csrc/core.h."""
 SAME = "the replay has the same digest\n"
-"""The end of `describe`'s text if a replay ends in the state that was recorded."""
+"""Last line of `describe` if the replay ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s44xQ")
-"""The magic of the hello, and the sender of the frame."""
+"""The hello's magic, and the process number of the sender."""
 
 
 def greeter(greeting: bytes) -> int:
-    """Returns the process that sent these `GREETING_BYTES`; 0 for another service, or another version's process."""
+    """Returns the process number of the listener that sent `greeting`; 0 for another service or protocol version."""
     if len(greeting) != GREETING_BYTES:
         return 0
     magic, proc = _GREETING.unpack(greeting)
@@ -98,32 +98,32 @@ _OPEN: WeakSet[World] = WeakSet()
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """Has `_leave_all` called at the exit of the program. Twice is fine."""
+    """Registers `_leave_all` once, to run at the program's exit."""
     atexit.register(_leave_all)
 
 
 def _leave_all() -> None:
-    """Sends the farewells at a program's normal exit. After an uncaught exception sends none: it is a death."""
+    """Leaves all worlds at a normal exit. After an uncaught exception does nothing, so that peers report a death."""
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
 
 
 class ControlError(CommunicationError):
-    """The control plane can't be used: the process left the world, or the thread ended."""
+    """The control plane is unusable: this process left the world, or the control plane's thread ended."""
 
 
 class Endpoint(NamedTuple):
     """Address and identity of a process, published before the ranks meet."""
 
     proc: int
-    """A random number that identifies this stay."""
+    """A random number that identifies this process in this world."""
     host: str
     port: int
     token: str
-    """The secret that a peer proves by HMAC to hold."""
+    """The listener's secret. Peers prove by HMAC that they have it."""
     board: int
-    """File descriptor, in that process, of the board that its neighbours read."""
+    """Descriptor number, in that process, of its board: shared memory that processes of its watch domain read."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
@@ -140,7 +140,7 @@ class Member(NamedTuple):
 
     rank: int
     domain: str
-    """Equal for processes that can watch each other by PID. Empty: no process can watch it."""
+    """Watch domain: equal for processes that can watch each other by PID; empty if none can watch this one."""
     pid: int
     began: str
     """The start time of the process, as `host.start_time` returns it; empty if unknown."""
@@ -151,9 +151,9 @@ class Change(NamedTuple):
     """A change of one rank's state."""
 
     kind: str
-    """died, left, failed, unreachable (no sign of its host) or stopped.
+    """died, left, failed, unreachable (its host shows no sign of life), or stopped.
 
-    stopped: its host responds, but its ranks don't run.
+    stopped: the host's kernel responds, but its ranks don't run.
     """
     rank: int
     text: str
@@ -166,9 +166,9 @@ class Verdict(NamedTuple):
     """The result of an agreement."""
 
     kind: str
-    """agreed; ended, missing: because of `ranks`; undecided: `ranks` did not answer."""
+    """agreed, ended (`ranks` ended), missing (`ranks` did not call in time), or undecided (`ranks` did not answer)."""
     values: list[bytes]
-    """The values of all ranks, in the order of the call, if agreed."""
+    """If agreed, the values of all ranks in the order of the call's `ranks`; else empty."""
     ranks: list[int]
 
 
@@ -184,17 +184,17 @@ class _Asked:
 
 
 class World:
-    """This process' stay in a world. All methods may be called by any thread."""
+    """This process's membership in one world. Any thread may call any method."""
 
     def __init__(
         self, library: Any, address: str, *, limit_s: float, beat_s: float, port: int | None = None, token: str = ""
     ) -> None:
         """Listens at `address`, and serves a key-value store to processes that prove the token; see `ControlStore`.
 
-        `library`: the loaded C++ library. `port`: None for any, of PARALLEL_STATE_PORTS if that is set. `token`: the
-        secret of the listener, a random one if empty. After `limit_s` without a sign of life a host is unreachable.
-        Raises ResourceLimitError if descriptors, threads or memory ran out, and ControlError for other errors, such as
-        no free port.
+        `library`: the loaded C++ library. `port`: None for any free one, within PARALLEL_STATE_PORTS if that is set.
+        `token`: the listener's secret; a random one if empty. `limit_s`: a host without a sign of life for this long is
+        unreachable. Raises ResourceLimitError if descriptors, threads or memory ran out, and ControlError for other
+        errors, such as no free port.
         """
         exits.prepare()
         _leave_at_exit()
@@ -227,7 +227,7 @@ class World:
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._questions: dict[int, tuple[_Asked, int]] = {}
-        """By number: the question, and the rank that it was sent to."""
+        """Question number -> (the question, the rank that it was sent to)."""
         self._asked = 0
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
@@ -247,9 +247,9 @@ class World:
         """Joins the world. Every member calls it with the same members. Returns without waiting.
 
         `on_change` is called for each rank that ends, and for this rank if a peer reports it.
-        `on_question(rank, question)` returns the reply, or a function. That function receives another one, which sends
-        the reply when any thread calls it. A rank of -1 is a guest of the store, that is a process that has the token.
-        One thread calls `on_change` and `on_question`, so they must be quick.
+        `on_question(rank, question)` returns the reply, or a function `f`. `f` is called with a function `send`; any
+        thread may call `send(reply)` later. Rank -1 stands for a process outside the world that has the token.
+        `look` is called about every 0.4 s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -270,7 +270,7 @@ class World:
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
         self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
-        self._procs, self._ranks = procs, ranks  # the callback thread may run already, for a store
+        self._procs, self._ranks = procs, ranks  # before joining: the callback thread may run already, for a store
         try:
             code = self._library.ps_control_meet(self._handle, 1, packed, len(packed), len(members))
             self._check(code, "joining the world")
@@ -280,9 +280,10 @@ class World:
         self.start_thread()  # last: a process without it can still report that it failed
 
     def start_thread(self, on_question: Callable[[int, bytes], Answer] | None = None) -> None:
-        """Starts the thread that calls the callbacks and logs; `meet` does it.
+        """Starts the thread that calls callbacks and logs, if it isn't running.
 
-        For a world that only serves a store, and for questions before the ranks meet.
+        `meet` calls it. Call it earlier to answer questions before the ranks meet, or for a world that only serves a
+        store.
         """
         self._on_question = on_question or self._on_question
         if self._thread is not None:
@@ -303,10 +304,10 @@ class World:
     ) -> Verdict:
         """Sends `value` and returns the verdict: the values of all `ranks`, or why there are none.
 
-        All of `ranks` call it with the same purpose, attempt and ranks. Each combination is used once. Returns at most
-        0.5 s after `give_up()` first returns True, with the verdict reached by then. After "undecided" the other ranks
-        may have reached a verdict that this rank can't know. Raises ControlError if this process leaves, and
-        ConfigMismatchError if a peer runs another version of the protocol.
+        All of `ranks` must call it with the same purpose, attempt and ranks, and use each combination once. Returns at
+        most 0.5 s after `give_up()` first returns True, with the verdict reached by then. After "undecided", other
+        ranks may have received another verdict that this rank can't know. Raises ControlError if this process leaves
+        the world, and ConfigMismatchError if a peer has another protocol version.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -349,8 +350,8 @@ class World:
     ) -> dict[int, bytes]:
         """Sends `question` to all `ranks` and returns the replies of their `on_question`, by rank.
 
-        Ranks that end, or don't reply in time, are left out. With `on_replies` it returns at once, and the callback
-        thread calls `on_replies(replies)`. That thread can't wait here itself.
+        Ranks that end, or don't reply in time, have no entry. With `on_replies` it returns {} at once, and the callback
+        thread calls `on_replies(replies)` later. The callback thread itself must pass `on_replies`.
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
@@ -383,10 +384,10 @@ class World:
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """Has the compiled thread write ends of ranks to a shared-memory group, which ends its waits.
+        """Registers a shared-memory group: the compiled thread then ends the group's waits when ranks end.
 
-        `ranks`: the group's ranks on this host, in its order. The death of any rank of `domain` fails the group.
-        Raises ControlError if this process left the world.
+        `ranks`: the group's ranks on this host, in the group's order. The death of any rank in `domain` fails the
+        group. Raises ControlError if this process left the world.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
@@ -398,22 +399,22 @@ class World:
         self._report(0, _FAILED, text)
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
-        """Reports ranks as unreachable, because of a silent data connection."""
+        """Reports ranks as unreachable because a data connection to them is silent; `text` is the cause."""
         for rank in ranks:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last 32 to 64 KiB of events of this rank's core; empty if there is no more memory.
+        """Returns the last 32 to 64 KiB of events of this rank's core, for `describe`; empty if memory ran out.
 
-        `describe` replays it. It has no tokens but those in values of agreements.
+        It contains no tokens except those in values of agreements.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Leaves the world and frees its resources. Further calls do nothing.
+        """Leaves the world and frees its resources. Idempotent.
 
-        Returns when other hosts' kernels have the farewell and this host's ranks can read it, at most `linger_s` + 1 s
-        later. Waits up to 1 s more for a running `on_change`.
+        Returns once other hosts' kernels have received the farewell and this host's ranks can read it, after at most
+        `linger_s` + 1 s. Waits up to 1 s more for a running callback.
         """
         if self._is_leaving or self._pid != os.getpid():
             return
@@ -434,7 +435,7 @@ class World:
 
     @property
     def _handle(self) -> int:
-        """The handle. Raises ForkedError in a forked child."""
+        """Returns the handle. Raises ForkedError in a forked child."""
         if self._pid != os.getpid():  # before any lock: the parent may have held it at the fork
             raise forks.error("the control plane")
         return int(self._own_handle)
@@ -452,7 +453,7 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Returns the verdict. The calling thread waits for it in C++: callbacks that take long don't delay it."""
+        """Waits for the verdict in C++, in the calling thread, so that slow callbacks don't delay it."""
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
@@ -482,7 +483,7 @@ class World:
         )
 
     def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
-        if self._end:  # the thread may have ended between the question and its registration
+        if self._end:  # the thread may have ended after the question was sent
             raise ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
         if not asked.done.wait(timeout_s + _GRACE_S):
             raise self._late(what, timeout_s)
@@ -499,7 +500,7 @@ class World:
             look_at = 0.0
             while not self._end:
                 poll.poll(max(0.0, look_at - time.monotonic()) * 1000 + 1)
-                if time.monotonic() >= look_at:  # news may arrive more often
+                if time.monotonic() >= look_at:  # the poll may return earlier, for news
                     self._guarded(self._look)
                     look_at = time.monotonic() + _LOOK_S
                 while size := self._library.ps_control_next(self._handle, buffer, len(buffer)):
@@ -578,12 +579,12 @@ class World:
 
 
 def describe(library: Any, record: bytes) -> str:
-    """Replays a record: each event and action in a line, the ends, and if the state is as it was recorded."""
+    """Returns a replay as text: a line per event and action, the ends, and whether the final state matches."""
     return _words(_filled(lambda buffer, size: library.ps_control_describe(record, len(record), buffer, size)))
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """Returns what `fill` writes into a buffer of a given size. It returns the size that it needs."""
+    """Calls `fill(buffer, size)` with larger buffers until its result, the needed size, fits; returns the bytes."""
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):
         buffer = ctypes.create_string_buffer(needed)
@@ -592,7 +593,7 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Returns the endpoints of processes of this PID namespace, by PID. Reads the boards that this user may open."""
+    """Returns endpoints of this PID namespace's processes, by PID, from all boards that this user may read."""
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"
@@ -600,7 +601,7 @@ def find_endpoints() -> dict[int, list[Endpoint]]:
             for number in os.listdir(folder):
                 path = f"{folder}/{number}"
                 with contextlib.suppress(OSError, ValueError, TypeError):  # it was closed, or is another file
-                    is_own = os.lstat(path).st_mode & stat.S_IWUSR  # it reads those of its neighbours
+                    is_own = os.lstat(path).st_mode & stat.S_IWUSR  # boards of other processes are open read-only
                     if is_own and os.readlink(path).startswith(_BOARDS):
                         with open(path, "rb") as board:
                             text = os.pread(board.fileno(), _ENDPOINT_BYTES, _ENDPOINT_AT).rstrip(b"\0")
@@ -613,7 +614,7 @@ def _kind_of(flags: int) -> str:
 
 
 def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
-    """Returns kind, flags, process, number and text of news, and skips the key of its call."""
+    """Reads kind, flags, process, number and text of news, and skips the call's key."""
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
     news.number("Q"), news.number("Q"), news.text(), news.number("I"), news.number("B")
@@ -625,7 +626,7 @@ def _words(text: bytes) -> str:
 
 
 def _pack(member: Member, addresses: dict[str, str]) -> bytes:
-    """Encodes a member for `ps_control_meet`; `addresses`: names resolved so far."""
+    """Encodes a member for `ps_control_meet`. `addresses` caches resolved host names."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
         try:
@@ -644,7 +645,7 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Reads what `put` in csrc/frame.h wrote."""
+    """Decodes values that `put` in csrc/frame.h encoded."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

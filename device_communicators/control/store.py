@@ -1,10 +1,9 @@
-"""A client of the key-value store that a `World` serves, as a store of torch.
+"""Implements torch's `Store` as a client of the key-value store that a `World` serves.
 
-The compiled library does the input and output in the calling thread, without the interpreter lock. Python checks for
-signals every 50 ms. Both sides prove that they know the listener's token. Each request and reply has a MAC. Nothing is
-encrypted.
+The compiled library does the I/O in the calling thread, without the interpreter lock. Python checks for signals every
+50 ms. Both sides prove that they know the listener's token. Each request and reply has a MAC. Nothing is encrypted.
 
-Belongs here: the client, and the words for what answers in its place. Doesn't: the server (csrc/store.h, in the core).
+This module has the client only; the server is in csrc/store.h.
 """
 
 from __future__ import annotations
@@ -38,32 +37,33 @@ _PAUSE_S = 0.02
 class ControlStore(dist.Store):
     """The store of one world. Any thread may call it; threads don't wait for each other.
 
-    Raises DistStoreError if a wait ends without its keys or a request is wrong, and DistNetworkError without a server.
-    The cause of the latter is a PermissionError if the server doesn't know the token, ForeignServiceError for another
-    service, and ConfigMismatchError for another version.
+    Methods raise DistStoreError if a wait times out before its keys are set, or if the request is invalid. They raise
+    DistNetworkError if the server can't be used. Its `__cause__` is a PermissionError if the server doesn't know the
+    token, a ForeignServiceError for another service, and a ConfigMismatchError for another protocol version.
 
-    torch's C++ code doesn't keep it alive, and needs the interpreter lock to call it: c10d/control_store.py gives torch
-    another one where that can be compiled.
+    torch's C++ code doesn't keep this object alive and needs the interpreter lock to call it. c10d/control_store.py
+    compiles a replacement for torch where it can.
     """
 
     served_by: int | None = None
-    """The global rank that serves it; None for a launcher."""
+    """The global rank that runs the server; None if a launcher does."""
     access = "the job's secret"
-    """What it requires of a client, in words."""
+    """Describes the access control, for messages."""
 
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Connects at the first request. `library`: the loaded C++ library. `timeout_s`: of each request.
+        """Opens no connection; the first request connects.
 
-        `set_timeout` changes the timeout. `name` describes the store in errors.
+        `library`: the loaded C++ library. `timeout_s`: timeout of each request, which `set_timeout` changes. `name`:
+        describes the store in errors.
         """
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """The library's client, which stores of one server share; 0 until the server's name is resolved."""
+        """Handle of the library's client, shared by all stores of one server; 0 until the server name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -84,23 +84,23 @@ class ControlStore(dist.Store):
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Closes connections that no request uses, and ends each `hold`. The next request connects again."""
+        """Closes idle connections and ends each `hold`. The next request connects again."""
         for request in self._held:
             request.close()
         self._held.clear()
         self.library.ps_store_close(self._client)
 
     def clone(self) -> ControlStore:
-        """Returns this store: its requests never wait for each other."""
+        """Returns this store itself, because its requests never wait for each other."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(_SET, [key, value])
 
     def hold(self, key: str, value: str | bytes) -> None:
-        """Sets a key until this process exits or `close`: the server then replaces KEY by gone/KEY.
+        """Sets KEY until this process exits or calls `close`. The server then replaces KEY by gone/KEY.
 
-        `delete_key` before that removes both. Key and value together have at most 64 KiB.
+        If `delete_key` removes KEY first, gone/KEY is not set. Key and value together have at most 64 KiB.
         """
         self._ask(_HOLD, [key, value], holds=True)
 
@@ -145,7 +145,7 @@ class ControlStore(dist.Store):
         self, call: int, parts: Sequence[str | bytes], *, timeout_s: float | None = None, holds: bool = False
     ) -> list[bytes]:
         content = packed(call, parts)
-        own: timedelta = self.timeout  # type: ignore[attr-defined]  # torch keeps it: a prefix sets it, too
+        own: timedelta = self.timeout  # type: ignore[attr-defined]  # set by torch, also through a PrefixStore
         limit_s = own.total_seconds() if timeout_s is None else timeout_s
         try:
             request = Request(self.library, self.client(limit_s), content, limit_s)
@@ -167,7 +167,7 @@ class ControlStore(dist.Store):
         except ConnectionAbortedError as error:
             raise dist.DistNetworkError(f"{self} closes each connection") from error
         except (OSError, ForeignServiceError, ConfigMismatchError) as error:
-            if not self._is_numeric:  # its name may lead elsewhere by now
+            if not self._is_numeric:  # the name may resolve to another address now
                 self._client = 0
             raise dist.DistNetworkError(f"{self} can't be reached: {error}") from error
         if text[0] != 0:
@@ -177,9 +177,9 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns the handle of the library's client (csrc/guest.h). Looks up the server's name first, if it has one.
+        """Returns the handle of the library's client (csrc/guest.h). Resolves the server's host name first, if needed.
 
-        Raises OSError if the name can't be resolved within `limit_s`, or 2 s if that is longer.
+        Raises OSError if the name isn't resolved within `limit_s` or 2 s, whichever is longer.
         """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))
@@ -187,7 +187,7 @@ class ControlStore(dist.Store):
         return self._client
 
     def _look_up(self, limit_s: float) -> list[str]:
-        """Returns the numeric addresses of the server's name. A name server may take longer than `limit_s`."""
+        """Returns the server's numeric addresses. Resolves in a thread: a name server may exceed `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
             raise TimeoutError(f"the name {self.address[0]!r} was not resolved")

@@ -1,7 +1,8 @@
 // Agreement among members of a world, and questions for a status.
 //
 // Proof sketch: the lowest living member decides. A new decider asks every living member, and each answer promises to
-// ignore lower ballots. So a verdict that a survivor received is found, and one that wasn't found is never accepted.
+// ignore lower ballots. So the new decider finds any verdict that a survivor received. A verdict that it doesn't find
+// is never accepted later.
 // docs/protocol.md has the rules.
 #include <algorithm>
 #include <utility>
@@ -11,11 +12,11 @@
 namespace parallel_state::control {
 namespace {
 
-// Above this, values for agreements not called here are refused.
+// Beyond this total, values for agreements that this process hasn't called are refused.
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
 // Older agreements that are over here are erased, even if members are not done.
 constexpr std::size_t kMostKept = 256;
-// An agreement that this process was only asked about is kept this long: its decider may have ended.
+// An agreement that is known here only from a decider's question is kept this long: the decider may have ended.
 constexpr Nanos kAskedTime = 600 * kSecond;
 
 Bytes encode(const Message& message) {
@@ -39,7 +40,7 @@ bool contains(const std::vector<Proc>& procs, Proc proc) {
   return std::find(procs.begin(), procs.end(), proc) != procs.end();
 }
 
-// Returns true for a verdict that these members can have.
+// Returns true if the verdict is possible for these members.
 bool fits(const Verdict& verdict, const std::vector<Proc>& members) {
   if (verdict.kind == Verdict::kAgreed) return verdict.values.size() == members.size() && verdict.culprits.empty();
   return verdict.values.empty() && verdict.culprits.size() <= members.size() &&
@@ -144,8 +145,8 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
   return entry;
 }
 
-// Forgets the oldest agreements that are over, as members that never call would keep them here for ever, and those that
-// this process has not called and whose callers are past their deadlines.
+// Erases the oldest agreements that are over: members that never call would keep them forever. Also erases agreements
+// that this process has not called and whose callers are past their deadlines.
 void Core::forget_rounds() {
   std::vector<std::uint64_t> over;
   for (const auto& [key, round] : rounds_) {
@@ -163,7 +164,7 @@ void Core::forget_rounds() {
   }
 }
 
-// Returns true if `bytes` more fit into the bound for agreements not called here.
+// Returns true if agreements not called here may use `bytes` more (see kMostUncalledBytes).
 bool Core::has_room(std::size_t bytes) const {
   for (const auto& [key, round] : rounds_) {
     if (!round.called && round.verdict == nullptr) bytes += round.bytes;
@@ -183,7 +184,7 @@ void Core::send_round(int connection, FrameKind kind, const Message& message) {
 bool Core::on_round(int connection, const Frame& frame) {
   Message message;
   if (!decode(frame, &message)) return false;
-  if (message.key.epoch < epoch_) return true;  // of an older epoch
+  if (message.key.epoch < epoch_) return true;
   const auto sits = [&](const std::vector<Proc>& members) {
     return message.seat < members.size() && members[message.seat] == frame.from;
   };
@@ -191,7 +192,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   const bool is_known = found != rounds_.end();
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
-    // A done without members follows *agreed*: this process has called and already forgotten it.
+    // A done without members follows *agreed*: this process has called the agreement and already erased it.
     if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
@@ -202,7 +203,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
   const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
-  // Without room the sender's call ends as undecided, with this process.
+  // Without room, the frame is dropped, and the sender's call ends as undecided with this process as the culprit.
   if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) return true;
   take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;
@@ -212,7 +213,7 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
   Round& round = entry->second;
   const int index = static_cast<int>(message->seat);
   if (kind == FrameKind::kAsk || kind == FrameKind::kVerdict) {
-    if (index < round.promised) return;  // from a decider that a later one replaced
+    if (index < round.promised) return;  // a later decider replaced the sender
     if (kind == FrameKind::kAsk) {
       round.promised = index;
       if (!round.called) round.expires = std::min(round.expires, now_ + kAskedTime);
@@ -254,7 +255,7 @@ int Core::first_living(const Round& round) const {
   return -1;
 }
 
-// Takes all steps that are possible now; returns false if the agreement was erased.
+// Advances the agreement as far as possible; returns false if it was erased.
 bool Core::advance(RoundEntry* entry) {
   Round& round = entry->second;
   const int target = first_living(round);
@@ -468,7 +469,7 @@ bool Core::on_question(int connection, const Frame& frame) {
   const Bytes bytes = reader.text();
   if (!reader.finished()) return false;
   const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // whether this process runs: no program need be asked
+  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {  // a liveness check: answered without the program
     send(connection, FrameKind::kReply, Writer().number(id).text("").take());
     return true;
   }

@@ -19,7 +19,7 @@ std::uint64_t entry_digest(Proc proc, const End& end) {
   return digest.value();
 }
 
-// A sum: a changed entry updates it without the others.
+// Digests of entries are summed, so that a changed entry updates the sum alone.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
   for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
@@ -81,13 +81,13 @@ int Roster::index_of(Proc proc) const {
   return found == indices.end() ? -1 : found->second;
 }
 
-// A watched connection is closed after half the limit without a sign, and probed after one and a half beats: with fewer
+// A watched connection is probed after 1.5 beats without a sign of life and closed after half the limit. With fewer
 // beats in the limit, live connections would be closed.
 Core::Core(Proc self, std::string token, Config config) : self_(self), token_(std::move(token)), config_(config) {
   config_.limit = std::max(config_.limit, 4 * config_.beat);
 }
 
-// The way in.
+// Events.
 
 void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   out_ = actions;
@@ -184,7 +184,7 @@ void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
   if (flags != 0) join({{proc, {flags, self_, text.substr(0, kMostTextBytes)}}}, Source::kOwn);
 }
 
-// A peer sends its state to all leads, and a board is read by the whole domain: neither is passed on.
+// A peer sends its state to all leads, and the whole domain reads each board, so neither needs forwarding.
 void Core::join(const Ends& other, Source source) {
   auto at = ends_.begin();
   for (const auto& [proc, end] : other) {
@@ -422,7 +422,7 @@ bool Core::on_nonce(int connection, const Frame& frame) {
 bool Core::on_identity(int connection, const Frame& frame) {
   Link& link = links_[connection];
   if (link.theirs.empty() || frame.from != link.proc) return false;
-  if (link.dialed && index_of(link.proc) < 0) return false;  // no member any more
+  if (link.dialed && index_of(link.proc) < 0) return false;  // no longer a member
   if (!token_.empty() && !equal_secrets(frame.body, proof(link, !link.dialed))) return false;
   if (link.proc == 0) {  // a guest: the store serves it
     act(Action::kGuest, connection).bytes = link.theirs + link.nonce + Bytes(link.parser.rest());
@@ -447,7 +447,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
 
 bool Core::on_frame(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  // 0: the sender hasn't met its world yet.
+  // World 0: the sender hasn't met its world yet.
   if (frame.world != world_ && frame.world != 0 && world_ != 0) return false;
   if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
   if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
@@ -461,7 +461,7 @@ bool Core::on_frame(int connection, const Frame& frame) {
     case FrameKind::kBeat: {
       Reader reader(frame.body);
       link.peer_digest = reader.number<std::uint64_t>();
-      if (!link.beating) watch_link(connection);  // answers at once: the peer checks that this process runs
+      if (!link.beating) watch_link(connection);  // answers at once: the peer checks if this process runs
       link.heard = now_;
       return reader.finished();
     }
@@ -564,7 +564,7 @@ void Core::meet(const Event& event) {
   dirty_ = true;
 }
 
-// Leaves once it owes no farewell.
+// Leaves once this process owes no farewell; see `owes_farewell`.
 void Core::try_leave() {
   if (leaving_ == kNever) return;
   wake_by(leaving_);
@@ -604,9 +604,9 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Shifts all clocks by the time `late` for which this process did not run. No verdict is nearer than `settle`, so that
-// bytes which arrived meanwhile are read first. The clocks do not restart: repeated pauses would delay verdicts
-// forever.
+// Shifts all clocks by `late`, the time for which this process did not run. Then no peer is judged earlier than after
+// `settle`, so that bytes received during the pause are read first. The clocks do not restart: repeated pauses would
+// delay judgments forever.
 void Core::excuse(Nanos late) {
   const auto shift = [&](Nanos* since, Nanos patience) {
     *since = std::min(std::max(*since + late, now_ - patience + config_.settle), now_);

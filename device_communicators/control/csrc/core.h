@@ -7,7 +7,7 @@
 // What the driver promises:
 //   - Bytes of a connection arrive in order. After kClose, or an event kClosed, nothing more comes from a connection.
 //   - All that the domain published before a kBeat arrives before the kBeats that answers it.
-//   - What a process of this watch domain published on the board arrives before the event kEnded of that process.
+//   - A board state that a process of this watch domain published arrives before the event kEnded of that process.
 //   - kRefused means that no process listens at the endpoint; each process listens from before its endpoint is
 //     published until `is_over`.
 //   - kAcked counts every acknowledgement: of bytes, of a probe of a closed window, of a keepalive (Linux:
@@ -101,7 +101,7 @@ enum EndFlag : std::uint8_t {
   kStopped = 32      // its kernel responds, but no process of its domain sent bytes within the limit
 };
 
-// What is known of one process' end. Each field is a join, so states merge in any order with the same result.
+// One process's end, as known here. Each field is a join, so states merge in any order with the same result.
 struct End {
   std::uint8_t flags = 0;
   Proc reporter = 0;  // the lowest that reported it
@@ -163,8 +163,8 @@ struct Call {
 struct Event {
   enum Kind {
     kTick,      // `wake_at` has come
-    kMeet,      // the world: its number `world`, `epoch`, `term`, `roster`; again with each higher epoch
-    kDialed,    // `connection` to `proc` is open, as its kernel said; `nonce`
+    kMeet,      // joins the world `world` with `epoch`, `term` and `roster`; sent again for each higher epoch
+    kDialed,    // the dial of `proc` succeeded: `connection`, `nonce`
     kRefused,   // nobody listens at the endpoint of `proc`
     kNoAnswer,  // a dial of `proc` failed otherwise
     kAccepted,  // `connection` from a stranger; `nonce`
@@ -231,11 +231,11 @@ struct Action {
 
 class Core {
  public:
-  // `self`: this process' stay in one world. `token`: the secret that peers must prove to hold; empty in the replay of
-  // a record, which has no tokens: there each peer that is known is identified.
+  // `self`: this process's number in one world. `token`: the secret that peers must prove to have. A replay of a record
+  // passes an empty token, because records have none; every known peer then counts as identified.
   Core(Proc self, std::string token, Config config);
 
-  // Takes in one event at `now`, a time that every process of the domain shares, and appends actions. Never blocks.
+  // Handles one event and appends actions. `now`: a clock that is equal in every process of the domain. Never blocks.
   void step(Nanos now, const Event& event, std::vector<Action>* actions);
   // Returns when to send kTick if nothing else happens, or kNever.
   Nanos wake_at() const { return alarm_ == kNever ? kNever : alarm_ - skew_; }
@@ -251,7 +251,7 @@ class Core {
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
   static std::uint64_t digest_of(const std::vector<Proc>& members);
-  // Writes and reads all but the token: a core goes on from what another one wrote.
+  // Serializes all state except the token. A core that reads it continues as the writer would.
   void write(Writer* writer) const;
   void read(Reader* reader);
   const Roster* roster() const { return roster_.get(); }
@@ -268,9 +268,9 @@ class Core {
     bool beating = false;                      // one side watches it
     Nanos opened = 0, watched = 0;             // times at which it was opened, and first watched
     Nanos heard = 0;                           // when the last bytes of the process arrived
-    Nanos sign = 0;                            // the last sign of its kernel
-    Nanos beaten = 0;                          // the last beat or state that was sent
-    std::uint64_t peer_digest = kEmptyDigest;  // of the state that the peer has, or that was sent to it
+    Nanos sign = 0;                            // when its kernel last showed a sign of life
+    Nanos beaten = 0;                          // when the last beat or state was sent
+    std::uint64_t peer_digest = kEmptyDigest;  // digest of the state that the peer has, or was sent
     Parser parser;
     PARALLEL_STATE_FIELDS(proc, nonce, theirs, dialed, for_watch, identified, beating, opened, watched, heard, sign,
                           beaten, peer_digest, parser)
@@ -286,10 +286,10 @@ class Core {
     PARALLEL_STATE_FIELDS(out, in, dialing, for_watch, refused, next_dial)
   };
 
-  // What a lead knows of another domain's liveness. A hunt dials all living processes of a domain at once.
+  // Another domain's liveness, as a lead knows it. A hunt dials all living processes of a domain at once.
   struct Watch {
-    Nanos sign = 0;   // the last sign of a kernel of the domain
-    Nanos heard = 0;  // the last bytes from it
+    Nanos sign = 0;   // when a kernel of the domain last showed a sign of life
+    Nanos heard = 0;  // when the last bytes from the domain arrived
     Nanos dial_at = 0;
     Nanos hunt = -1;      // start of the hunt; -1: none
     int link = -1;        // the connection that isn't silent to the lowest process
@@ -316,7 +316,7 @@ class Core {
     struct Seat {
       bool has_value = false, answered = false, done = false;
       bool told = false;    // the verdict was sent on `connection`
-      int connection = -1;  // on which the member was last received in this round
+      int connection = -1;  // the last one on which the member sent a frame of this round
       int asked_on = -1;
       Bytes value;
       PARALLEL_STATE_FIELDS(has_value, answered, done, told, connection, asked_on, value)
@@ -327,7 +327,7 @@ class Core {
     std::uint64_t checked = 0;  // the digest of the ends when they were last compared with the members
     PARALLEL_STATE_FIELDS(members, me, number, called, delivered, promised, deadline, decide_by, expires, value,
                           verdict, hint, sent_on, sent_to, sent_done, seats, values, bytes, hinted, checked)
-    // Returns true if this process needs it no more. It is kept for members that have not received the verdict.
+    // Returns true if this process's caller no longer needs it. It is kept for members without the verdict.
     bool is_over() const { return called ? delivered : verdict != nullptr; }
   };
 
@@ -421,7 +421,7 @@ class Core {
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
   static Message message_of(const RoundEntry& entry);
   int first_living(const Round& round) const;
-  bool advance(RoundEntry* entry);  // false: forgotten
+  bool advance(RoundEntry* entry);  // returns false if the agreement was erased
   void reach_verdict(Round* round);
   bool ask_all(RoundEntry* entry);
   void conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits);
@@ -441,13 +441,13 @@ class Core {
   Proc self_;
   std::string token_;
   Config config_;
-  Nanos now_ = 0;   // never goes back:
-  Nanos skew_ = 0;  // added to the driver's time
+  Nanos now_ = 0;  // the driver's time + `skew_`; never decreases
+  Nanos skew_ = 0;
   Nanos alarm_ = kNever;
   Nanos next_tick_ = 0;
   Nanos alert_ = -kAlert;  // when a death in this domain became known: beats are faster for a while
-  Nanos leaving_ = kNever, waits_until_ = kNever;  // when this process leaves at the latest, and waits for its domain
-  int beats_asked_ = 0;                            // and not answered yet
+  Nanos leaving_ = kNever, waits_until_ = kNever;  // latest time to leave; latest time to wait for its domain
+  int beats_asked_ = 0;                            // kBeat actions without an answer
   bool said_left_ = false;                         // on the board
   bool left_ = false;
   bool dirty_ = false;                                  // ends or connections changed
@@ -466,7 +466,7 @@ class Core {
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
-  std::uint64_t refused_ = 0;           // strangers
+  std::uint64_t refused_ = 0;           // number of refused strangers
   std::vector<Action>* out_ = nullptr;  // in `step` only
 
  public:

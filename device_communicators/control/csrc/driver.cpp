@@ -30,7 +30,7 @@ constexpr Nanos kQuiet = 60 * kSecond;     // between two logs of a shortage
 constexpr Nanos kAttach = kSecond;         // between two attempts to watch a neighbour
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
-constexpr int kReads = 4;  // of one connection before other connections are read
+constexpr int kReads = 4;  // consecutive reads of one connection before other connections are read
 constexpr int kAccepts = 64;
 constexpr std::size_t kMostNews = 4096;
 constexpr std::size_t kStackBytes = 1U << 20;  // includes the thread-local storage of loaded libraries
@@ -322,7 +322,7 @@ void Driver::obey(Command command) {
   if (stay->over) return;
   if (stays_.emplace(stay, command.stay).second) {
     stay->listener_number = add(stay, kListener, *stay->listener, EPOLLIN);
-    if (stay->listener_number < 0) {  // nobody could reach this process
+    if (stay->listener_number < 0) {  // no peer could reach this process
       end(stay, (std::string("epoll_ctl for the listener: ") + std::strerror(errno)).c_str());
       stays_.erase(stay);
       return;
@@ -563,7 +563,7 @@ void Driver::on_connection(Stay* stay, int number, std::uint32_t events) {
   }
 }
 
-// Hands bytes of a guest to the store; the first are what the core handed over.
+// Passes bytes of a guest to the store; the first ones are those of the action kGuest.
 void Driver::serve(Stay* stay, int number, const Bytes& bytes) {
   const auto found = stay->connections.find(number);
   if (found == stay->connections.end()) return;
@@ -711,7 +711,7 @@ void Driver::meet(Stay* stay, Event event, const std::vector<int>& boards) {
   note_met(stay);
 }
 
-// Publishes that this process has opened the boards of all neighbours, which may close theirs from then on.
+// Publishes that this process has opened all neighbours' boards; they may close them from then on.
 void Driver::note_met(Stay* stay) {
   if (!stay->has_met || stay->noted_met) return;
   for (const auto& [number, neighbour] : stay->neighbours) {
@@ -732,8 +732,7 @@ void Driver::watch(Stay* stay, const Member& member, int board) {
   attach(stay, number, &neighbour);
 }
 
-// Watches a neighbour and opens its board. What fails is tried again each second: descriptors may have run out for a
-// while.
+// Watches a neighbour and opens its board. Retries failures each second: descriptors may have run out temporarily.
 void Driver::attach(Stay* stay, int number, Neighbour* neighbour) {
   neighbour->attach_at = kNever;
   std::string problem;
@@ -880,7 +879,7 @@ bool Inbox::expect(const AgreementKey& key) {
 void Inbox::give(const AgreementKey& key, Bytes news) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = verdicts_.find(key);
-  if (found == verdicts_.end()) return;  // its caller was interrupted
+  if (found == verdicts_.end()) return;  // the caller was interrupted and called `forget`
   found->second = std::move(news);
   changed_.notify_all();
 }

@@ -1,7 +1,7 @@
-// Drives the cores of this process: one thread with one epoll, which never takes Python's lock. It decides nothing.
+// Drives the cores of this process: one thread with one epoll, which never takes Python's lock and makes no decisions.
 //
-// A `Stay` is this process' stay in one world, from `open_stay` to `leave_stay`. The thread runs while there are stays.
-// A forked child has no stays and no thread, and may open stays of its own.
+// A `Stay` is this process's membership in one world, from `open_stay` to `leave_stay`. The thread runs while any stay
+// exists. A forked child starts without stays and thread, and may open stays of its own.
 #pragma once
 
 #include <chrono>
@@ -21,15 +21,15 @@
 
 namespace parallel_state::control {
 
-// What a stay has for Python: verdicts for the threads that wait for them, and a queue of other news. All functions may
-// be called by any thread.
+// Passes results of a stay to Python: verdicts to the threads that wait for them, and a queue of other news. Any thread
+// may call any function.
 class Inbox {
  public:
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
   // Drops logs and questions when full, because a peer can cause any number.
   void push(Kind kind, Bytes news);
-  // `news` follows all others, and nothing follows it. Allocates no memory.
+  // Makes `news` the last news of the queue. Allocates no memory.
   void end(Bytes news) noexcept;
   // Returns the size of the next news, and removes it if it fits into `capacity`; 0: there is none.
   std::size_t take(char* buffer, std::size_t capacity);
@@ -37,16 +37,16 @@ class Inbox {
 
   // Expects a verdict of the call; returns false if one is expected already.
   bool expect(const AgreementKey& key);
-  // Gives a verdict to the thread that expects it.
+  // Passes a verdict to the thread that expects it.
   void give(const AgreementKey& key, Bytes news);
-  // Waits at most `wait` for the verdict, and copies as much of it as fits. Returns its size; 0: none came; -1: none
-  // will, the stay is over. It stays until `forget`.
+  // Waits at most `wait` for the verdict, and copies as much of it as fits. Returns its size, 0 if it has not arrived,
+  // or -1 if the stay is over. The verdict is kept until `forget`.
   std::int64_t await(const AgreementKey& key, Nanos wait, char* buffer, std::size_t capacity);
   void forget(const AgreementKey& key);
 
  private:
   std::mutex mutex_;
-  std::condition_variable changed_;         // a verdict came, or the stay is over
+  std::condition_variable changed_;         // a verdict arrived, or the stay is over
   std::map<AgreementKey, Bytes> verdicts_;  // empty: expected
   bool over_ = false;
   Wake wake_;
@@ -92,7 +92,7 @@ struct Neighbour {
   bool watched = false;
   bool ended = false;
   bool warned = false;
-  Nanos attach_at = kNever;  // when to try again to watch it, or to open its board
+  Nanos attach_at = kNever;  // when to retry watching it or opening its board
 };
 
 struct Stay {
@@ -100,7 +100,7 @@ struct Stay {
   Proc proc = 0;
   std::string token;
   int port = 0;
-  int limit_s = 0;  // of heartbeats
+  int limit_s = 0;  // the heartbeat limit
   Descriptor listener;
   Board board;
   Bytes without_memory;  // the last news if there is no memory for any other
@@ -114,7 +114,7 @@ struct Stay {
   std::unique_ptr<Core> core;  // another thread may only record it
   Store store;
   Record record;
-  // The thread's:
+  // Used by the thread only:
   int rank = -1;         // of this process; -1 until the world is met
   bool has_met = false;  // its neighbours are known, and those boards that could be opened are open
   bool noted_met = false;
@@ -126,11 +126,11 @@ struct Stay {
   int listener_number = -1;
   bool listens = true;
   bool accepts = true;    // false for 0.1 s after descriptors ran out
-  Nanos quiet_until = 0;  // shortages aren't logged before
+  Nanos quiet_until = 0;  // shortages aren't logged before this time
 };
 
-// Opens a stay that listens at `address`; returns its handle or the negative errno. `first` to `last`: the ports that
-// may be used; 0: any. `token`: of the listener; empty: a random one.
+// Opens a stay that listens at `address`; returns its handle or the negative errno. `first` to `last`: the allowed
+// ports; 0: any. `token`: the listener's secret; if empty, a random one.
 std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
                        std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);

@@ -90,8 +90,9 @@ int ps_control_meet(std::int64_t handle, std::uint64_t epoch, const char* member
   }
 }
 
-// Begins an agreement among `members`, in rank order, or with a negative timeout cancels it. `digest` identifies the
-// members. Returns -EEXIST if a call is under way; after each other call that began, `ps_control_forget` must follow.
+// Begins an agreement among `members`, in rank order; a negative timeout cancels it. Writes to `digest` an identifier
+// of the members. Returns -EEXIST if this agreement is under way. Each agreement that began needs a later
+// `ps_control_forget`.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
   *digest = Core::digest_of({members, members + count});
@@ -110,8 +111,8 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
   return -ENOMEM;
 }
 
-// Waits for the verdict of a call: copies as much as fits of it into `buffer`, and returns its size. 0: there is none
-// yet; -ESHUTDOWN: there will be none. Another thread may close the stay meanwhile.
+// Waits for the verdict of a call, copies as much of it as fits into `buffer`, and returns its size. Returns 0 if there
+// is none yet, or -ESHUTDOWN if the stay is over. Another thread may close the stay during the wait.
 std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt,
                                 double wait_s, char* buffer, std::uint64_t capacity) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
@@ -147,7 +148,7 @@ int ps_control_reply(std::int64_t handle, std::uint64_t proc, std::uint64_t id, 
   });
 }
 
-// `proc`: 0 for this process itself. `flags`: those of EndFlag.
+// Reports an end. `proc`: 0 for this process itself. `flags`: EndFlag bits.
 int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const char* text) {
   return post_event(handle, Event::kReport, [&](Event* event) {
     event->proc = proc;
@@ -162,7 +163,7 @@ void ps_control_leave(std::int64_t handle, double linger_s) {
   if (const std::shared_ptr<Stay> stay = find_stay(handle)) leave_stay(stay, from_now(linger_s));
 }
 
-// Moves the next news into `buffer` and returns its size. News larger than `capacity` stays; 0: there is none.
+// Moves the next news into `buffer` and returns its size, or 0 if there is none. News larger than `capacity` is kept.
 std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   const std::shared_ptr<Stay> stay = find_stay(handle);
   return stay == nullptr ? 0 : stay->inbox.take(buffer, capacity);
@@ -184,7 +185,7 @@ std::uint64_t ps_control_record(std::int64_t handle, char* buffer, std::uint64_t
   }
 }
 
-// Writes a record's replay in words into `buffer`, and returns its size.
+// Writes a record's replay as text into `buffer`, and returns its size.
 std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* buffer, std::uint64_t capacity) {
   try {
     return copy_out(describe({record, static_cast<std::size_t>(size)}), buffer, capacity);
@@ -193,7 +194,7 @@ std::uint64_t ps_control_describe(const char* record, std::uint64_t size, char* 
   }
 }
 
-// Frees a stay that was left.
+// Frees a stay after `ps_control_leave`.
 void ps_control_close(std::int64_t handle) { close_stay(handle); }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Passes ends of a world's ranks to waits of this process, from the control plane's thread and without Python.
+// Notifies waits of this process when ranks of a world end, from the control plane's thread and without Python.
 #pragma once
 
 #include <map>
@@ -16,10 +16,10 @@ class EndListener {
   ~EndListener() = default;
 };
 
-// All functions may be called by any thread.
+// Any thread may call any function.
 class EndListeners {
  public:
-  // Passes all earlier ends to the listener, and each later one until `remove` returns.
+  // Notifies the listener of all earlier ends, then of each later one until `remove` returns.
   void add(EndListener* listener);
   void remove(EndListener* listener);
   void report(int rank, bool died);

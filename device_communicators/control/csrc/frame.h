@@ -40,8 +40,8 @@ struct Hello {
 };
 
 enum class FrameKind : std::uint16_t {
-  kNonce = 1,  // first after the hello, in both directions: who, and a random number
-  kIdentity,   // then: the proof that the sender holds the token of the listener
+  kNonce = 1,  // first after the hello, in both directions: the sender's number and a random number
+  kIdentity,   // next: the proof that the sender has the listener's token
   kBeat,       // the sender runs; digest of its state
   kState,      // the whole state of ends
   kValue,      // agreement: member -> decider
@@ -108,7 +108,8 @@ class Digest {
   std::uint64_t value_ = 1;
 };
 
-// Reads values from a body. After the first value that doesn't fit, all are zero or empty, and `ok` is false.
+// Reads values from a body. The first value that exceeds the body makes `ok` false; it and all later ones are zero or
+// empty.
 class Reader {
  public:
   explicit Reader(std::string_view bytes, std::size_t most_bytes = kMostValueBytes, std::size_t most = kMostMembers)
@@ -129,7 +130,7 @@ class Reader {
     bytes_.remove_prefix(size);
     return value;
   }
-  // Returns a count of items: no larger than what is left can hold.
+  // Returns a count of items, at most as many as the rest of the body can hold.
   std::size_t count() {
     const auto value = number<std::uint32_t>();
     if (value > most_ || value > bytes_.size()) return fail(), 0;
@@ -227,7 +228,7 @@ void get(Reader* reader, std::map<Key, T>* values) {
   }
 }
 
-// Cuts a stream into its hello and frames. A value: a copy goes on from the same byte.
+// Splits a stream into its hello and frames. Copies are independent and continue from the same byte.
 class Parser {
  public:
   enum class Result { kNeedsMore, kHello, kFrame, kMalformed };
@@ -238,7 +239,7 @@ class Parser {
   // Allows bodies of full size: the peer has been identified.
   void trust() { most_body_bytes_ = kMostBodyBytes; }
   std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }
-  // Goes on after the hello of an identified peer.
+  // Returns a parser for the stream of an identified peer, after its hello.
   static Parser after_hello(std::string_view rest) {
     Parser parser;
     parser.push(rest);

@@ -22,11 +22,12 @@ namespace parallel_state::control {
 namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
-constexpr std::size_t kMostShown = 64;  // of what another service sent
-constexpr Nanos kPause = 20'000'000;    // before a connection that was closed early is made again
-constexpr Nanos kEnd = 200'000'000;     // a server that runs ends a wait within this time
-constexpr std::size_t kMostFree = 4;    // connections of a client that no request uses
-// An idle connection shows a firewall that it is used. One whose server's host vanished ends after 70 s.
+constexpr std::size_t kMostShown = 64;  // bytes of another service's answer that errors quote
+constexpr Nanos kPause = 20'000'000;    // before a connection that closed early is dialed again
+constexpr Nanos kEnd = 200'000'000;     // a running server ends a cancelled wait within this time
+constexpr std::size_t kMostFree = 4;    // idle connections of a client
+// Keepalive probes keep firewalls from dropping idle connections. A connection ends 70 s after its server's host
+// vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
 
 Bytes encode_frame(FrameKind kind, Bytes body) { return encode(Frame{kind, 0, 0, 0, 0, std::move(body)}); }
@@ -37,14 +38,14 @@ bool is_of_address(int code) {
          code == EAFNOSUPPORT;
 }
 
-// Returns what another service sent, for a text of an error: ASCII.
+// Returns another service's answer as ASCII, for an error's text.
 Bytes printable(const Bytes& text) {
   Bytes shown;
   for (const char byte : text) shown += byte >= ' ' && byte <= '~' ? byte : '?';
   return shown;
 }
 
-// Returns the words for an error of a guest with this text.
+// Describes a guest's error that has this text.
 Bytes describe(int code, const Bytes& text) {
   switch (code) {
     case EPROTO: return printable(text);
@@ -83,7 +84,7 @@ int Guest::dial(const std::string& host, int port, std::string token) {
 
 int Guest::ask(Bytes request) {
   char byte;
-  // A server sends nothing between two requests: what can be read is its end.
+  // A server sends nothing between two requests, so a readable socket means that it closed the connection.
   const bool is_quiet =
       !identified_ || (recv(*socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR));
   if (!is_quiet) return ESTALE;
@@ -105,7 +106,7 @@ int Guest::wait(Nanos until) {
     const Nanos left = std::max<Nanos>(until - monotonic_now(), 0);
     const int count = ::poll(&poll, 1, static_cast<int>((left + 999'999) / 1'000'000));
     if (count < 0 && errno != EINTR) return errno;
-    if (count <= 0) return identified_ ? EAGAIN : EINPROGRESS;  // after a signal, too: its handler runs in the caller
+    if (count <= 0) return identified_ ? EAGAIN : EINPROGRESS;  // also after a signal: its handler runs in the caller
     if (!connected_) {
       int code = 0;
       socklen_t size = sizeof(code);
@@ -123,7 +124,7 @@ int Guest::wait(Nanos until) {
 int Guest::flush() {
   while (!out_.empty()) {
     const ssize_t size = send(*socket_, out_.data(), out_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (size < 0) return errno == EAGAIN || errno == EINTR ? 0 : read();  // what came before the end says why
+    if (size < 0) return errno == EAGAIN || errno == EINTR ? 0 : read();  // received bytes may tell the cause
     out_.erase(0, static_cast<std::size_t>(size));
   }
   return 0;
@@ -161,7 +162,7 @@ int Guest::read() {
 int Guest::on_frame(const Frame& frame) {
   if (theirs_.empty()) {
     if (frame.kind != FrameKind::kNonce || frame.body.size() != kNonceBytes) return EBADMSG;
-    if (frame.from == 0) return ECONNREFUSED;  // it met itself: TCP simultaneous open
+    if (frame.from == 0) return ECONNREFUSED;  // the socket connected to itself: TCP simultaneous open
     listener_ = frame.from;
     theirs_ = frame.body;
     out_ += encode_frame(FrameKind::kIdentity, prove(token_, true, nonce_, theirs_, 0, listener_));
@@ -234,7 +235,7 @@ int Request::advance(Nanos until) {
   if (guest_ == nullptr) {
     const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
     auto& free = client_->free;
-    free.remove_if([](auto& guest) {  // those of the parent of a forked child, whose descriptors are closed there
+    free.remove_if([](auto& guest) {  // in a forked child: the parent's guests, whose descriptors are closed
       const bool is_foreign = guest->pid != getpid();
       if (is_foreign) static_cast<void>(guest.release());
       return is_foreign;
@@ -279,7 +280,7 @@ using namespace parallel_state::control;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns the handle of the client of a store. `addresses`: numeric, separated by commas. Clients of one store are one.
+// Returns the handle of a store's client. `addresses`: numeric, separated by commas. Equal stores share one client.
 std::int64_t ps_store_client(const char* addresses, int port, const char* token) {
   auto client = std::make_shared<Client>();
   std::istringstream words(addresses);
@@ -295,7 +296,8 @@ std::int64_t ps_store_client(const char* addresses, int port, const char* token)
   return handle;
 }
 
-// Begins a request. Returns its handle, or the negative errno. The connection may take `connect_s` if that is longer.
+// Begins a request. Returns its handle, or the negative errno. Connecting may take `connect_s`, if that exceeds the
+// request's own limit.
 std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_t size, double timeout_s,
                           double connect_s) {
   try {
@@ -331,13 +333,13 @@ std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t cap
   return request->text.size();
 }
 
-// Ends a request, and what it holds. Without a reply its connection is closed.
+// Ends a request. Closes its connection if it is a kHold, or if no reply has arrived.
 void ps_store_end(std::int64_t handle) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   requests.erase(handle);
 }
 
-// Closes the connections that no request uses. The next request connects again.
+// Closes idle connections. The next request connects again.
 void ps_store_close(std::int64_t client) {
   const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
   if (const auto found = clients.find(client); found != clients.end()) found->second->free.clear();

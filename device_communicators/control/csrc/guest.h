@@ -16,21 +16,22 @@ namespace parallel_state::control {
 class Guest {
  public:
   // EINPROGRESS: the deadline `until` passed during the handshake. EAGAIN: it passed after the handshake.
-  // ESTALE: the server closed the connection since the last reply. ECONNABORTED: it did so before it was identified.
-  // EKEYREJECTED: the server doesn't hold the token. EPROTO: it is another service, whose first bytes are `text`.
-  // EPROTONOSUPPORT: the server has another version, named in `text`. EBADMSG: a wrong MAC, or not the next reply.
+  // ESTALE: the server closed the connection after the last reply. ECONNABORTED: the server closed the connection
+  // before the handshake ended. EKEYREJECTED: the server doesn't have the token. EPROTO: another service answered;
+  // `text` has its first bytes. EPROTONOSUPPORT: the server has another version, named in `text`. EBADMSG: the MAC is
+  // wrong, or the frame is not the next reply.
 
   // Begins to connect to a numeric address.
   int dial(const std::string& host, int port, std::string token);
-  // Begins a request. The reply of the last one must have arrived.
+  // Begins a request. The previous one must have its reply.
   int ask(Bytes request);
-  // Ends the request, a kGet or kWait: its reply, or kCancelled, arrives next.
+  // Cancels the current request, a kGet or kWait: its reply, or kCancelled, arrives next.
   void cancel();
   // Waits for the reply until `until`.
   int wait(Nanos until);
   bool is_identified() const { return identified_; }
 
-  Bytes text;  // the reply, or what the error above says
+  Bytes text;  // the reply, or the error's text
   int pid = 0;
 
  private:
@@ -47,29 +48,29 @@ class Guest {
   bool connected_ = false, identified_ = false, asking_ = false;
 };
 
-// The way to one store, and the connections that no request uses.
+// One store's addresses, and its idle connections.
 struct Client {
-  std::vector<std::string> addresses;  // numeric: a name may have several, and a server may listen at one of them
+  std::vector<std::string> addresses;  // numeric; a host name may have several, and the server may listen at only one
   int port = 0;
   std::string token;
   std::list<std::unique_ptr<Guest>> free;  // guarded by the fork mutex
 };
 
-// One request to a store. One thread uses it at a time. Without a reply, its connection ends with it.
+// One request to a store, used by one thread at a time. Its destructor closes the connection if no reply has arrived.
 class Request {
  public:
-  // `deadline`: of the reply. The connection may take until `connected_by`.
+  // `deadline`: by when the reply must arrive. `connected_by`: by when the connection must be identified.
   Request(std::shared_ptr<Client> client, Bytes content, Nanos deadline, Nanos connected_by);
   Request(const Request&) = delete;
   ~Request();
 
-  // Waits for the reply until `until`, at most 0.2 s longer. Returns 0 or an errno. EAGAIN: call it again. ETIME: the
-  // keys that it waits for are not set at its deadline. ETIMEDOUT: the server doesn't answer. Others: see Guest.
-  // Connects anew if the server has closed a kept connection, or closes a new one before it is identified, as it does
-  // when strangers crowd it.
+  // Waits for the reply until `until`, at most 0.2 s longer. Returns 0 or an errno. EAGAIN: call it again. ETIME: some
+  // keys of a kGet or kWait were not set by the deadline. ETIMEDOUT: the server doesn't answer. Others: see Guest.
+  // Reconnects if the server has closed an idle connection, or closes a new one before it is identified. A server does
+  // the latter when it has too many unidentified connections.
   int wait(Nanos until);
 
-  Bytes text;  // the reply, or what went wrong
+  Bytes text;  // the reply, or the error's text
 
  private:
   int advance(Nanos until);

@@ -1,4 +1,4 @@
-// HMAC-SHA256 (RFC 2104, FIPS 180-4), by which two processes prove to each other that they hold a token.
+// HMAC-SHA256 (RFC 2104, FIPS 180-4). Two processes use it to prove to each other that they have a token.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@ namespace parallel_state::control {
 
 std::string sha256(std::string_view message);
 std::string hmac_sha256(std::string_view key, std::string_view message);
-// Compares in a time that doesn't depend on where the texts differ.
+// Compares in constant time: the duration doesn't depend on where the texts differ.
 bool equal_secrets(std::string_view one, std::string_view other);
 
 }  // namespace parallel_state::control

@@ -63,7 +63,7 @@ Open& open_descriptors() {
   return *open_now.load();
 }
 
-// Returns the fields of /proc/PID/stat from the third on, which follow the name; none if the process has exited.
+// Returns the fields of /proc/PID/stat after the process name, that is from the third on; none if it has exited.
 std::vector<std::string> stat_fields(int file) {
   char text[1024];
   const ssize_t size = pread(file, text, sizeof(text), 0);
@@ -89,7 +89,7 @@ bool is_thread_ending(const std::string& path) {
   const Descriptor file = open_file(path);
   if (!file) return errno == ENOENT || errno == ESRCH;
   const auto fields = stat_fields(*file);
-  if (fields.size() < 29) return true;  // it has ended
+  if (fields.size() < 29) return true;  // the process has exited
   const unsigned long pending = std::strtoul(fields[28].c_str(), nullptr, 10);
   return (std::strtoul(fields[6].c_str(), nullptr, 10) & kExitingFlag) != 0 || (pending >> (SIGKILL - 1) & 1) != 0;
 }
@@ -217,7 +217,7 @@ bool PeerBoard::read(Bytes* state, bool* is_new) {
   state->resize(head.sizes[area]);
   const off_t at = kFirstArea + static_cast<off_t>(area) * kAreaBytes;
   if (pread(*file_, state->data(), state->size(), at) != static_cast<ssize_t>(state->size())) return moved;
-  // The writer may have started on this area meanwhile: then the next read returns that state.
+  // The writer may have started to overwrite this area during the read: then the next read returns the new state.
   if (!read_head(&again) || again.generation != head.generation || again.sizes[area] != head.sizes[area]) return moved;
   head_.generation = head.generation;
   *is_new = true;

@@ -1,4 +1,4 @@
-// Linux parts of the driver: descriptors that no forked child keeps, boards, and exits of processes.
+// Linux parts of the driver: descriptors that are closed in forked children, boards, and detection of exits.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ std::recursive_mutex& fork_mutex();
 // Calls `forget` in each forked child, once its descriptors are closed. Called once.
 void in_forked_child(void (*forget)());
 
-// Has the kernel probe an idle connection: after `idle_s`, every `interval_s`, and ends it after `probes` in vain.
+// Enables TCP keepalive: the first probe after `idle_s`, then every `interval_s`; `probes` without answer end the
+// connection.
 void keep_alive(int socket, int idle_s, int interval_s, int probes);
 
 // Owns a descriptor, which is closed in each forked child.
@@ -63,13 +64,14 @@ class Wake {
   Descriptor reader_, writer_;
 };
 
-// A nameless file: it vanishes when the processes exit. Its process writes it, and the others of its watch domain open
-// it through /proc. Two areas for the state are written in turn. If the writer is killed while it writes one, readers
-// use the other. Bytes 64 to 4095 hold the endpoint as JSON, which plane.py writes for `find_endpoints`.
+// Head of a board: a nameless file that vanishes when all processes that opened it have exited. One process writes it;
+// the others of its watch domain open it through /proc. The state is written to two areas in turn. If the writer is
+// killed while it writes one, readers use the other. Bytes 64 to 4095 hold the endpoint as JSON, which plane.py writes
+// for `find_endpoints`.
 struct BoardHead {
   Proc proc = 0;
   std::uint64_t beat = 0;
-  std::uint64_t generation = 0;  // its state is in area generation % 2
+  std::uint64_t generation = 0;  // the current state is in area generation % 2
   std::uint32_t sizes[2] = {0, 0};
   std::uint64_t has_met = 0;  // 1: it has opened the boards of all others
 };

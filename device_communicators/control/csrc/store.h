@@ -1,8 +1,9 @@
 // The key-value service at a world's listener, as a value without I/O.
 //
-// A guest is a process that proves the listener's token but is not a member. Its process number is 0. The core checks
-// the proof and hands the connection over. The guest sends one call at a time. Each call and reply ends with a MAC over
-// a counter and the body, so changed, repeated and missing frames are detected. Nothing is encrypted.
+// A guest is a process that is not a member but proves that it has the listener's token. Its process number is 0. The
+// core checks the proof and passes the connection to the store. The guest sends one call at a time. Each call and reply
+// ends with a MAC over a counter and the body, so changed, repeated and missing frames are detected. Nothing is
+// encrypted.
 #pragma once
 
 #include <map>
@@ -19,7 +20,7 @@ inline constexpr std::size_t kMostStoreBytes = kMostBodyBytes - 4096;  // of a r
 inline constexpr std::size_t kMostParts = 1U << 17;                    // of a request or reply
 inline constexpr std::size_t kSealBytes = 32;
 
-// Returns the HMAC with the listener's token by which one side of a connection proves to hold it.
+// Returns the HMAC by which one side of a connection proves that it has the listener's token.
 Bytes prove(std::string_view token, bool is_dialer, std::string_view nonce_of_dialer,
             std::string_view nonce_of_listener, Proc dialer, Proc listener);
 
@@ -41,23 +42,23 @@ class Seal {
   std::uint64_t number_ = 0;
 };
 
-// A call is its kind and its parts. A reply is one of these and parts: those of the answer, a text that names the
-// problem, or none.
+// A call has a kind and parts. A reply has one of these codes and parts: the answer, a text that names the problem, or
+// none.
 inline constexpr std::uint8_t kReplied = 0, kProblem = 1, kCancelled = 2;
 
 enum class StoreCall : std::uint8_t {
-  kSet = 1,     // keys and values in turn
+  kSet = 1,     // parts: keys and values in turn
   kGet,         // keys; answered with their values once all are set
-  kAdd,         // key, number; the sum
+  kAdd,         // key, number; answered with the sum
   kWait,        // keys; answered once all are set
-  kCheck,       // keys; "1" if all are set, else "0"
-  kCompareSet,  // key, expected, desired; the value after that
-  kDelete,      // key; "1" if it was set, else "0"
-  kCount,       // the number of keys
-  kAppend,      // key, more
-  kHold,        // key, value; as kSet, and when the connection ends, gone/KEY replaces KEY
+  kCheck,       // keys; answered with "1" if all are set, else "0"
+  kCompareSet,  // key, expected, desired; answered with the resulting value
+  kDelete,      // key; answered with "1" if it was set, else "0"
+  kCount,       // no parts; answered with the number of keys
+  kAppend,      // key, bytes to append
+  kHold,        // key, value; like kSet, but when the connection ends, gone/KEY replaces KEY
   kQuestion,    // question; answered by the program, not by the table
-  kCancel       // none; ends this client's kGet or kWait with kCancelled. Not answered if it is answered already
+  kCancel  // no parts; ends this client's kGet or kWait with kCancelled. No reply if that call was answered already
 };
 
 // Returns the body of a request or reply.
@@ -65,18 +66,18 @@ Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts);
 // Returns false if the body is malformed.
 bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts);
 
-// Keys, values, and the clients that wait for keys. Gives the answers of torch's TCPStore. A value without I/O.
+// Keys, values, and the clients that wait for keys. Replies as torch's TCPStore does. A value without I/O.
 class Table {
  public:
   struct Reply {
     int client;
     Bytes body;
   };
-  // Takes in a request. Appends its reply, and those that it causes for waiting clients. Returns false if it is
-  // malformed, or if `client` still waits for a reply and does not cancel.
+  // Handles a request. Appends its reply, and replies to waiting clients whose keys it sets. Returns false if the
+  // request is malformed, or if `client` still waits for a reply and the request is no kCancel.
   bool ask(int client, std::string_view request, std::vector<Reply>* replies);
   bool waits(int client) const { return waits_.count(client) != 0; }
-  // Forgets a client: drops its wait, and replaces each KEY that it holds by gone/KEY.
+  // Removes a client: drops its wait, and replaces each KEY that it holds by gone/KEY.
   void drop(int client, std::vector<Reply>* replies);
 
  private:
@@ -102,12 +103,12 @@ class Store {
  public:
   struct Output {
     int guest;
-    Bytes bytes;               // to send
-    bool is_question = false;  // or to hand to the program, which answers
+    Bytes bytes;
+    bool is_question = false;  // true: `bytes` is for the program, which answers; false: send it to the guest
   };
-  // Adds a guest. `handed`: the bytes of kGuest. Like `take`, returns false if the connection must be closed.
+  // Adds a guest. `handed`: the bytes of the action kGuest. Returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
-  // Takes in bytes of a guest.
+  // Handles bytes from a guest. Returns false if the connection must be closed.
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
   // Sends the program's answer to a guest that waits for it.
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
@@ -117,7 +118,7 @@ class Store {
   struct Guest {
     Parser parser;
     Seal in, out;
-    bool asks = false;  // the program, which has not answered yet
+    bool asks = false;  // waits for the program's answer
   };
 
   void send(const std::vector<Table::Reply>& replies, std::vector<Output>* out);
