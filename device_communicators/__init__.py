@@ -1,6 +1,6 @@
-"""The movement of bytes: communicators, the route that picks among them, the errors and settings of the library.
+"""Moves bytes between ranks: communicators, the route that selects among them, errors and settings.
 
-Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it and never the other way round.
+Contains nothing about tensor or pipeline parallelism. `parallel_state` imports it, never the reverse.
 """
 
 from device_communicators.base.public_names import load_on_use
@@ -13,7 +13,7 @@ _NAMES = {
     "device_communicators.routing.route": ["Route", "Traffic"],
     "device_communicators.routing.started": ["Handle"],
 }
-"""Public names by their modules, which are imported at a name's first use."""
+"""Module -> public names. The first use of a name imports its module."""
 
 __all__, __getattr__ = load_on_use(globals(), _NAMES)
 

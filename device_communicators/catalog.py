@@ -1,12 +1,11 @@
-"""THE table of communicators, best first; the only importer of the concrete ones.
+"""The table of communicators, best first. Only this module refers to the concrete ones.
 
-A communicator is added with its file and one row here; docs/extending.md walks through one. A row is taken into a
-group's route when its `device` is the group's and neither its `unfit` nor its `probe` finds anything against it. What
-`unfit` looks at is equal on every rank. What `probe` looks at is not (a library that loads, a link that works), so its
-answer is put to a vote: a route that differs between ranks hangs. What is left may still be turned down by the
-communicator itself (`admit`), on all ranks alike.
+To add a communicator, write its file and one row here (docs/extending.md has an example). A row joins a group's route
+if its `device` matches and neither `unfit` nor `probe` returns an objection. `unfit` uses facts that are equal on every
+rank. `probe` uses facts that may differ (a library that loads, a working link), so one rank's objection counts for all:
+a route that differs between ranks hangs. Finally the communicator itself may refuse (`admit`), the same on all ranks.
 
-What only groups with GPUs ask is imported where they do: everybody imports this module.
+Imports for groups with GPUs are inside functions, because every program imports this module.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """The ways to a communicator in each state of the program, in a few words."""
+    """How calls reach a communicator in each state of the program, as short texts."""
 
     eager: str
     compiled: str
     captured: str | None
-    """None for what the host does: a replay would not do it, so it is refused while a graph is recorded."""
+    """None if the host does the work: a graph's replay would omit it, so it is refused during capture."""
 
 
 OP = Paths("registered op, Python", "the same op", None)
@@ -41,32 +40,33 @@ OP = Paths("registered op, Python", "the same op", None)
 
 @dataclass(frozen=True)
 class Row:
-    """One communicator: where it is, and what speaks against it in a given group."""
+    """One communicator: its class, and the conditions under which a group can use it."""
 
     name: str
     module: str
     class_name: str
     paths: Paths = OP
-    """What `explain()` prints, and what a capture refuses."""
+    """Shown by `explain()`; without a `captured` path, capture is refused."""
     device: str = "any"
-    """Device of the groups that may have it: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
+    """Device of the groups that may use it: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
     partial: bool = False
-    """True if it refuses requests that have a meaning: the rows below it carry them. Others must carry everything."""
+    """True if it may refuse valid requests, which the rows below must then support. Other rows support everything."""
     several_hosts: bool = False
-    """True if it is for groups whose ranks are on several hosts; the contract tests then make such hosts."""
+    """True if it is only for groups that span hosts. The contract tests then simulate hosts."""
     unfit: Callable[[GroupContext], str | None] = lambda context: None
+    """Returns an objection to the group, or None, from facts that are equal on every rank."""
     probe: Callable[[GroupContext], str | None] | None = None
-    """As `unfit`, by what may differ between ranks; asked where `unfit` has found nothing, and put to a vote."""
+    """Returns a rank's own objection, or None; called if `unfit` returned None. One objection counts for all ranks."""
     agree: Callable[[GroupContext], str | None] | None = None
-    """As `probe`, by what the ranks find out together: the same on every rank, each of which calls it."""
+    """Returns an objection that is the same on every rank, or None. Every rank calls it, and it may communicate."""
     simulated: bool = False
-    """For groups whose ranks are imagined; the other rows are for groups of processes."""
+    """For simulated groups. The other rows are for groups of processes."""
     fake: bool = False
-    """For groups of torch's `fake` backend, which have no other row."""
+    """For groups of torch's `fake` backend, which use no other row."""
     custom_all_reduce: bool = False
-    """Kernels of our own, which `set_custom_all_reduce(False)` turns off."""
+    """True for this library's own kernels, which `set_custom_all_reduce(False)` turns off."""
     asked_for: Callable[[], bool] = lambda: False
-    """True if somebody switched it on: where it can be had for such groups, but not for this one, the log says why."""
+    """Returns True if a setting requests it. If it is then unavailable for a group, the log has the reason."""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
@@ -75,7 +75,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """Returns why the row is unsupported, from facts equal on every rank, or None."""
+        """Returns why the row can't be used, from facts that are equal on every rank, or None."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):
@@ -86,7 +86,7 @@ class Row:
 def _no_shared_memory(context: GroupContext) -> str | None:
     memory = context.host_memory
     if memory is None:
-        return "the gloo group is made at its first use"
+        return "the gloo group is created at its first use"
     if memory.problem is not None:
         return memory.problem
     return None if memory.in_one_segment else memory.apart or f"its ranks are on {len(memory.hosts)} hosts"
@@ -100,11 +100,11 @@ def _no_hosts(context: GroupContext) -> str | None:
 
 
 def _no_nccl_group(context: GroupContext) -> str | None:
-    return "the gloo group is made at its first use" if context.host_memory is None else None
+    return "the gloo group is created at its first use" if context.host_memory is None else None
 
 
 def _switched_off(context: GroupContext, setting: settings.Setting[str]) -> str | None:
-    """Returns why a way of GPUs is off by its setting: by `auto` where this rank knows of no measured row."""
+    """Returns why a GPU communicator is off by its setting: `off`, or `auto` without measurements for this machine."""
     from device_communicators.peer import thresholds as peer_thresholds
 
     if setting.get() == "auto":
@@ -140,10 +140,10 @@ def _no_peers(context: GroupContext) -> str | None:
     from device_communicators.peer.kernels import MAX_RANKS
 
     if context.size > MAX_RANKS:
-        return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
+        return f"it has {context.size} ranks, and kernels in peer memory support at most {MAX_RANKS}"
     memory = context.host_memory
     if memory is not None and (memory.problem is not None or memory.apart):
-        return None  # not needed: `peer.thresholds` asks the drivers whether all GPUs are on one host
+        return None  # `peer.thresholds` then checks by the drivers that all GPUs are on one host
     return _no_shared_memory(context)
 
 
@@ -164,12 +164,12 @@ def _no_peer_memory(context: GroupContext) -> str | None:
 
 
 _KERNEL = Paths("C++ kernel of the op", "the same op", None)
-"""In place of `OP`, for a communicator whose library has the ops."""
+"""Replaces `OP` for a communicator whose library has the ops."""
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
 _PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
 
 _WARNED: set[str] = set()
-"""The reason that groups of this process go without shared memory."""
+"""The logged reasons why groups of this process don't use shared memory."""
 
 CATALOG: tuple[Row, ...] = (
     Row(
@@ -200,13 +200,13 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row("process_group", "device_communicators.process_group.gloo", "ProcessGroupCommunicator"),
 )  # fmt: skip
-"""In the order in which a route tries them. What `paths` says is alike for every group."""
+"""In the order in which a route tries them."""
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
-    """Returns the route of a group; every rank of the group calls it, in the same order of groups.
+    """Returns the route of a group. Every rank of the group calls it, in the same order of groups.
 
-    A group of one rank has no communicators: its operations end in the coordinator.
+    A group of one rank has no communicators: the coordinator completes its operations.
     """
     if context.size == 1:
         return Route(context, (), {})
@@ -226,44 +226,42 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
                 ways = _KERNEL if row.paths is OP and _has_native_ops(made) else row.paths
                 paths.append((row.name, ways.eager, ways.compiled, ways.captured or "not recordable: the host does it"))
         if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
-            logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
+            logger.warning("%s runs without %s, which was requested: %s", context, row.name, reasons[i])
     _warn_of_no_shared_memory(context)
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     return Route(context, communicators, refusals, _aligned(paths))
 
 
 def _has_native_ops(made: Communicator) -> bool:
-    """Returns True if the registered ops reach it without Python."""
     server, memory = made.op_server, made.context.host_memory
-    is_debug = memory is not None and memory.debug  # which compares in Python
+    is_debug = memory is not None and memory.debug  # debug mode compares calls in Python
     return server is not None and server.library.has_ops and not is_debug
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows as lines, in columns of equal widths."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _warn_of_no_shared_memory(context: GroupContext) -> None:
-    """Logs once why ranks of one host share no memory, unless somebody chose that or the system has no other way."""
+    """Logs once why ranks of one host share no memory, unless a setting chose that or the system isn't Linux."""
     memory = context.host_memory
     problem = None if memory is None else memory.problem or memory.apart or None
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
-    # Other ranks' choices and troubles come with their rank.
+    # A problem names a setting if another rank's setting is the reason.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
-    is_told = chosen or known or problem in _WARNED or not logs.is_first_of_host()
-    if problem is None or is_told or sys.platform != "linux":
+    is_silent = chosen or known or problem in _WARNED or not logs.is_first_of_host()
+    if problem is None or is_silent or sys.platform != "linux":
         return
     _WARNED.add(problem)
     instead = "gloo" if memory is not None and memory.problem else "connections"
     logger.warning(
-        "%s goes without shared memory, which is several times faster than %s: %s", context, instead, problem
+        "%s runs without shared memory, which is several times faster than %s: %s", context, instead, problem
     )
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
-    """Drops rows whose probe finds something on any rank."""
+    """Runs the probes. Returns `reasons` with an objection for each row whose probe objects on any rank."""
     found = {i: row.probe(context) for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None}
     if found and context.make_cpu_group is not None:
         votes = context.gather(json.dumps([reason is None for reason in found.values()]).encode(), "vote")

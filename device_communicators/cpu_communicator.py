@@ -1,8 +1,8 @@
-"""CPU tensors of a group of processes: the compiled collectives (cpu/csrc/group.h), within a host and between hosts.
+"""Communicator for CPU tensors: the compiled collectives (cpu/csrc/group.h), within a host and between hosts.
 
-Each collective is one call of the compiled group, the same that the registered ops and direct calls make. Whether the
-ranks share memory was decided when the group was made (`host_memory`); `explain()` says why they don't. What goes from
-one rank to another has queues in shared memory, or connections (`streams`).
+Each collective is one call of the compiled group, the same as from the registered ops and the CPU fast path. Whether
+ranks share memory was decided when the group was created (`host_memory`); `explain()` shows why they don't. Transfers
+between two ranks use queues in shared memory, or connections (`streams`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from device_communicators.routing.communicator import (
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scatterv")
-"""Need a connection of each two ranks on different hosts."""
+"""These need a connection between every two ranks on different hosts."""
 _SIZED_BYTES_TO_ONE = 1 << 20
 _SIZED_BYTES = 64 << 10
-"""Of a message's tensors, what goes with its head to one other host; to several, no more than in a broadcast."""
+"""Tensor bytes of a message that are sent together with its head, to one other host and to several."""
 
 
 class CpuCommunicator(Communicator):
-    """The ranks of a group around one segment, or of several such segments with connections between them.
+    """Connects the ranks of a group by one shared segment, or by a segment per host and connections between hosts.
 
-    A collective that is started, and waited for later, is done when its start returns.
+    A started collective is already complete when its call returns.
     """
 
-    name = "shared_memory"  # over several segments "hierarchical"
+    name = "shared_memory"  # "hierarchical" with several segments
     tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
@@ -158,7 +158,7 @@ class CpuCommunicator(Communicator):
     def barrier(self) -> None:
         self._group.call("barrier")
 
-    # Between two ranks. Those of one segment have queues: only plain tensors come this way.
+    # Between two ranks. In one segment, messages use queues elsewhere, and only plain tensors are sent here.
 
     def send(self, x: Tensor, dst: int) -> None:
         self._transfers.send(x.contiguous(), dst, self._tag(self.context.tag(0)))

@@ -1,8 +1,8 @@
-"""A group of any size in one process: this rank is real, the others are imagined to hold the same tensor.
+"""Communicator for a simulated group: one process, in which every other rank is assumed to hold this rank's tensor.
 
-So a sum multiplies by the size, a product is a power, gathers copy, and max and min change nothing. avg changes nothing
-either, unless a sum of integers wraps. Calls that need a real peer's data (another rank's broadcast, a receive) are
-refused. It serves to build and shape-check model code.
+So a sum multiplies by the group's size, a product is a power, gathers copy, and max and min change nothing. avg changes
+nothing either, unless a sum of integers wraps. Calls that need a real peer's data (another rank's broadcast, a receive)
+raise. Use it to build and shape-check models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from device_communicators.routing.communicator import Communicator, Request
 
 
 class SimulatedCommunicator(Communicator):
-    """Answers as a group would whose ranks all hold this rank's tensor."""
+    """Computes each result as if all ranks held this rank's tensor."""
 
     name = "simulated"
 
@@ -39,7 +39,7 @@ class SimulatedCommunicator(Communicator):
         if reduce_op == "sum":
             x.copy_(wide * size)
         elif reduce_op == "avg" and not x.is_floating_point() and not x.is_complex():
-            x.copy_(x * size)  # which may wrap
+            x.copy_(x * size)  # may wrap, like a real sum
             divide_(x, size)
         elif reduce_op == "product":
             x.copy_(wide**size)
@@ -85,7 +85,7 @@ class SimulatedCommunicator(Communicator):
         return DONE
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return DONE  # nobody takes it
+        return DONE  # not received by any rank
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
         raise self._needs_peer("recv", src)

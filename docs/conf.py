@@ -1,4 +1,4 @@
-"""Sphinx: Markdown pages, the API from docstrings, and what `generate` makes of the source at build time."""
+"""Sphinx configuration: Markdown pages, the API from docstrings, and tables that `generate` makes at build time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ autodoc_preserve_defaults = True
 add_module_names = False
 python_use_unqualified_type_names = True
 suppress_warnings = ["misc.highlighting_failure"]
-"""A block may hold an ellipsis that the lexer doesn't know."""
+"""A code block may contain an ellipsis, which the lexer rejects."""
 
 
 class ApiNames(SphinxDirective):
@@ -51,7 +51,7 @@ class ApiNames(SphinxDirective):
         homes = {name: module for module, names in parallel_state._NAMES.items() for name in names}
         for name in public_names():
             public = getattr(parallel_state, name)
-            home = homes.get(name, "")  # `__module__` of a class is the root
+            home = homes.get(name, "")  # a class's `__module__` is "parallel_state"
             if name == "GroupCoordinator" or not any(home == each or home.startswith(f"{each}.") for each in prefixes):
                 continue
             kind = "autoclass" if inspect.isclass(public) else "autofunction"
@@ -67,13 +67,13 @@ class ApiNames(SphinxDirective):
 
 
 def public_names() -> list[str]:
-    """Returns the names that the API page lists: all but the getters that follow from the table of axes, and tables."""
+    """Returns the names on the API page: all public ones but getters made from the axis table, and tables."""
     made = set(parallel_state.functions.getters.__all__) - set(vars(parallel_state.state))
     return sorted(set(parallel_state.__all__) - made - {"AXES", "PRESETS"})
 
 
 def to_rst(lines: list[str]) -> list[str]:
-    """Returns a docstring as reStructuredText: code between backticks, indented blocks as they are, no other markup."""
+    """Returns a docstring as reStructuredText with code in backticks, literal indented blocks and no other markup."""
     out: list[str] = []
     in_block = False
     for line in lines:

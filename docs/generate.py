@@ -1,8 +1,8 @@
-"""Draws the docs' pictures and writes the tables that follow from the source; `make docs` and the docs tests call it.
+"""Draws the docs' pictures and writes tables from the source. `make docs` and the docs tests call it.
 
     python docs/generate.py            # rewrites docs/pictures/*.svg and docs/compat.md
 
-Pictures are on a white card, with plain colours, so they read the same on a dark page.
+Pictures have a white background and fixed colours, so that they are readable on a dark page.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _text(x: float, y: float, words: str, colour: str = "#24292f", more: str = "
 
 
 def latency_lines(paths: Sequence[Path]) -> dict[str, list[tuple[int, float]]]:
-    """Returns the median microseconds of each candidate in `LINES` over bytes, by its name in the picture."""
+    """Returns (bytes, median microseconds) of each candidate in `LINES`, by its name in the picture."""
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES.values()}
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
@@ -65,7 +65,7 @@ def latency_lines(paths: Sequence[Path]) -> dict[str, list[tuple[int, float]]]:
 
 
 def latency_picture(paths: Sequence[Path] = RESULTS) -> str:
-    """Returns the README's SVG: latency of all_reduce over its size, beside the peers of the same run."""
+    """Returns the README's SVG: latency of all_reduce by size, with the peers of the same run."""
     picture = _imported("harness.picture", ROOT / "benchmarks")
     machine = json.loads(paths[0].read_text())["machine"]
     title = "all_reduce of bfloat16 between 2 CPU ranks"
@@ -77,7 +77,7 @@ def latency_picture(paths: Sequence[Path] = RESULTS) -> str:
 
 
 def _imported(name: str, folder: Path) -> Any:
-    """Returns a module of a checkout's folder."""
+    """Imports a module from a folder of the checkout."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return import_module(name)
@@ -87,7 +87,7 @@ def _imported(name: str, folder: Path) -> Any:
 
 
 def _depths(table: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Returns each room's longest way down: it lies above all that it may import."""
+    """Returns the length of each room's longest chain of imports: a room is drawn above all that it may import."""
 
     def depth(room: str) -> int:
         return max((1 + depth(below) for below in table[room]), default=0)
@@ -99,10 +99,10 @@ Bends = dict[tuple[str, str], list[str]]
 
 
 def _layers(table: Mapping[str, Sequence[str]]) -> tuple[list[list[str]], Bends]:
-    """Returns layers of rooms, the highest first, and the arrows as chains with a bend in each layer they cross.
+    """Returns layers of rooms, the highest first, and the arrows as chains with a bend in each layer that they cross.
 
-    A bend has a place in its layer as a room has, so arrows don't run through rooms; each layer is in the order of
-    the middles of what points at it.
+    A bend occupies a position in its layer, so that arrows don't cross rooms. A layer is sorted by the mean position
+    of the rooms that point at each of its rooms.
     """
     depths = _depths(table)
     layers: list[list[str]] = [[] for _ in range(max(depths.values()) + 1)]
@@ -127,7 +127,7 @@ def _layers(table: Mapping[str, Sequence[str]]) -> tuple[list[list[str]], Bends]
 
 
 def _package_picture(rooms: Mapping[str, Sequence[str]], top: float, width: int, fill: str, line: str) -> list[str]:
-    """Returns boxes and arrows of one package, from `top` on."""
+    """Returns the boxes and arrows of one package, below `top`."""
     layers, chains = _layers(rooms)
     at: dict[str, tuple[float, float, float]] = {}
     for level, layer in enumerate(layers):
@@ -166,7 +166,7 @@ def _box(name: str, middle: float, y: float, wide: float, fill: str, line: str) 
 
 
 def rooms_picture() -> str:
-    """Returns the SVG of both packages' rooms, from the table that the direction test asserts."""
+    """Returns the SVG of both packages' rooms, from the table that `test_import_direction.py` asserts."""
     table = _imported("tests.rooms", ROOT)
     width, top = 900, 44.0
     body = [
@@ -195,6 +195,62 @@ def rooms_picture() -> str:
     return _svg(width, round(top - 28), "The rooms of the two packages", body)
 
 
+# The picture of the floors.
+
+FLOORS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
+    (
+        "Face",
+        "Checks a call, finds its group, words its errors",
+        (
+            ("state", "collectives", "messages", "regions", "functions", "groups", "c10d"),
+            ("launch", "metrics", "compile", "compat", "tools"),
+        ),
+    ),
+    (
+        "Ranks",
+        "Computes rank lists, starts worlds, makes groups; one control thread per process detects exits",
+        (("layout", "startup", "process_groups", "liveness", "control"),),
+    ),
+    (
+        "Data",
+        "Moves bytes; one group object per family of transports",
+        (
+            ("catalog", "routing", "calls", "base"),
+            ("cpu_communicator", "cpu", "nccl", "cuda", "peer", "machine", "process_group", "simulated"),
+        ),
+    ),
+)
+"""Name, purpose and lines of rooms of each floor, the highest first."""
+
+
+def floors_picture() -> str:
+    """Returns the SVG of the three floors; each room of both packages is on one of them."""
+    table = _imported("tests.rooms", ROOT)
+    colours = dict.fromkeys(table.UPPER_ROOMS, ("#ddf4ff", "#0969da"))
+    colours |= dict.fromkeys(table.LOWER_ROOMS, ("#dafbe1", "#1a7f37"))
+    drawn = [room for _, _, lines in FLOORS for line in lines for room in line]
+    if sorted(drawn) != sorted(colours):
+        raise ValueError(f"FLOORS and tests/rooms.py differ in {sorted(set(drawn) ^ set(colours))}")
+    width, top = 900, 52.0
+    body = [_text(20, 32, "model layer, scheduler, engine, torch.distributed program, command line", "#57606a")]
+    for name, purpose, lines in FLOORS:
+        height = 44 + len(lines) * (BOX + 12)
+        body.append(
+            f'<rect x="16" y="{top}" width="{width - 32}" height="{height}" rx="6" fill="#f6f8fa" stroke="#d0d7de"/>'
+        )
+        body.append(_text(28, top + 22, name, more=' font-size="15" font-weight="bold"'))
+        body.append(_text(90, top + 22, purpose, "#57606a"))
+        for level, line in enumerate(lines):
+            x = 28.0
+            for room in line:
+                wide = _box_width(room)
+                body.append(_box(room, x + wide / 2, top + 36 + level * (BOX + 12), wide, *colours[room]))
+                x += wide + GAP
+        top += height + 12
+    body.append(_text(20, top + 12, "blue: parallel_state; green: device_communicators", "#57606a"))
+    return _svg(width, round(top + 28), "The three floors and their rooms", body)
+
+
 # Tables.
 
 
@@ -207,7 +263,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def settings_table() -> str:
-    """Returns every environment variable with its default and meaning."""
+    """Returns the table of environment variables: default and meaning."""
     from device_communicators.base import settings
 
     rows = [
@@ -228,14 +284,14 @@ def _default(name: str, value: Any) -> str:
 
 
 def rooms_table() -> str:
-    """Returns each room with what it is for, by its own docstring, and what it may import."""
+    """Returns the table of rooms: purpose (from the docstring) and allowed imports."""
     table = _imported("tests.rooms", ROOT)
     rows = []
     for package, rooms in ((table.UPPER, table.UPPER_ROOMS), (table.LOWER, table.LOWER_ROOMS)):
         for room, below in rooms.items():
             purpose = _purpose(ROOT / package, room)
             rows.append((f"`{package}.{room}`", purpose, ", ".join(f"`{each}`" for each in below) or "–"))
-    return _table(("room", "for", "may import"), rows)
+    return _table(("room", "purpose", "may import"), rows)
 
 
 def _purpose(package: Path, room: str) -> str:
@@ -246,7 +302,7 @@ def _purpose(package: Path, room: str) -> str:
 
 
 def errors_tree() -> str:
-    """Returns the tree of errors as a nested list, each with the first line of its docstring."""
+    """Returns the tree of errors as a nested list with the first line of each docstring."""
     from device_communicators.base import errors
 
     def walk(kind: type, depth: int) -> Iterator[str]:
@@ -263,14 +319,14 @@ NAMES_INTRO = """# Names of other projects
 
 <!-- Written by docs/generate.py from the compat modules and from the projects' own files. -->
 
-Each module of `parallel_state.compat` has one project's names, over the one state. A name is *the same* if it takes
-the same parameters, with the same defaults, as in the version named here; private names that a project's own tree
-imports are listed as well. Members of a class are names, too. A test compares each with the project's own files.
+Each module of `parallel_state.compat` has the names of one project. All modules share one state. A name is *the same*
+if its parameters and defaults equal those of the version named here. Members of a class are listed, and private names
+that the project itself imports. A test compares each name with the project's own files.
 """
 
 
 def names_page() -> str | None:
-    """Returns docs/compat.md; None where the projects' files aren't here (tests/references.py fetches them)."""
+    """Returns docs/compat.md, or None if the projects' files aren't cached (tests/references.py fetches them)."""
     compat_names = _imported("tests.compat_names", ROOT)
 
     if not all(each.is_cached() for project in compat_names.PROJECTS for each in project.references):
@@ -298,17 +354,17 @@ def names_page() -> str | None:
 
 
 def write_tables() -> None:
-    """Writes what the pages include, into a folder that git ignores."""
+    """Writes the tables that pages include to `docs/_generated`, which git ignores."""
     GENERATED.mkdir(exist_ok=True)
     for name, text in (("settings.md", settings_table()), ("rooms.md", rooms_table()), ("errors.md", errors_tree())):
         path = GENERATED / name
-        if not path.exists() or path.read_text() != text:  # an unchanged file needs no new build
+        if not path.exists() or path.read_text() != text:  # Sphinx rebuilds pages of changed files
             path.write_text(text)
 
 
 def pictures() -> dict[str, str]:
-    """Returns name -> SVG of every picture that lies in docs/pictures."""
-    return {"latency.svg": latency_picture(), "rooms.svg": rooms_picture()}
+    """Returns name -> SVG of every picture that is drawn from the source or from results."""
+    return {"latency.svg": latency_picture(), "floors.svg": floors_picture(), "rooms.svg": rooms_picture()}
 
 
 def main() -> None:

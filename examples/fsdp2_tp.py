@@ -1,8 +1,8 @@
-"""FSDP2 and tensor parallelism of torch, over this library's device mesh: 2 × 2 ranks on a CPU.
+"""Trains with torch's FSDP2 and tensor parallelism over this library's device mesh: 2 × 2 ranks on the CPU.
 
     python examples/fsdp2_tp.py
 
-It prints the losses of four steps, with four ranks that each hold a quarter of the weights, and with one process:
+It prints the losses of four steps, on four ranks with a quarter of the weights each, and in one process:
 
     FSDP 2 × TP 2: 2.0720 1.2043 0.6004 0.2613
     one process:   2.0720 1.2043 0.6004 0.2613
@@ -37,7 +37,7 @@ def make() -> nn.Sequential:
 
 
 def train(model: nn.Module, part: int = 0, parts: int = 1) -> Tensor:
-    """Returns the losses of a part of each batch: [steps]."""
+    """Trains on one part of each batch; returns the losses, [steps]."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for _ in range(STEPS):
         generator = torch.Generator().manual_seed(1)
@@ -52,7 +52,7 @@ def train(model: nn.Module, part: int = 0, parts: int = 1) -> Tensor:
 
 
 def rank() -> tuple[list[float], float]:
-    """Returns the losses of the whole batch, and this rank's share of the weights."""
+    """Trains on this rank; returns the losses of the whole batch and this rank's share of the weights."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(tensor_model_parallel_size=2, data_parallel_shard_size=2)
     model, data = make(), ps.get_dp_group()

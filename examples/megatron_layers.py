@@ -3,13 +3,13 @@
     pip install parallel-state megatron-core
     python examples/megatron_layers.py
 
-It prints, within a minute (`…`: some digits):
+It prints within a minute (`…` are digits):
 
     groups: parallel_state, ranks [0, 1]
     loss 0: …
     loss 50: 0.…
 
-The lines that differ from a program over Megatron's own state are the first two of `main`.
+Only the first two lines of `main` differ from a program that uses Megatron's own parallel state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from parallel_state.compat import megatron as mpu
 
 
 def main(steps: int = 51) -> list[float]:
-    mpu.install()  # before Megatron is imported: its modules find our groups
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # of its global memory buffer
+    mpu.install()  # before the import of Megatron, whose modules then use our groups
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # for its global memory buffer
     from megatron.core import ModelParallelConfig, parallel_state, tensor_parallel
 
     dist.init_process_group("gloo")

@@ -1,17 +1,17 @@
-"""nano-vllm, from its source, on a CPU: its engine, scheduler and Qwen3 with tensor parallelism over this library.
+"""Runs nano-vllm from its source on the CPU: its engine, scheduler and tensor-parallel Qwen3 over this library.
 
     PYTHONPATH=folder-of-its-source python examples/nano_vllm.py       # needs transformers
 
-It prints, beside what nano-vllm says itself:
+It prints, among nano-vllm's own output:
 
     1 rank, gloo:            24 tokens
     2 ranks, gloo:           the same
     2 ranks, parallel_state: the same
 
-nano-vllm is for GPUs: it asks torch for the backend `nccl`. `stand_in` gives it another backend, and the CPU for what
-else needs a GPU: memory on the device, flash-attn (torch's own attention over the same cache), and Triton's kernel that
-fills the cache. What the ranks say to each other is its own, through torch.distributed: all_reduce in the linear layers
-and the embedding, gather of the logits, barrier.
+nano-vllm is for GPUs and uses torch's backend `nccl`. `stand_in` selects another backend and replaces what else needs a
+GPU: device memory, flash-attn (by torch's attention over the same cache), and the Triton kernel that fills the cache.
+The communication is nano-vllm's own, by torch.distributed: all_reduce in the linear layers and the embedding, gather of
+the logits, barrier.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import parallel_state  # registers the backend "parallel_state"  # noqa: F401
 PROMPTS = [[5, 17, 91, 3, 66], [200, 8], [42] * 20]
 TOKENS_EACH = 8
 GREEDY = 1e-6
-"""Of nano-vllm's temperatures, one by which the most likely token is taken."""
+"""A temperature so low that nano-vllm always selects the most likely token; it doesn't accept 0."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns causal attention of one sequence's last tokens: [tokens, heads, head_dim], of the query's shape."""
+    """Returns causal attention of one sequence's last tokens, [tokens, heads, head_dim]: the query's shape."""
     late = len(key) - len(query)
     mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(late)
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
@@ -71,7 +71,7 @@ def store_kvcache(key, value, k_cache, v_cache, slot_mapping):
 
 
 class Hash:
-    """As much of xxhash's as nano-vllm's cache of prefixes asks for."""
+    """The part of xxhash's interface that nano-vllm's prefix cache uses."""
 
     def __init__(self) -> None:
         self.update, self._digest = (found := hashlib.blake2b(digest_size=8)).update, found.digest
@@ -81,7 +81,7 @@ class Hash:
 
 
 def stand_in() -> None:
-    """Lets nano-vllm run in this process without a GPU, over the backend that NANO_VLLM_BACKEND names."""
+    """Prepares this process so that nano-vllm runs without a GPU, over the backend in NANO_VLLM_BACKEND."""
     flash = types.ModuleType("flash_attn")
     flash.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
@@ -102,18 +102,18 @@ def stand_in() -> None:
 
     def init_process_group(backend, address, **options):
         if backend != "nccl":
-            raise ValueError(f"nano-vllm asks for {backend}; it is known to ask for nccl")
+            raise ValueError(f"expected nano-vllm to use the backend nccl, but it uses {backend}")
         init(os.environ["NANO_VLLM_BACKEND"], f"tcp://127.0.0.1:{os.environ['NANO_VLLM_PORT']}", **options)
 
     dist.init_process_group = init_process_group
     from nanovllm.layers import attention
 
     attention.store_kvcache = store_kvcache
-    del sys.modules["flash_attn"]  # transformers, too, asks whether it is there
+    del sys.modules["flash_attn"]  # transformers would use it as well
 
 
 def make_model(folder: str) -> None:
-    """Writes a tiny Qwen3 with random weights, and a tokenizer of bytes."""
+    """Writes a tiny Qwen3 with random weights and a byte tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -130,7 +130,7 @@ def make_model(folder: str) -> None:
 
 @torch.inference_mode()
 def generate(folder: str, ranks: int, backend: str) -> list[list[int]]:
-    """Returns the tokens that nano-vllm finds for PROMPTS. It starts the other ranks itself."""
+    """Returns the tokens that nano-vllm generates for PROMPTS. It starts the other ranks itself."""
     from nanovllm import LLM, SamplingParams
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -143,7 +143,7 @@ def generate(folder: str, ranks: int, backend: str) -> list[list[int]]:
     return [answer["token_ids"] for answer in answers]
 
 
-stand_in()  # in the ranks that nano-vllm starts, too: they import this file
+stand_in()  # at import, because the ranks that nano-vllm starts import this file
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

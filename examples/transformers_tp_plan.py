@@ -1,4 +1,4 @@
-"""transformers' tensor-parallel plan over the backend `parallel_state`: a tiny Llama on two ranks of a CPU.
+"""Runs a tiny Llama with transformers' tensor-parallel plan over the backend `parallel_state`: two ranks on the CPU.
 
     python examples/transformers_tp_plan.py          # needs transformers and accelerate
 
@@ -22,7 +22,7 @@ PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 def make_model(folder: str) -> None:
-    """Writes a tiny Llama with random weights; wide ones, so that the most likely token stands out."""
+    """Writes a tiny Llama. Its random weights are large, so that the most likely token is unambiguous."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -34,17 +34,17 @@ def make_model(folder: str) -> None:
 
 
 def generate(folder: str, **options: str) -> tuple[list[int], int]:
-    """Returns the tokens behind the prompt, and how many numbers of a layer's weight are here."""
+    """Returns the generated tokens and the number of elements of one weight on this rank."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(folder, **options)
-    told = model.generate(PROMPT, max_new_tokens=16, do_sample=False)
+    generated = model.generate(PROMPT, max_new_tokens=16, do_sample=False)
     weight = model.model.layers[0].mlp.up_proj.weight
-    return told[0, PROMPT.shape[1] :].tolist(), getattr(weight, "to_local", lambda: weight)().numel()
+    return generated[0, PROMPT.shape[1] :].tolist(), getattr(weight, "to_local", lambda: weight)().numel()
 
 
 def rank(folder: str) -> tuple[list[int], int]:
-    dist.init_process_group("parallel_state")  # the name is all that changes
+    dist.init_process_group("parallel_state")  # the only change to the program
     try:
         return generate(folder, tp_plan="auto")
     finally:
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     print(
         f"2 ranks, parallel_state: {len(one)} tokens, each rank with {'half' if half else 'all'} of the layers' weights"
     )
-    print(f"one process:             {'the same' if all(told == one for told, _ in ranks) else 'other'} tokens")
+    print(f"one process:             {'the same' if all(tokens == one for tokens, _ in ranks) else 'other'} tokens")

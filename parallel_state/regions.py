@@ -1,8 +1,8 @@
-"""Megatron's tensor- and sequence-parallel regions: where activations enter and leave the sharded part of a layer.
+"""Megatron's tensor- and sequence-parallel regions: the entry and exit of the sharded part of a layer.
 
     region                                    forward              backward
     copy_to_tensor_model_parallel_region      x                    all-reduce
-    reduce_from_tensor_model_parallel_region  all-reduce           gradient as it is
+    reduce_from_tensor_model_parallel_region  all-reduce           gradient unchanged
     scatter_to_tensor_model_parallel_region   own slice, last dim  all-gather, last dim
     gather_from_tensor_model_parallel_region  all-gather, last dim own slice, last dim
     scatter_to_sequence_parallel_region       own slice, dim 0     all-gather, dim 0
@@ -11,12 +11,13 @@
     all_gather_last_dim_from_tensor_parallel_region    all-gather, last dim      reduce-scatter, last dim
     reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
 
-They differ from the gradients of the plain ops in one thing: here the ranks compute *one* loss together, so the
-gradient that arrives at a replicated tensor is already whole on every rank, and is not summed again.
-Shapes: `[tokens, hidden]` or any other with the dim named above. Every rank of the group calls them; `group` defaults
-to the tensor-parallel one. The gradient of a gradient follows the same table, also under torch.func (see `transforms`).
-What a region gives may be changed in place; its input stays. After Shoeybi et al., arXiv:1909.08053, and Korthikanti et
-al., arXiv:2205.05198.
+Unlike with the plain ops, the ranks compute *one* loss together. So the gradient of a replicated tensor is already
+complete on every rank, and is not summed again. Higher-order gradients follow the same table, also under torch.func.
+
+Shapes: `[tokens, hidden]`, or any other with the dim named above. Every rank of the group calls them. `group` defaults
+to the tensor-parallel one. The result may be changed in place; the input is never changed.
+
+After Shoeybi et al., arXiv:1909.08053, and Korthikanti et al., arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Copies `x`; its gradient is summed over the group. Before a column-parallel layer.
+    """Copies `x`; its gradient is summed over the group. Use before a column-parallel layer.
 
-    New memory, so that it may be changed in place (`relu_`), with and without a gradient: `x` stays as it is. Compiled
-    code leaves the copy out where nothing changes it.
+    The copy may be changed in place (`relu_`). Compiled code omits the copy if nothing changes it.
     """
     return _run("copy_region", _copy, x, group)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group; the gradient passes as it is. After a row-parallel layer."""
+    """Sums over the group; the gradient is unchanged. Use after a row-parallel layer."""
     return _run("reduce_region", _reduce, x, group)
 
 
@@ -56,7 +56,7 @@ def scatter_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator |
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Joins the ranks' slices along the last dim."""
+    """Concatenates the ranks' slices along the last dim."""
     return _run("gather_region", _gather, x, group, -1, False)
 
 
@@ -68,23 +68,26 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | Non
 def gather_from_sequence_parallel_region(
     x: Tensor, tensor_parallel_output_grad: bool = True, group: GroupCoordinator | None = None
 ) -> Tensor:
-    """Joins the ranks' slices along dim 0. With `tensor_parallel_output_grad`, the default, a sharded layer follows:
-    each rank's gradient is a part, and they are reduced; without, it is whole on every rank, and is only cut."""
+    """Concatenates the ranks' slices along dim 0.
+
+    `tensor_parallel_output_grad`: True if a sharded layer follows. Each rank then has a partial gradient, and they are
+    reduce-scattered. False if every rank has the complete gradient; each rank then takes its slice.
+    """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of dim 0 of the sum over the group."""
+    """Sums over the group, and returns this rank's slice of dim 0."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Joins the ranks' slices along the last dim; the gradient is reduce-scattered."""
+    """Concatenates the ranks' slices along the last dim; the gradient is reduce-scattered."""
     return _run("gather_region", _gather, x, group, -1, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of the last dim of the sum over the group; the gradient is all-gathered."""
+    """Sums over the group, and returns this rank's slice of the last dim; the gradient is all-gathered."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 
@@ -98,17 +101,14 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
         args = (dim, *args[1:])
     if group.world_size == 1:
         return x
-    # Each rank has another slice, of the result or of its gradient.
+    # The slice, of the result or of its gradient, depends on the rank.
     is_ranked = torch.is_grad_enabled() and (name == "scatter_region" or (name == "gather_region" and not args[-1]))
     return _with_gradient(name, kernel, x, group._token, *args, group._ranked_key if is_ranked else group._key)
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the op where a gradient may be wanted, else its plain parts, which other passes know."""
+    """Calls the op if gradients are enabled; otherwise the plain ops, which compiler passes recognise."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
-
-
-# Kernels: made of the plain ops, of which compiled graphs consist, too.
 
 
 def _copy(x: Tensor, token: Tensor, group: str) -> Tensor:
@@ -147,7 +147,7 @@ def _define(
 ) -> None:
     def autograd(x: Tensor, *args: Any) -> Tensor:
         ops.refuse_tangent(name, args[-1], x)
-        # In a level of torch.func's the op goes on to the next one, which asks for its gradient, too.
+        # Within a torch.func transform, the op must reach the next level, which may need its gradient as well.
         below = getattr(_OPS, name) if in_transform() else kernel
         if x.requires_grad and torch.is_grad_enabled():
             return ops.differentiable(below, formula, x, *args)
@@ -157,7 +157,7 @@ def _define(
     ops.define(name, f"Tensor x, Tensor(a!) token, {arguments}str group", "Tensor", kernel, fake, autograd)
 
 
-# The gradient of each is the region that leads the other way.
+# The gradient of each region is the opposite region.
 _define("copy_region", "", _copy, ops.fake_same,
         lambda grad, *args: _with_gradient("reduce_region", _reduce, grad, *args))  # fmt: skip
 _define("reduce_region", "", _reduce, ops.fake_same,

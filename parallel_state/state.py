@@ -1,12 +1,12 @@
 """The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP` and all others, made by one init, cleared by one destroy.
 
-    init_distributed_environment()                      the world
-    initialize_model_parallel(tp, pp)                   its division into tp, pp and dp groups
-    get_tp_group() …                                    what model layers call
+    init_distributed_environment()                      creates the world group
+    initialize_model_parallel(tp, pp)                   divides it into tp, pp and dp groups
+    get_tp_group() …                                    called by model layers
     destroy_model_parallel(); destroy_distributed_environment()
 
-The only file with `global`. The groups themselves are an explicit object, `ParallelGroups`, which can be made and
-passed around without any of this. Getters of the other groups, and the longer names, are in `getters` and `aliases`.
+Only this file uses `global`. The groups are held by a `ParallelGroups` object, which programs can also create and pass
+around without this module. `functions.getters` and `functions.aliases` have the other getters and the longer names.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ _NODES: list[list[int]] | None = None
 _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: Start | None = None
-"""The way in which this process joined a world that it made; for `reinitialize`."""
+"""How this process joined a world that this library made; `reinitialize` needs it."""
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
-"""Undoes what init did to this process beside the groups, at destroy: exports, default group, ports, cores.
+"""At destroy, undoes init's other changes to this process: exported variables, default group, ports, cores.
 
-None while an init is under way, which has a stack of its own; a destroy meanwhile leaves one here, and the rest to it.
+None while an init runs, which has its own stack. A destroy during an init puts a new stack here; the init then fails
+and cleans up.
 """
 
 
@@ -96,28 +97,32 @@ def init_distributed_environment(
     bind_device: bool = False,
     high_priority_stream: bool = False,
 ) -> None:
-    """Joins this process with the others of its world; every process calls it once.
+    """Connects this process with the other ranks of its world. Every process must call it once.
 
-    Sizes and ranks that are left out (-1) come from what started the process (torchrun, SLURM, Open MPI, PMI), else
-    from an already initialised torch.distributed default group, else it is alone: rank 0 of 1, which needs no address.
-    `backend` of device tensors: nccl with CUDA, else gloo (or PARALLEL_STATE_BACKEND). `timeout`, seconds or
-    timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S); the search for the other ranks has
-    PARALLEL_STATE_START_TIMEOUT_S. `allow_pickle` as in initialize_model_parallel, for the world group. With
-    PARALLEL_STATE_CORES the process is bound to its cores until the world ends. `bind_device` makes NCCL's communicator
-    now, for this rank's device; those of groups are then split from it. `high_priority_stream` gives the world's NCCL
-    collectives a stream of high priority; other backends have none.
+    If torch.distributed is already initialised, joins that world. Otherwise a launcher's variables (torchrun, SLURM,
+    Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
-    Ranks, sizes and the address, a found one or that of tcp://, are exported for torch's env:// where nothing is set.
-    A world of one leaves torch's default group to its owner: there is none until a process group is asked for.
-    The soft limit of open files is raised to the hard one (at most 65,536): each group over gloo takes five or more.
+    - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
+    - `timeout`: deadline of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. Waiting
+      for the other ranks at start has its own, PARALLEL_STATE_START_TIMEOUT_S.
+    - `allow_pickle`: as in initialize_model_parallel, for the world group.
+    - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
+    - `high_priority_stream`: runs the world's NCCL collectives on a high-priority stream; ignored by other backends.
+
+    Exports ranks, sizes and address for torch's `env://`, except variables that are already set. With
+    PARALLEL_STATE_CORES, binds the process to its cores until the world is destroyed. Raises the soft limit of open
+    files to the hard one, at most 65,536: each gloo group needs five or more. A world of one rank creates torch's
+    default group only when a process group is requested.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
-    ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
+    ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
     """
     global _NODES, _START, _UNDO
     forks.check("init_distributed_environment()")
     if _UNDO is None:
-        raise AlreadyInitializedError("init_distributed_environment() is under way in this process; wait for its end")
+        raise AlreadyInitializedError(
+            "init_distributed_environment() is already running in this process; wait until it returns"
+        )
     if _WORLD is not None:
         raise AlreadyInitializedError(
             f"the distributed environment is initialised already ({_WORLD.context}); "
@@ -130,7 +135,7 @@ def init_distributed_environment(
     watcher: Watcher | None = None
     undo, _UNDO = contextlib.ExitStack(), None
     try:
-        # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
+        # Imported here: only a program that starts a world needs them, and the import must precede the first deadline.
         from parallel_state.groups import world as startup
         from parallel_state.startup.rendezvous import Start
 
@@ -143,7 +148,7 @@ def init_distributed_environment(
                 place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
         place, watcher, met = joined.place, joined.watcher, joined.met
-        # Not before: in the meeting all ranks find out whether a host's share the same cores.
+        # Only after the rendezvous, in which ranks compare the cores that they may use.
         cores_before = bind_as_set(place.local_rank, place.local_world_size)
         if cores_before is not None:
             undo.callback(cores.bind, cores_before)
@@ -187,8 +192,8 @@ def init_distributed_environment(
             _START = Start(distributed_init_method, options, own_place, is_served)
         if _UNDO is not None:
             raise GroupDestroyedError(
-                "destroy_distributed_environment() was called while init_distributed_environment() was under way, by a "
-                "handler of signals or another thread; what had begun is undone"
+                "destroy_distributed_environment() was called while init_distributed_environment() ran, by a signal "
+                "handler or another thread; the init was undone"
             )
         _UNDO = undo
     except BaseException as error:
@@ -218,7 +223,7 @@ def init_world_group(
     allow_pickle: bool = False,
     high_priority_stream: bool = False,
 ) -> GroupCoordinator:
-    """Makes `_WORLD` over an initialised torch.distributed default group, and returns it."""
+    """Creates the world group over an initialised torch.distributed default group, and returns it."""
     global _WORLD
     from parallel_state.groups import world as startup
 
@@ -237,7 +242,7 @@ def init_world_group(
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
     if high_priority_stream and options.is_nccl:
-        # Of our own communicators; torch's group is there already, and is found by its options.
+        # Not in `options`: these identify torch's existing group in the pool.
         traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
@@ -248,9 +253,9 @@ def init_world_group(
 
 @host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
-    """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine.
+    """Destroys the parallel groups and the world. Keeps a default group that the program made. May be called twice.
 
-    While init_distributed_environment() is under way, as in a signal's handler, it has that raise GroupDestroyedError.
+    If called while init_distributed_environment() runs (from a signal handler), that init raises GroupDestroyedError.
     """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
@@ -258,7 +263,7 @@ def destroy_distributed_environment() -> None:
     if undo is None:
         return
     world, _WORLD, _NODES, _START = _WORLD, None, None, None
-    with undo:  # whatever one of them raises, the others are done; it runs from its end
+    with undo:  # runs all callbacks, the last one first, even if one raises
         if world is not None:
             if world.pool is not None:
                 undo.callback(world.pool.close)
@@ -266,7 +271,7 @@ def destroy_distributed_environment() -> None:
         destroy_model_parallel()
 
 
-# Its division.
+# The groups of its axes.
 
 
 @host_call(OUTSIDE)
@@ -292,33 +297,36 @@ def initialize_model_parallel(
     failure_domain: str = "root",
     **sizes: Unpack[Sizes],
 ) -> None:
-    """Divides the world into tensor-, pipeline-, data-parallel and all other groups; every rank calls it alike.
+    """Divides the world into tensor-, pipeline-, data-parallel and all other groups.
 
-    `sizes` are those of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
-    expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; left out: tp), data_parallel_shard_size
-    (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp),
-    external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that is left
-    out, or None, is 1, but dp, which is what remains unless another size is -1. Only tp and pp go by position: what
-    comes third differs between Megatron and vLLM.
+    Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first.
+    Groups of equal ranks share one process group. Groups of tp, dp, pp and of each axis with a given size are created
+    now. The others (model, dp_cp, embedding, …) are created when the group's ranks first use them.
 
-    `order` names the axes from fastest to slowest: with `tp-cp-ep-dp-pp` the ranks of a tensor-parallel group are
-    neighbours. It is any permutation, or `megatron` (the default), `vllm`, `torchtitan`. `device_mesh` says sizes and
-    order instead, and its process groups are used; dims have names of axes. A size given beside it must be the mesh's.
+    - `sizes`: of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
+      expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; default: tp), data_parallel_shard_size
+      (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp,
+      dcp), external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size of
+      None is 1, but dp takes the remaining ranks unless another size is -1. Only tp and pp are positional: the third
+      argument differs between Megatron and vLLM.
+    - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
+      consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
+    - `backend`, `timeout`: of all groups that `axis_options` doesn't override.
+    - `axis_options`: options by group name.
+    - `allow_pickle`: lets objects of unregistered types be sent by pickle, which runs code that a peer sends. Only for
+      processes that you trust.
+    - `eager`: creates all groups now.
+    - `warm_up`: sends a small all-reduce over each created group.
+    - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
+    - `get_position_embedding_ranks`: picks from a pipeline's ranks; default: the first.
+    - `device_mesh`: replaces sizes and order, and supplies process groups. Its dims must be named after axes, and a
+      size that is also given must be equal.
+    - `failure_domain`: `root`: the death of any rank fails all groups on all ranks, so that no rank waits for one that
+      failed elsewhere. `replica`: it fails the world and each group that touches the dead rank's data-parallel replica:
+      its tp, pp and cp groups, and the dp groups that join it to others. Other groups keep working.
 
-    Groups of equal ranks are made once. Those of tp, dp, pp, and of each axis that was given a size are made now, the
-    others (model, dp_cp, embedding, …) at their first use by the group's ranks, or now with `eager`. `warm_up` sends a
-    first small all-reduce over each. `backend` and `timeout` are those of all groups, unless `axis_options` has others
-    for a group's name. `allow_pickle=True` lets objects of unregistered types travel by pickle, which runs what a peer
-    sends: only among processes that you trust. `get_embedding_ranks` picks from a pipeline's ranks (first and last),
-    `get_position_embedding_ranks` too (the first).
-
-    The death of any rank fails all groups, on all ranks: nobody waits for a rank that has failed elsewhere. With
-    `failure_domain="replica"` it fails those that touch the data-parallel replica of the dead rank (its tp, pp and cp
-    groups, and the dp groups that join it to others) and the world; the tp, pp and cp groups of other replicas go on.
-
-    After torch.distributed's own init_process_group it joins that world. Raises GroupNotInitializedError before both,
-    AlreadyInitializedError, LayoutError for sizes that don't fit,
-    ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
+    Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
+    ConfigMismatchError on every rank if ranks differ, CommunicationError if a rank never calls.
     """
     from parallel_state.groups import world as startup
 
@@ -328,7 +336,7 @@ def initialize_model_parallel(
             f"the model-parallel groups exist already ({_GROUPS.layout}); call destroy_model_parallel() first"
         )
     if _WORLD is None and dist.is_initialized():
-        init_distributed_environment()  # joins the world that the program made by torch
+        init_distributed_environment()
     if _WORLD is None:
         raise GroupNotInitializedError("call init_distributed_environment() before initialize_model_parallel()")
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
@@ -361,7 +369,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns the number of ranks on each host; None unless all have as many and they are neighbours."""
+    """Returns the number of ranks on each host; None unless it is the same on all and their ranks are consecutive."""
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -389,10 +397,10 @@ def ensure_model_parallel_initialized(
     virtual_pipeline_model_parallel_size: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> None:
-    """Initialises the groups, or checks that those that exist have these sizes and, if one is given, this order.
+    """Initialises the groups, or checks that the existing ones match these arguments.
 
-    Compares what is given and nothing else: the sizes, the backend of tp's device group, and with an order the ranks of
-    every kind of group. Raises ConfigMismatchError where they differ, InvalidArgumentError for no backend of torch's.
+    Compares only given arguments: the sizes, the backend of tp's device group and, for an order, the ranks of every
+    kind of group. Raises ConfigMismatchError if one differs, InvalidArgumentError for a backend unknown to torch.
     """
     if backend is not None:
         check_backend(backend)
@@ -419,19 +427,19 @@ def ensure_model_parallel_initialized(
         difference = _difference(groups.layout, asked, order)
     if difference:
         raise ConfigMismatchError(
-            f"the model-parallel groups exist with {groups.layout}, but {difference} was asked for; "
-            "call destroy_model_parallel() first to have others"
+            f"the model-parallel groups exist with {groups.layout}, but {difference} was requested; "
+            "call destroy_model_parallel() first to replace them"
         )
 
 
 def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | None) -> str:
-    """Returns the first size, or kind of group, in which a layout isn't what is asked for; "" if it is."""
+    """Returns the first size or kind of group in which `layout` differs from the request, or ""."""
     for axis, size in asked.items():
         if axis in layout.missing or size not in (-1, layout.size(axis)):
             return f"{axis}={size}"
     if order is None:
         return ""
-    # Sizes that nobody asked for are those of the layout; dp follows from them, as where it was made.
+    # Unrequested sizes keep the layout's values; dp follows from them.
     others = {row.name: layout.size(row.name) for row in BY_PARAMETER.values() if row.name not in layout.missing}
     others = {name: size for name, size in others.items() if name not in ("dp", "dp_shard", "inter_dist_opt")}
     if "intra_dp_cp" in layout.parts:
@@ -461,16 +469,18 @@ def init_model_parallel_group(
     use_custom_allreduce: bool | None = None,
     allow_pickle: bool = False,
 ) -> GroupCoordinator:
-    """Returns this rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike.
+    """Creates groups from lists of global ranks, and returns the one of this rank.
 
-    `use_custom_allreduce`: whether communicators with kernels of our own may carry its tensors; None: as
-    `set_custom_all_reduce` says; never with `use_device_communicator=False`. `use_message_queue_broadcaster` is taken
-    for vLLM's callers: within a host objects go through a queue in any case.
+    Each rank of the world is in exactly one list, and calls it with the same arguments.
+
+    - `use_device_communicator`: False forbids this library's kernels, whatever `use_custom_allreduce` is.
+    - `use_custom_allreduce`: allows this library's kernels. None: the value of `set_custom_all_reduce`.
+    - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers. Objects always use a queue within a host.
     """
     world = get_world_group()
     pool = world.pool
     if pool is None:
-        raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
+        raise GroupNotInitializedError("the current world is simulated; it can't create process groups")
 
     custom = use_device_communicator and (_CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce)
 
@@ -491,13 +501,13 @@ def init_model_parallel_group(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns True if there are tp and pp groups here, process-wide ones or those of `use()`."""
+    """Returns True if tp and pp groups exist, process-wide or through `ParallelGroups.use()`."""
     return try_get_current_groups() is not None or _GROUPS is not None
 
 
 @host_call(OUTSIDE)
 def destroy_model_parallel() -> None:
-    """Ends the tp, pp and dp groups; the world stays. Every rank calls it; twice is fine."""
+    """Destroys all parallel groups, but not the world. Every rank calls it. May be called twice."""
     forks.check("destroy_model_parallel()")
     groups = _GROUPS
     _install(None)
@@ -508,7 +518,7 @@ def destroy_model_parallel() -> None:
 @contextmanager
 @host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `tp_group` what `get_tp_group()` returns in the body: a draft model of another size. Doesn't nest."""
+    """Within the body, `get_tp_group()` returns `tp_group`, such as that of a draft model. Doesn't nest."""
     groups = get_parallel_groups()
     if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
@@ -526,7 +536,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
 
 @host_call(OUTSIDE)
 def set_custom_all_reduce(enable: bool) -> None:
-    """Allows, or forbids, kernels of our own to tensor-parallel groups that are made from now on (default: allowed)."""
+    """Allows or forbids this library's kernels in tensor-parallel groups created later (default: allowed)."""
     global _CUSTOM_ALL_REDUCE
     _CUSTOM_ALL_REDUCE = enable
 
@@ -591,34 +601,36 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
-    names all axes of more than one rank, and `dp_shard` where tp or ep has more. Slices and flattens as any mesh.
-    Experts number the ranks in their own way, so `ep`, `etp` and `efsdp` are in no mesh with tp: `experts=True` gives
-    theirs, without names. Raises LayoutError for names that overlap or number the ranks in different ways.
+    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one. The mesh can be
+    sliced and flattened like any other.
+
+    Expert groups order the ranks differently, so `ep`, `etp` and `efsdp` can't be in one mesh with tp. `experts=True`,
+    without names, returns their mesh. Raises LayoutError for names that overlap or order the ranks differently.
     """
     return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 
 
 def get_group(name: str) -> GroupCoordinator:
-    """Returns this rank's group of a kind, by the name in the axis table: `get_group("ep")` is `get_ep_group()`."""
+    """Returns this rank's group with this name in the axis table: `get_group("ep")` is `get_ep_group()`."""
     return get_parallel_groups().get(name)
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """Returns the global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
+    """Returns the global ranks of this rank's group with this name, as a new list. Doesn't create the group.
 
-    GroupNotInitializedError before initialize_model_parallel, or where this rank is in no such group.
+    Raises GroupNotInitializedError before initialize_model_parallel, or if this rank is in no such group.
     """
     return get_parallel_groups().ranks_of(name)
 
 
 def get_group_rank(name: str) -> int:
-    """Returns this rank's position in its group of a kind. Makes no group, as get_group_ranks."""
+    """Returns this rank's position in its group with this name. Doesn't create the group."""
     groups = get_parallel_groups()
     return groups.ranks_of(name).index(groups.world.rank)
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """Returns what get_group does; None before initialize_model_parallel, or where this rank is in no such group."""
+    """Returns the result of get_group; None before initialize_model_parallel, or if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -628,28 +640,28 @@ def _or_raise(
 ) -> GroupCoordinator:
     if group is None:
         long_name = BY_NAME[name].long_name if name in BY_NAME else name
-        raise GroupNotInitializedError(f"the {long_name} group is not there; call {made_by}() first")
+        raise GroupNotInitializedError(f"the {long_name} group does not exist; call {made_by}() first")
     return group
 
 
 def get_node_count() -> int:
-    """Returns the number of hosts that the world spans, by evidence of shared memory."""
+    """Returns the number of hosts of the world. Ranks that share memory are on one host."""
     return len(get_nodes())
 
 
 def get_nodes() -> list[list[int]]:
-    """Returns the world's global ranks by host, each list ascending, in the order of their first ranks: new lists."""
+    """Returns the global ranks of each host as new lists, each ascending, ordered by first rank."""
     if _NODES is None:
-        raise GroupNotInitializedError("which ranks share a host is known after init_distributed_environment()")
+        raise GroupNotInitializedError("the ranks of each host are unknown; call init_distributed_environment() first")
     return [list(node) for node in _NODES]
 
 
 def get_process_environment() -> ProcessEnvironment:
-    """Returns this process's rank, local rank, world size and, if known, local world size; works before any init.
+    """Returns this process's rank, local rank, world size and, if known, local world size. Works before any init.
 
-    After init_distributed_environment they are the world's, else those of torch's default group if there is one, else
-    what the launcher left in the environment (RANK, …, SLURM_PROCID, …), else rank 0 of 1. No call to other ranks, no
-    address is looked for. Raises SettingError for variables that contradict each other.
+    Uses the first of these that exists: the world, torch's default group, the launcher's variables (RANK, …,
+    SLURM_PROCID, …), rank 0 of 1. Doesn't communicate, and leaves out the address. Raises SettingError for
+    contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)
@@ -660,12 +672,12 @@ def get_process_environment() -> ProcessEnvironment:
 
 
 def is_global_first_rank() -> bool:
-    """Returns True on rank 0 of the world; before init, as get_process_environment says."""
+    """Returns True on global rank 0. Before init, the rank is that of get_process_environment."""
     world = try_get_world_group()
     return get_process_environment().rank == 0 if world is None else world.is_first_rank
 
 
 def is_local_first_rank() -> bool:
-    """Returns True on the first rank of a host; before init, as get_process_environment says."""
+    """Returns True on local rank 0. Before init, the local rank is that of get_process_environment."""
     world = try_get_world_group()
     return (get_process_environment().local_rank if world is None else world.local_rank) == 0

@@ -171,6 +171,8 @@ def setup(root: Path) -> list[str]:
     for mpi in MPIS:
         if not (root / mpi.folder).exists():
             problems += _setup_mpi(root / mpi.folder, mpi)
+        if (root / mpi.folder).exists():
+            _lend_torch(root / mpi.folder)  # each time: an earlier caller's environment may be gone
     if Peers(root).vllm is None and (root / "vllm").exists():
         problems.append(f"vLLM: its ops are made for torch {VLLM_TORCH}*, and this is another")
     return problems
@@ -178,15 +180,16 @@ def setup(root: Path) -> list[str]:
 
 def _setup_mpi(folder: Path, mpi: Mpi) -> list[str]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PIP_S)
-    python = str(folder / "bin" / "python")
-    problems = _pip(mpi.name, folder, mpi.requirement, MPI4PY, python=python)
-    if not problems:
-        site = next((folder / "lib").glob("python*/site-packages"))
-        found = (importlib.util.find_spec(name) for name in ("torch", "msgspec", "pynvml"))
-        origins = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
-        folders = dict.fromkeys(str(each.parents[each.name == "__init__.py"]) for each in origins)
-        (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))
-    return problems
+    return _pip(mpi.name, folder, mpi.requirement, MPI4PY, python=str(folder / "bin" / "python"))
+
+
+def _lend_torch(folder: Path) -> None:
+    """Puts the packages of this Python on the path of the MPI's environment."""
+    site = next((folder / "lib").glob("python*/site-packages"))
+    found = (importlib.util.find_spec(name) for name in ("torch", "msgspec", "pynvml"))
+    origins = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+    folders = dict.fromkeys(str(each.parents[each.name == "__init__.py"]) for each in origins)
+    (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))
 
 
 def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) -> list[str]:

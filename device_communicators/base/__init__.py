@@ -1,4 +1,4 @@
-"""The ground of both packages: errors, settings, limits, forks, the host, threads, torch's stores and private names.
+"""Basics of both packages: errors, settings, limits, forks, the host, threads, torch's stores and private names.
 
-Every room may import it; it imports none.
+Every other package may import this one. It imports none of them.
 """

@@ -1,8 +1,8 @@
-"""Bounds every operation at a torch store: it returns an answer or fails at its deadline.
+"""Deadlines for operations on a torch store.
 
 A client of torch's TCPStore waits for an answer without a deadline. Behind a dead link it waits about 16 minutes, until
-TCP gives up. While the server's process is stopped, it waits for ever. It holds a lock meanwhile, so other threads that
-use the store wait as well. So each operation runs in a helper thread, which its caller abandons at the deadline.
+TCP gives up. While the server's process is stopped, it waits forever. It holds a lock while it waits, which blocks
+other threads that use the store. So each operation runs in a helper thread, which its caller abandons at the deadline.
 
 No other file calls a method of a torch store (tests/unit/test_bounded_store.py). `raw` is for torch's own functions.
 """
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
-"""An operation without a deadline of its caller's fails after this time."""
+"""An operation without a deadline from its caller fails after this time."""
 LAST_WORD_S = 0.5
-"""Publishing a verdict after a deadline takes at most this long in total, so that an error comes within T + 1 s."""
+"""Bound of publishing a verdict after a deadline, so that the error is raised within the timeout + 1 s."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
 
@@ -35,30 +35,30 @@ def _never() -> bool:
     return False
 
 
-class _Line:
-    """A connection to a server, and the oldest of its operations that a caller abandoned."""
+class _Connection:
+    """A connection to a server, and its oldest abandoned operation."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pending: Call | None = None
-        """The oldest operation without an answer whose caller has stopped waiting."""
+        """Oldest unanswered operation whose caller has stopped waiting."""
 
-    def left_behind(self) -> Call | None:
+    def abandoned(self) -> Call | None:
         with self.lock:
             if self.pending is not None and self.pending.is_done():
                 self.pending = None
             return self.pending
 
-    def leave(self, call: Call) -> None:
+    def abandon(self, call: Call) -> None:
         with self.lock:
             if self.pending is None or self.pending.is_done():
                 self.pending = call
 
 
 class BoundedStore:
-    """A store for any thread, whose operations raise StoreSilentError at a deadline, and DistError as torch's do.
+    """A store whose operations raise StoreSilentError at a deadline, and DistError as torch's do. Thread-safe.
 
-    `get` and `multi_get` expect existing keys: they wait for a missing key until the deadline.
+    `get` and `multi_get` wait for a missing key until the deadline.
     """
 
     def __init__(
@@ -68,43 +68,42 @@ class BoundedStore:
         limit_s: float = OPERATION_S,
         deadline: float = float("inf"),
         ended: Callable[[], object] = _never,
-        line: _Line | None = None,
+        connection: _Connection | None = None,
     ) -> None:
-        """Binds a store. `limit_s` bounds each operation, `deadline` all of them. A true `ended()` ends a wait."""
+        """Wraps a store. `limit_s` bounds each operation, `deadline` all of them. A true `ended()` ends a wait."""
         self.raw = store
-        """The unbounded store, for torch's own functions. Their callers bound them."""
+        """The store without deadlines, for torch's own functions. Their callers must bound them."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
-        self._line = line or _Line()
+        self._connection = connection or _Connection()
         self._is_local = isinstance(_server_of(store), dist.HashStore)
 
     @classmethod
     def of(cls, store: Any) -> BoundedStore:
-        """Returns `store` as a bounded one, which it may be already."""
+        """Wraps `store`, unless it is a BoundedStore already."""
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Returns the same connection, with operations that end at `deadline`, or when `ended()` is true."""
-        return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, line=self._line)
+        """Returns the same connection, whose operations fail at `deadline`, or when `ended()` is true."""
+        return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
 
     def within(self, limit_s: float) -> BoundedStore:
-        """Returns the same connection, whose next operations end within `limit_s` seconds in total."""
+        """Returns the same connection, whose operations fail `limit_s` seconds from now."""
         return self.until(time.monotonic() + limit_s)
 
     def prefixed(self, prefix: str) -> BoundedStore:
-        """Returns the same connection for keys with this prefix."""
         return BoundedStore(
             dist.PrefixStore(prefix, self.raw),
             limit_s=self._limit_s,
             deadline=self._deadline,
             ended=self._ended,
-            line=self._line,
+            connection=self._connection,
         )
 
     @property
     def served_by(self) -> int | None:
-        """Returns the global rank that serves the store; None for a store of a launcher, a file or a dict."""
+        """Returns the global rank that serves the store; None if that is a launcher, a file or a dict."""
         server = _server_of(self.raw)
         if not isinstance(server, dist.TCPStore):
             return getattr(server, "served_by", None)
@@ -144,22 +143,25 @@ class BoundedStore:
 
     @property
     def can_hold(self) -> bool:
-        """Returns True for a store of the control plane: it notices the exit of a process that holds a key."""
+        """Returns True for a store of the control plane, which detects the exit of a process that holds a key."""
         return hasattr(self.raw, "hold")
 
     def hold(self, key: str, value: str) -> None:
-        """Sets a key until this process exits or calls `close`; for good if the store can't hold."""
+        """Sets a key until this process exits or calls `close`; permanently if `can_hold` is False."""
         self._ask("hold" if self.can_hold else "set", key, value)
 
     def close(self) -> None:
-        """Ends each `hold`, and closes connections to a store of the control plane. The next operation connects."""
+        """Ends each `hold` and closes the connections to a store of the control plane.
+
+        The next operation connects again. Does nothing for other stores.
+        """
         if self.can_hold:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Returns True once all keys are set, False after `timeout_s`.
+        """Returns True once all keys are set, or False after `timeout_s`.
 
-        It polls a store of torch, which logs each failed wait.
+        A store of torch is polled, because torch logs each wait that times out.
         """
         if self.can_hold:
             try:
@@ -176,16 +178,16 @@ class BoundedStore:
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of torch's own waits at this store. Sends nothing."""
+        """Sets the timeout of torch's own waits on this store. Sends nothing."""
         self.raw.set_timeout(timeout)
 
     def _ask(self, operation: str, *args: Any) -> Any:
-        """Runs an operation in a helper thread; raises StoreSilentError at the deadline."""
+        """Runs an operation in a helper thread. Raises StoreSilentError at the deadline."""
         if self._is_local:
             return getattr(self.raw, operation)(*args)
         started = time.monotonic()
         deadline = min(self._deadline, started + self._limit_s)
-        before = self._line.left_behind()
+        before = self._connection.abandoned()
         if before is not None and not before.wait(deadline, self._ended):
             raise self._silent(operation, before.started_s)
         call = Call(lambda: getattr(self.raw, operation)(*args))
@@ -193,7 +195,7 @@ class BoundedStore:
             if not call.wait(max(deadline, started + _SHORTEST_NAP_S), self._ended):
                 raise self._silent(operation, started)
         except BaseException:  # also Ctrl-C
-            self._line.leave(call)
+            self._connection.abandon(call)
             raise
         return call.result()
 
@@ -202,7 +204,6 @@ class BoundedStore:
 
 
 def _server_of(store: Any) -> Any:
-    """Returns the store below all prefixes."""
     while (underlying := getattr(store, "underlying_store", None)) is not None:
         store = underlying
     return store

@@ -1,6 +1,6 @@
-"""The user's cache of compiled code: its folder, who may write there, one process at a time, and a seal on each file.
+"""The user's cache of compiled code: its folder, its access rights, a lock, and a seal that shows damage of a file.
 
-What is compiled, and how, is the business of `cpu.native` and `peer.kernels`.
+`cpu.native` and `peer.kernels` compile the code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import IO
 from device_communicators.base import limits
 
 WAIT_S = 600
-"""For a process that compiles what this one needs."""
-_LOOK_S = 0.02
+"""Waits this long for another process that holds the lock, for example to compile the same code."""
+_POLL_S = 0.02
 _SEAL = b"parallel_state\0\0"
 _SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
 _FOLDERS_FAULTS = (
@@ -29,36 +29,39 @@ _FOLDERS_FAULTS = (
 
 
 class CacheError(Exception):
-    """A file of the cache can't be used; the text says why."""
+    """A file of the cache can't be used. The text has the reason."""
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError where others may write to what lies in the cache, which is loaded as code."""
+    """Raises CacheError if `path`, which is loaded as code, isn't this user's or is writable by others."""
     if path.exists():
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
             raise CacheError(
-                f"{path} must be this user's, and writable by nobody else; mend that (chmod go-w), or remove it"
+                f"{path} must be this user's, and writable by nobody else; change that (chmod go-w), or remove it"
             )
 
 
 def about_cache(error: Exception) -> str:
-    """Returns an error's text, and for one of the file system what to do about the cache."""
+    """Returns an error's text, with advice about the cache's folder if the file system raised it."""
     text = limits.with_shortage(error, cache_folder().parent)
     if isinstance(error, OSError) and error.errno in _FOLDERS_FAULTS:
-        text += f"; the cache is {cache_folder()}: let XDG_CACHE_HOME name a folder with room that you may write to"
+        text += f"; the cache is {cache_folder()}: set XDG_CACHE_HOME to a writable folder with free space"
     return text
 
 
 def cache_folder() -> Path:
-    """Returns where compiled code lies, by XDG_CACHE_HOME. All of it may be deleted: it is made again."""
+    """Returns the folder of compiled code, by XDG_CACHE_HOME. It may be deleted: its files are compiled again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """Holds a lock among processes, and gives its file, whose content stays. Raises CacheError if another keeps it."""
+    """Locks the file `path` against other processes and yields it, open for reading and writing.
+
+    Raises CacheError if another process holds the lock for WAIT_S.
+    """
     deadline = time.monotonic() + WAIT_S
     with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         while True:
@@ -68,17 +71,17 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise CacheError(f"another process has held {path} for {WAIT_S} s; end it (fuser {path})") from None
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         yield file
 
 
 def seal(content: bytes) -> bytes:
-    """Returns what is compiled, with the digest by which `read_sealed` finds out whether it is still whole."""
+    """Returns `content` with the digest by which `read_sealed` detects damage."""
     return content + _SEAL + hashlib.sha256(content).digest()
 
 
 def read_sealed(path: Path) -> bytes:
-    """Returns what was sealed. Raises CacheError where it can't be loaded as it is; it may be made again then."""
+    """Returns the content of a sealed file. Raises CacheError if it is missing, damaged or writable by others."""
     try:
         info = path.stat()
         content = path.read_bytes()
@@ -93,7 +96,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def flaw_of(library: Path) -> str | None:
-    """Returns why a sealed library can't be loaded as it is; None where it can."""
+    """Returns the reason why a sealed library can't be loaded, or None if it can."""
     try:
         read_sealed(library)
     except CacheError as error:
@@ -102,7 +105,7 @@ def flaw_of(library: Path) -> str | None:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Writes `content` with its seal, whole or not at all."""
+    """Writes `content` with its seal, atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,7 +1,6 @@
-"""The cores that a process may run on: threads of one physical core, a shared cache, a NUMA node; and binding to some.
+"""The cores of this host: their topology in /sys, their division among ranks, and binding to them.
 
-Belongs here: what the kernel tells in /sys, how cores are shared out to ranks, and the call that binds. What does not:
-who binds when (`parallel_state.startup.binding`), and what is done with the layout (`cpu`).
+`parallel_state.startup.binding` decides when to bind, and `cpu` uses the topology.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ UNKNOWN = -1
 
 
 class Core(NamedTuple):
-    """A core as the kernel numbers them: one of a physical core's threads."""
+    """A core as the kernel numbers it: one hardware thread of a physical core."""
 
     number: int
     physical: int
-    """The lowest number among the threads of its physical core."""
+    """Lowest number among the threads of its physical core."""
     cache: int
-    """The lowest number among the cores that share its last-level cache; -1: the kernel doesn't say."""
+    """Lowest number among the cores that share its last-level cache; -1 if unknown."""
     node: int
-    """0 where the kernel knows no nodes."""
+    """NUMA node; 0 if the kernel reports none."""
 
 
 class Area(NamedTuple):
-    """The NUMA node, and the last-level cache, that all cores of a process have in common; -1: none."""
+    """The NUMA node, and the last-level cache, that contains all cores of a process; -1 if there is none."""
 
     node: int
     cache: int
 
 
 def usable_cores() -> set[int]:
-    """Returns the cores that this process may run on: all of them where the system doesn't say, as on macOS."""
+    """Returns the cores that this process may run on: all cores if the system doesn't report them (macOS)."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
-    """Returns what the kernel says of these cores; of one that it doesn't describe, that it stands by itself."""
+    """Returns the topology of these cores. An unknown core counts as its own physical core, on node 0."""
     nodes = _nodes(devices)
     found = []
     for number in sorted(numbers):
@@ -57,7 +56,7 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
 
 @functools.cache
 def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
-    """Returns the node and the cache that these cores share, as the kernel told when it was asked first."""
+    """Returns the node and the cache that contain all these cores. /sys is read at the first call only."""
     nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)
@@ -76,7 +75,6 @@ def _cache_of(number: int, devices: Path) -> int:
 
 
 def _sharers(number: int, devices: Path) -> set[int]:
-    """Returns the cores that share the last-level cache of one."""
     levels = [(_text(path / "level"), path) for path in (devices / f"cpu/cpu{number}/cache").glob("index[0-9]*")]
     return _list_in(max(levels)[1] / "shared_cpu_list") if levels else set()
 
@@ -96,7 +94,7 @@ def _list_in(path: Path) -> set[int]:
 
 
 def parse_list(text: str) -> list[int]:
-    """Returns the numbers of a list as the kernel and numactl write them: `0-3,8`. Raises ValueError."""
+    """Parses a list as the kernel and numactl write it: `0-3,8`. Raises ValueError."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
@@ -119,16 +117,18 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
-    """Returns the cores of each of `count` ranks, none of them twice. Raises InvalidArgumentError with too few.
+    """Divides cores among `count` ranks. Returns the cores of each rank, each core once.
 
-    A rank has whole physical cores, with all their threads, side by side in one node and in as few caches as can be;
-    nodes have ranks by their number of cores, those of one node follow each other. Only with more ranks than physical
-    cores threads are shared out one by one: the first of each physical core, then the siblings. With fewer ranks than
-    nodes a rank has several nodes.
+    A rank gets whole physical cores with all their threads, next to each other in one node and in as few caches as
+    possible. The number of ranks of a node depends on its number of cores; ranks of one node follow each other. With
+    more ranks than physical cores, threads are given out singly: the first of each physical core, then its siblings.
+    With fewer ranks than nodes, a rank gets several nodes.
+
+    Raises InvalidArgumentError if there are fewer cores than ranks.
     """
     if count > len(cores):
         raise InvalidArgumentError(
-            f"each of {count} ranks must have a core of its own, but there are {len(cores)} that they may use "
+            f"each of {count} ranks must have a core of its own, but there are {len(cores)} usable cores "
             f"({spans(core.number for core in cores)}): start fewer ranks, or don't bind them"
         )
     physical: dict[int, list[Core]] = {}
@@ -150,20 +150,20 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
     end = 0
     for inside in by_node.values():
         begin, end = end, end + len(inside)
-        # A rank belongs where the middle of its part of all cores lies.
+        # A rank belongs to the node that contains the middle of its share of all cores.
         here = sum(begin * 2 * count <= (2 * rank + 1) * len(units) < end * 2 * count for rank in range(count))
         found += _split(inside, here)
     return found
 
 
 def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
-    """Returns the cores of `count` stretches that differ by one unit at most."""
+    """Returns the cores of `count` consecutive parts whose sizes differ by at most one unit."""
     ends = [index * len(units) // count for index in range(count + 1)]
     return [sorted(core.number for unit in units[begin:end] for core in unit) for begin, end in pairwise(ends)]
 
 
 def bind(cores: Iterable[int]) -> None:
-    """Lets all threads of this process run on `cores` only. Raises InvalidArgumentError where none of them can be used.
+    """Binds all threads of this process to `cores`. Raises InvalidArgumentError if none of them is usable.
 
     Memory that a thread touches first then comes from their node, as with `numactl --physcpubind --localalloc`.
     """
@@ -171,20 +171,20 @@ def bind(cores: Iterable[int]) -> None:
     try:
         os.sched_setaffinity(0, wanted)
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has just exited
                 os.sched_setaffinity(int(thread), wanted)
     except (AttributeError, OSError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"this process must be able to run on cores {spans(wanted)}, but {error}; it runs on "
+            f"this process must be able to run on cores {spans(wanted)}, but binding failed: {error}; it runs on "
             f"{spans(usable_cores())}"
         ) from error
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns how many ranks each area of a host has, side by side by rank; 0 where there is no such division.
+    """Returns the number of ranks in each area of a host, or 0 if the ranks can't be divided into areas.
 
-    By `nodes`; or by `caches`, where the ranks are on one node. All areas must have as many ranks, two at least: one
-    rank has nothing to do first.
+    `by`: "nodes"; "caches", which also divides the ranks of a single node by caches; or "off". All areas must have the
+    same number of ranks, at least two and consecutive: the first step of a sum is within an area.
     """
     if by == "off":
         return 0

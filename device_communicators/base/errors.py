@@ -1,7 +1,7 @@
-"""Every exception that the library raises on purpose.
+"""The library's exceptions.
 
-No message of a communication error lacks the group, the operation, the rank and what to do next.
-What does not belong here: anything that decides *when* to raise.
+The message of a communication error names the group, the operation and the rank, and says what to do next. Code that
+decides *when* to raise belongs elsewhere.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class ParallelStateError(Exception):
-    """Base of every error of the library.
+    """Base class of the library's errors.
 
-    Pickle and copy keep its fields, and a cause that is another error of the library or an OSError.
+    Pickle and copy keep the fields. They keep `__cause__` only if it is an error of the library or an OSError.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Returns how to rebuild the error without `__init__`, whose arguments differ by class."""
+        """Pickles the error for `restore`, because the arguments of `__init__` differ by class."""
         cause = self.__cause__
         is_kept = isinstance(cause, ParallelStateError) or (
             isinstance(cause, OSError) and type(cause).__module__ == "builtins"
@@ -31,8 +31,8 @@ def restore(
     fields: Mapping[str, object],
     cause: BaseException | None,
 ) -> ParallelStateError:
-    """Rebuilds a pickled error."""
-    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__  # object's can't make a TimeoutError
+    """Rebuilds a pickled error without a call of `__init__`."""
+    new = OSError.__new__ if issubclass(kind, OSError) else kind.__new__  # object.__new__ can't make a TimeoutError
     error: ParallelStateError = new(kind)
     error.args = arguments
     error.__dict__.update(fields)
@@ -42,35 +42,35 @@ def restore(
 
 
 class UsageError(ParallelStateError):
-    """The call is wrong: mend it. No data was sent; the group can be used further."""
+    """The call is wrong and has sent no data. Correct the call; the group stays usable."""
 
 
 class InvalidArgumentError(UsageError, ValueError):
-    """An argument can't be used, whatever the state of the group is."""
+    """An argument is invalid in every state of the group."""
 
 
 class LayoutError(UsageError, ValueError):
-    """Sizes or an order that don't fit the world."""
+    """Sizes or an order of axes don't fit the world."""
 
 
 class SettingError(UsageError, ValueError):
-    """An environment variable is missing or holds a value that can't be used."""
+    """An environment variable is missing or has an invalid value."""
 
 
 class MessageEncodeError(UsageError, TypeError):
-    """An object holds a value of a type that doesn't travel; the message names its key path."""
+    """An object contains a value of a type that can't be sent. The message names the path of keys to the value."""
 
 
 class UnsupportedError(UsageError, NotImplementedError):
-    """No communicator of the group carries this operation on this tensor."""
+    """The call is unsupported here, for example because no communicator of the group supports it for this tensor."""
 
 
 class GroupNotInitializedError(UsageError, RuntimeError):
-    """A group was asked for before it was made."""
+    """A group was requested before it was created."""
 
 
 class AlreadyInitializedError(UsageError, RuntimeError):
-    """Initialised twice without a destroy between."""
+    """The state was initialised twice without a destroy in between."""
 
 
 class GroupDestroyedError(UsageError, RuntimeError):
@@ -78,7 +78,7 @@ class GroupDestroyedError(UsageError, RuntimeError):
 
 
 class RenamedError(UsageError, AttributeError):
-    """An attribute has another name here; the message has the names that replace it."""
+    """An attribute has another name in this library. The message has the names that replace it."""
 
 
 class ForkedError(UsageError, RuntimeError):
@@ -86,16 +86,23 @@ class ForkedError(UsageError, RuntimeError):
 
 
 class ConfigMismatchError(UsageError, ValueError):
-    """A request differs from what exists, or from what another rank asked for."""
+    """A request differs from what exists, or from the request of another rank."""
 
 
 class CommunicationError(ParallelStateError, RuntimeError):
-    """An operation failed on the way. The group is poisoned: its later calls fail at once.
+    """An operation failed while ranks communicated. The group is poisoned: its later calls fail at once.
 
-    Attributes (None or empty where they don't apply): `group`, `operation`, `sequence` (the group's
-    how-many-th operation), `rank` (this one, in the group), `suspect_ranks` (global ranks), `elapsed_s` (from the call
-    until the error, including the time that the ranks took to find its cause), `timeout_s`. A GroupFailedError has
-    those of the first failure.
+    Attributes, None or empty if they don't apply:
+
+    - `group`: name of the group.
+    - `operation`: name of the method.
+    - `sequence`: number of the operation within its group.
+    - `rank`: this rank in the group.
+    - `suspect_ranks`: global ranks that may have caused the failure.
+    - `elapsed_s`: seconds from the call to the error, including the search for the cause.
+    - `timeout_s`: timeout of the operation in seconds.
+
+    A GroupFailedError has the attributes of the group's first failure.
     """
 
     def __init__(
@@ -115,20 +122,23 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.operation = operation
         self.sequence = sequence
         self.recent: tuple[str, ...] = ()
-        """The group's last operations, this one the last."""
+        """The group's last operations in words, the failed one last."""
         self.rank = rank
         self.suspect_ranks = tuple(suspect_ranks)
         self.elapsed_s = elapsed_s
         self.timeout_s = timeout_s
 
     def set_elapsed(self, elapsed_s: float) -> None:
-        """Sets `elapsed_s`, also in the text, which was written before other ranks were asked for the cause."""
+        """Sets `elapsed_s`, unless it is larger already, and updates the time in the text.
+
+        The text is written before other ranks are asked for the cause.
+        """
         self.elapsed_s = max(elapsed_s, self.elapsed_s or 0.0)
         if self.args:
             self.args = (_ELAPSED.sub(f" after {self.elapsed_s:.3f} s", str(self.args[0]), count=1), *self.args[1:])
 
     def __str__(self) -> str:
-        """Returns the message, with those facts that weren't known where it was written."""
+        """Returns the message, with the operation's number and timeout added if it lacks them."""
         text = super().__str__()
         known = ((f"number {self.sequence}", self.sequence), (f"timeout {self.timeout_s or 0:g} s", self.timeout_s))
         added = [words for words, fact in known if fact is not None and words not in text]
@@ -136,30 +146,31 @@ class CommunicationError(ParallelStateError, RuntimeError):
 
 
 _ELAPSED = re.compile(r" after \d+\.\d{3} s\b")
-"""The call's own time is the first in each text."""
+"""Matches the elapsed time. The first match in a text is that of the call itself."""
 
 
 class PeerDiedError(CommunicationError):
-    """A rank of the group went away."""
+    """A rank exited, was killed or left while the group needed it."""
 
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
-    """An operation did not end within its deadline."""
+    """An operation did not complete before its deadline."""
 
 
 class HostUnreachableError(PeerDiedError, CollectiveTimeoutError):
-    """A host has not been heard of for longer than the heartbeats' limit: it died, or its link did.
+    """A host has sent nothing for longer than PARALLEL_STATE_HEARTBEAT_LIMIT_S: the host or its link failed.
 
-    Silence doesn't tell the two apart. So it is caught by whoever handles deaths, and by whoever handles timeouts.
+    Silence doesn't show which of the two failed, so handlers of PeerDiedError and of CollectiveTimeoutError both
+    catch this error.
     """
 
 
 class CollectiveMismatchError(CommunicationError):
-    """Ranks of a group are in different operations, or in the same one with arguments that don't match."""
+    """Ranks of a group made different calls, or the same call with arguments that don't match."""
 
 
 class MessageDecodeError(CommunicationError, ValueError):
-    """Bytes that came from a peer are not a message of this library."""
+    """Bytes received from a peer are not a valid message of this library."""
 
 
 class GroupFailedError(CommunicationError):
@@ -167,15 +178,18 @@ class GroupFailedError(CommunicationError):
 
 
 class RendezvousError(CommunicationError):
-    """The ranks could not find each other: nobody listens, the port is taken, or someone never came."""
+    """The ranks could not find each other: no store listens, the port is in use, or a rank is missing."""
 
 
 class ResourceLimitError(ParallelStateError, RuntimeError):
-    """Descriptors, threads, memory or space ran out here; the message names the limit, and `__cause__` is the error."""
+    """This process ran out of descriptors, threads, memory or disk space.
+
+    The message names the limit. `__cause__` is the original error.
+    """
 
 
 class RemoteError(ParallelStateError, RuntimeError):
-    """Another rank raised; its message and traceback are in the text, its rank in `rank`."""
+    """Another rank, `rank`, raised an exception. The text has its message and traceback."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
@@ -183,7 +197,7 @@ class RemoteError(ParallelStateError, RuntimeError):
 
 
 class LaunchError(ParallelStateError, RuntimeError):
-    """A process started by `launch` failed; its traceback is in the text, its global rank in `rank`."""
+    """A process started by `launch` failed. The text has its traceback; `rank` is its global rank."""
 
     def __init__(self, message: str, *, rank: int, exit_code: int | None = None) -> None:
         super().__init__(message)
@@ -192,14 +206,14 @@ class LaunchError(ParallelStateError, RuntimeError):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns `[0, 1, 2]`, or `[0, 1, 2, …, 1023]` for many."""
+    """Formats ranks as `[0, 1, 2]`, or as `[0, 1, 2, …, 1023]` if there are more than 16."""
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
 
 
 def int_advice(value: object) -> str:
-    """Returns the advice to pass a Python int if numpy, torch or a string holds the rank or size; else ""."""
+    """Returns advice to pass a Python int if `value` is an integer of numpy or torch, or a string; else ""."""
     if isinstance(value, int):
         return ""
     try:
@@ -210,7 +224,7 @@ def int_advice(value: object) -> str:
 
 
 def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
-    """Returns the text about a name that doesn't exist, with the known name that is most like it."""
+    """Formats `problem` and an unknown `name`, and suggests the most similar known name."""
     from difflib import get_close_matches
 
     like = get_close_matches(name, known, 1)
@@ -218,7 +232,7 @@ def no_such_name(problem: str, name: str, known: Iterable[str]) -> str:
 
 
 def plain(error: BaseException) -> str:
-    """Returns the first line of what torch or gloo says, without its decoration and the places in its source."""
+    """Returns the first line of an error of torch or gloo, without source locations and torch's general advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
     first = first.partition("This is typically caused by")[0].partition("Check the logs of")[0]

@@ -1,9 +1,9 @@
 """Prevents an abort at exit while threads are in native calls that can't be interrupted.
 
 Before Python 3.14, a thread that returns from a native call while the interpreter exits is ended by unwinding its
-stack. C++ code that may not throw, such as torch's bindings, then calls `std::terminate`. The process then ends by
-SIGABRT instead of with its exit code. Python 3.14 makes such a thread wait for the end of the process. This module does
-the same on older versions.
+stack. noexcept C++ code, such as torch's bindings, then calls `std::terminate`, and the process exits by SIGABRT
+instead of with its exit code. Python 3.14 blocks such a thread until the process exits. This module does the same on
+older versions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import threading
 
 THREADS = "parallel_state-"
-"""The prefix of the names of all threads of this library."""
+"""Prefix of the names of this library's threads."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Makes this library's threads wait if they return from a native call during the exit. Twice is fine."""
+    """Makes this library's threads block if they return from a native call during the exit. May be called twice."""
     if sys.version_info < (3, 14):
         atexit.register(_let_them_wait)
 

@@ -1,7 +1,7 @@
-"""A process that was forked from a rank is no rank: it shares the rank's memory, connections and place in its groups.
+"""Handles processes forked from a rank. Such a child is no rank, though it shares the rank's memory and connections.
 
-What it may do there is ask for numbers (`rank`, `world_size`), as the workers of a data loader do. Whatever would reach
-another rank, or end what is its parent's, raises `ForkedError` at once. The compiled part forgets its groups by itself
+The child may read numbers such as `rank` and `world_size`, as data loader workers do. A call that would communicate,
+or destroy groups of the parent, raises `ForkedError` at once. The native library drops its groups by itself
 (csrc/forks.h).
 """
 
@@ -15,14 +15,12 @@ from device_communicators.base.errors import ForkedError
 
 
 class _Process:
-    """Knows if this process is a rank or a forked child of one."""
-
     def __init__(self) -> None:
         self.leave: Callable[[], bool] | None = None
         self.is_child = False
 
     def forked(self) -> None:
-        """Notes in a child, before anything else runs there, that it is one."""
+        """Marks the child, before other code runs there."""
         self.is_child |= self.leave is not None and self.leave()
 
 
@@ -30,7 +28,7 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Makes each forked child call `leave`, which says whether its parent had groups. Only the first one counts."""
+    """Makes each forked child call `leave`, which returns True if the parent had groups. Only the first call counts."""
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)
@@ -38,9 +36,9 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Calls `function` in each child that is forked from now on. Repeated calls with the same function do nothing.
+    """Calls `function` in each child forked from now on. Repeated calls with the same function do nothing.
 
-    Called at first use: an import registers no hook.
+    Call it at first use, not at import: an import registers no hooks.
     """
     os.register_at_fork(after_in_child=function)
 
@@ -52,9 +50,8 @@ def check(call: str) -> None:
 
 
 def error(what: str) -> ForkedError:
-    """Returns the error for a call, or a group, in such a child."""
     return ForkedError(
         f"{what} can't be used in process {os.getpid()}, which was forked from a rank (now process {os.getppid()}) "
-        "after its groups were made, and is no rank itself. Communicate in the rank, or start processes by spawn or "
-        "forkserver"
+        "after its groups were created, and is no rank itself. Communicate in the rank, or start processes with the "
+        "method spawn or forkserver"
     )

@@ -1,6 +1,6 @@
-"""The library's threads: their names, and a pool that runs calls that their callers may abandon.
+"""The library's threads: their names, and a pool for calls that their callers may abandon.
 
-The pool reuses its threads: starting one takes longer than many calls.
+The pool reuses its threads, because starting a thread takes longer than many calls.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ _HELPERS = _Helpers()
 
 
 def run_in_thread(job: Callable[[], object]) -> None:
-    """Runs `job`, which raises nothing, in a thread that may be used again."""
+    """Runs `job`, which must not raise, in a thread of the pool."""
     _HELPERS.run(job)
 
 
 def end_idle_threads() -> None:
-    """Ends the idle threads. Called when a group that used some is closed."""
+    """Ends the idle threads of the pool. Called when a group that used some is closed."""
     _HELPERS.end_idle()
 
 
 class Call:
-    """A call that a helper thread runs, for a caller that stops waiting for it at its own deadline."""
+    """A call in a helper thread, whose caller may stop waiting for it at a deadline."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function: Callable[[], Any] | None = function
@@ -121,7 +121,7 @@ class Call:
         return self._done.is_set()
 
     def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
-        """Returns True once the call is done, False at the deadline or when `ended()` is true; polled every 50 ms."""
+        """Waits for the call. Returns False at the deadline, or if `ended()`, which is polled every 50 ms, is true."""
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()

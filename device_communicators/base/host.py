@@ -1,4 +1,4 @@
-"""Identity of this host and of processes on it, as the kernel tells, and its address; empty, or 0, where it doesn't."""
+"""Identity of this host and its processes, and its network addresses. Unknown values are empty or 0."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
+_LINK_LOCAL = "20"  # scope of a link-local address in /proc/net/if_inet6
 
 
 def boot_id() -> str:
-    """Returns the id of the running system, which no other host or boot has."""
+    """Returns the kernel's boot id, which differs between hosts and between boots."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
@@ -26,7 +26,7 @@ def boot_id() -> str:
 
 
 def local_namespace(kind: str) -> int:
-    """Returns the number of one of this process' namespaces (`net`, `pid`) among those of this host; 0 if unknown."""
+    """Returns the inode of a namespace (`net`, `pid`, …) of this process, unique on this host; 0 if unknown."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
@@ -34,19 +34,20 @@ def local_namespace(kind: str) -> int:
 
 
 def namespace_id(kind: str) -> str:
-    """Returns the id of one of this process' namespaces, which no other one of any host has."""
+    """Returns an id of a namespace of this process that is unique over all hosts; "" if unknown."""
     boot, number = boot_id(), local_namespace(kind)
     return f"{boot}/{number}" if boot and number else ""
 
 
 def process_domain() -> str:
-    """Returns an id that is equal for processes that can watch each other by PID; empty where that can't be told."""
+    """Returns an id that is equal for processes that can watch each other by PID; "" if unknown."""
     processes = namespace_id("pid")
-    return f"{processes}/{local_namespace('time')}" if processes else ""  # `start_time` is by the clock of who asks
+    # The time namespace must be equal, too: `start_time` uses the clock of the process that reads it.
+    return f"{processes}/{local_namespace('time')}" if processes else ""
 
 
 def start_time(pid: int) -> str:
-    """Returns when a process of this PID namespace began; empty where there is none. Tells reused pids apart."""
+    """Returns the start time of a process of this PID namespace, which detects a reused PID; "" if there is none."""
     return _stat(pid, 19)
 
 
@@ -56,7 +57,7 @@ def parent_of(pid: int) -> int:
 
 
 def _stat(pid: int, field: int) -> str:
-    """Returns a field of /proc/PID/stat, counted from the state, which follows the name."""
+    """Returns a field of /proc/PID/stat. Field 0 is the state, which follows the name; "" if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[field]
@@ -67,7 +68,7 @@ def _stat(pid: int, field: int) -> str:
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
     """Returns the result of `socket.getaddrinfo`. All look-ups of names use this function.
 
-    Raises OSError also for an impossible name: Python raises UnicodeError for an empty label, or one of 64 letters.
+    Raises OSError for an invalid name too. Python raises UnicodeError for an empty label, or one of 64 letters.
     """
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
@@ -77,7 +78,7 @@ def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_S
 
 
 def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Returns a connection to a name or an address. Raises OSError, also for an impossible name."""
+    """Connects to a host name or an address. Raises OSError, for an invalid name too."""
     try:
         return socket.create_connection(address, timeout=timeout_s)
     except UnicodeError as error:
@@ -85,13 +86,13 @@ def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
 
 
 def address_towards(server: tuple[str, int] | None) -> str:
-    """Returns the address from which this process reaches the store, and at which hosts reach it; "" if unknown."""
+    """Returns this host's address on the route to `server`, at which other hosts reach this process; "" if unknown."""
     if server is None:
         return ""
     try:
         family, kind, _, _, where = resolve(*server, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing: it picks the interface
+            probe.connect(where)  # chooses the interface; UDP sends nothing here
             return str(probe.getsockname()[0])
     except OSError:
         return ""
@@ -105,7 +106,7 @@ def ipv4_of(interface: str) -> str | None:
 
 
 def addresses_of(interface: str) -> Iterator[str]:
-    """Yields an interface's addresses that other hosts can reach: that of IPv4 first, as gloo takes it."""
+    """Yields an interface's addresses that other hosts can reach, IPv4 first because gloo uses that one."""
     ipv4 = ipv4_of(interface)
     if ipv4 is not None:
         yield ipv4
@@ -126,14 +127,13 @@ def _address_of(name: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns True for an address at which no other host reaches this one, and for `localhost`."""
+    """Returns True for a loopback address and for `localhost`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return address == "localhost"
 
 
 def is_numeric(address: str) -> bool:
-    """Returns True for an address that needs no look-up."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(address.partition("%")[0])
         return True
@@ -141,15 +141,15 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """Returns the address that gloo tells others; "" if the interface that it is given has none.
+    """Returns the address that gloo publishes to peers; "" if the interface in GLOO_SOCKET_IFNAME has none.
 
-    That of the first interface in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's, and
-    loopback where there is none. May take as long as the host's name takes to resolve.
+    That is the address of the first interface in GLOO_SOCKET_IFNAME. If it is unset: the first address of this host's
+    name that belongs to this host, else loopback. Resolving the name may take a while.
     """
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """Returns an address of each interface in GLOO_SOCKET_IFNAME; where it isn't set, as `gloo_address`."""
+    """Returns an address of each interface in GLOO_SOCKET_IFNAME, "" for one without; if unset, one of this host."""
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

@@ -1,8 +1,9 @@
-"""Marks the calls that the host makes, which torch.compile leaves alone: as torch.compiler.disable does.
+"""Excludes host calls from torch.compile, as torch.compiler.disable does.
 
-torch.compiler.disable imports torch._dynamo (a second) and wraps each call (a microsecond). The marks that it leaves
-are set here without either: an attribute, which dynamo reads when it meets the function in a frame that it traces, and
-a strategy on the code object, by which its frame hook leaves the function and all that it calls to the interpreter.
+torch.compiler.disable imports torch._dynamo (a second) and wraps each call (a microsecond). This module sets the same
+marks without either. Dynamo reads the first mark, an attribute, when a traced frame calls the function. The second mark
+is a strategy of the code object: dynamo's frame hook then leaves the function, and all that it calls, to the
+interpreter.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any, TypeVar
 from device_communicators.base.torch_internals import disable_dynamo
 
 OUTSIDE = "call it outside the compiled function"
-"""The advice for calls that make, read and end groups."""
+"""Advice for calls that create, read or destroy groups."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
-    """Makes calls of the function a graph break; under `fullgraph=True` torch's error quotes `advice`, one sentence.
+    """Makes calls of the function a graph break. Under `fullgraph=True`, torch's error quotes the one-line `advice`.
 
-    Goes next to the `def`, below `property`, `contextmanager` and the like. `name`: what the user called, where the
-    function is a part of it.
+    Apply it first, below `property`, `contextmanager` and the like. `name`: the method that the user called, if it
+    isn't the function.
     """
 
     def mark(function: Function) -> Function:

@@ -1,7 +1,7 @@
-"""Limits of the process, the user and the machine: which one an error ran into, how much there was, what to change.
+"""Limits of the process, the user and the machine: which limit caused an error, its value, and what to change.
 
-The system says "Too many open files" and leaves the rest to guessing; torch and gloo pass that on as text. Here it
-becomes one sentence. Who raises, and what it falls back to, is decided where it happens.
+The system, torch and gloo only say "Too many open files" or the like. This module turns that into one sentence. The
+callers decide whether to raise or to fall back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Enough for 13,000 groups. Some containers allow 10⁹, and programs that close all there may be take minutes then."""
+"""Enough for 13,000 groups. Some containers allow 10⁹: programs that close each possible number then take minutes."""
 _TEXTS = {
     "Too many open files": errno.EMFILE,
     "can't start new thread": errno.EAGAIN,
@@ -31,16 +31,16 @@ _TEXTS = {
     "Disk quota exceeded": errno.EDQUOT,
     "File too large": errno.EFBIG,
 }
-"""By which errors that bring no number, as those of torch, gloo and threads, are known."""
+"""Text -> errno, for errors without a number: those of torch, gloo and threads."""
 _CLONE3 = 435
-"""The number of the system call, on all architectures."""
+"""Number of the system call on all architectures."""
 _FOLDERS = "/dev/shm", "/tmp"
 
 
 def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Returns what ran out, by an error or what caused it; None where nothing did.
+    """Describes the resource whose shortage caused `error`, or returns None if no shortage did.
 
-    `folder`: where files were written, for errors that don't name one.
+    `folder`: where files were written, for errors without a file name.
     """
     for each in _chain(error):
         number = _number(each)
@@ -51,9 +51,9 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns ResourceLimitError for an error of others that came of a shortage; each other one as it is.
+    """Returns a ResourceLimitError if `error` was caused by a shortage, else `error`.
 
-    Where one of the library's own was caused by a shortage, its text gets that added.
+    An error of the library keeps its type: the shortage is added to its text.
     """
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):
@@ -71,14 +71,13 @@ def name_shortage(error: BaseException, doing: str) -> BaseException:
 
 
 def with_shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str:
-    """Returns an error's text, with what ran out, if something did."""
     found = shortage(error, folder)
     return str(error) if found is None else f"{error}; {found}"
 
 
 @contextlib.contextmanager
 def naming_shortages(doing: str) -> Iterator[None]:
-    """Raises what `name_shortage` makes of an error in the block."""
+    """Passes errors of the block through `name_shortage`."""
     try:
         yield
     except Exception as error:
@@ -89,9 +88,9 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Raises ResourceLimitError where fewer are free.
+    """Raises ResourceLimitError if fewer than `count` descriptors are free.
 
-    gloo ends the process where it can't accept a connection, so this is asked before.
+    Call it before gloo connects: gloo ends the process if it can't accept a connection.
     """
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -101,7 +100,7 @@ def need_descriptors(count: int, doing: str) -> None:
 
 
 def in_force() -> str:
-    """Returns this process's limits, for errors of processes that it can't ask."""
+    """Describes this process's limits, for errors of child processes whose own limits are unknown."""
     return (
         f"here a process may have {_limit(resource.RLIMIT_NOFILE)} descriptors (`ulimit -n`) and map "
         f"{_limit(resource.RLIMIT_AS)} bytes (`ulimit -v`), and the user {_limit(resource.RLIMIT_NPROC)} processes "
@@ -110,7 +109,7 @@ def in_force() -> str:
 
 
 _FEW_DESCRIPTORS = 8
-"""With no more than these left, a failure to make a temporary file is taken for a lack of descriptors."""
+"""With at most this many descriptors free, a failure to create a temporary file counts as a lack of descriptors."""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -128,11 +127,11 @@ def _number(error: BaseException) -> int | None:
     if isinstance(error, MemoryError):
         return errno.ENOMEM
     if isinstance(error, ParallelStateError) or not isinstance(error, (OSError, RuntimeError)):
-        return None  # the library's own ones have a cause, or have heard it from another rank
+        return None  # the library's own errors have a cause, or come from another rank
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_short = soft != resource.RLIM_INFINITY and _open() >= soft - _FEW_DESCRIPTORS
-        return errno.EMFILE if is_short else None  # tempfile hides which error it met
+        return errno.EMFILE if is_short else None  # tempfile hides the original error
     known = {*_TEXTS.values(), errno.ENFILE}
     if isinstance(error, OSError) and error.errno is not None:
         if error.errno == errno.EPERM and _clone3_is_forbidden():  # a thread in C++
@@ -149,7 +148,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
             "open; raise the limit (`ulimit -n 4096`)"
         )
     if number == errno.ENFILE:
-        return "files ran out: the machine has no more; raise fs.file-max (sysctl), or look for who holds them"
+        return "files ran out: the machine's limit is reached; raise fs.file-max (sysctl), or find what holds them open"
     if number == errno.EAGAIN and _clone3_is_forbidden():
         return (
             "the sandbox forbids the system call clone3, which creates threads, with EPERM: use a container "
@@ -177,9 +176,9 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns True if a filter answers EPERM to clone3: glibc falls back to clone only for ENOSYS.
+    """Returns True if a seccomp filter answers EPERM to clone3. glibc falls back to clone only after ENOSYS.
 
-    Without arguments the kernel itself answers EINVAL.
+    Without a filter, a call without arguments fails with EINVAL.
     """
     if sys.platform != "linux":
         return False
@@ -197,7 +196,7 @@ def _open() -> int:
     return sum(_is_open(descriptor) for descriptor in range(min(soft, 65_536)))
 
 
-def _is_open(descriptor: int) -> bool:  # a look into /proc/self/fd would need a descriptor
+def _is_open(descriptor: int) -> bool:  # listing /proc/self/fd would need a free descriptor
     try:
         os.fstat(descriptor)
         return True
@@ -217,11 +216,11 @@ def _space(path: str | os.PathLike[str] | None) -> str:
     return ", ".join(found) or str(path)
 
 
-# What a process may have, asked before it is needed.
+# Checks before resources are used.
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files to the hard one, at most 65,536: a group over gloo takes five or more."""
+    """Raises the soft limit of open files to the hard one, at most 65,536. A group over gloo needs at least five."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -230,14 +229,14 @@ def raise_descriptor_limit() -> None:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError) as error:  # macOS has another bound, which it doesn't tell
-        logger.debug("the limit of open files stays at %d: %s", soft, error)
+    except (ValueError, OSError) as error:  # macOS has a smaller limit that it does not report
+        logger.debug("the limit of open files (ulimit -n) stays at %d: %s", soft, error)
         return
     logger.info("raised the soft limit of open files (ulimit -n) from %d to %d, for connections", soft, wanted)
 
 
 def descriptor_shortage(needed: int) -> str:
-    """Returns what is wrong if this process can't open `needed` more files; empty if it can, or can't tell."""
+    """Returns the reason why this process can't open `needed` more files; empty if it can, or if that is unknown."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ""
@@ -250,13 +249,13 @@ def descriptor_shortage(needed: int) -> str:
     if count + needed <= soft:
         return ""
     return (
-        f"it has {count} files open and needs up to {needed} more, and its limit is {soft} (ulimit -n; the hard one is "
-        f"{_bound(hard)}). Destroy groups that aren't needed, or start the ranks with a higher limit"
+        f"it has {count} files open and needs up to {needed} more, but its limit is {soft} (ulimit -n; the hard one is "
+        f"{_bound(hard)}). Destroy unused groups, or start the ranks with a higher limit"
     )
 
 
 def describe_address_space() -> str:
-    """Returns how much address space is taken, and how much may be."""
+    """Returns the used address space and its limit in words."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -264,7 +263,7 @@ def describe_address_space() -> str:
     except OSError:
         return f"the limit of address space is {_bound(soft)} bytes (ulimit -v)"
     allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
-    return f"{taken_mib} MiB of address space are taken; the limit (ulimit -v) is {allowed}"
+    return f"{taken_mib} MiB of address space are in use; the limit (ulimit -v) is {allowed}"
 
 
 def _bound(limit: int) -> str:

@@ -1,4 +1,4 @@
-"""The library's log in a program that has configured none, and the rank that reports a fault of its host."""
+"""The library's log in programs that have not configured logging, and the rank that logs faults of its host."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ LOGGER = logging.getLogger("parallel_state")
 
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drops records for which the program has handlers by now."""
+        """Drops records once the program has its own handlers."""
         return not logging.getLogger().handlers
 
 
 def configure(rank: int | None) -> None:
-    """Writes the log to stderr with time and rank, from PARALLEL_STATE_LOG_LEVEL on. Twice is fine.
+    """Writes the log to stderr with time and rank, at PARALLEL_STATE_LOG_LEVEL and above. May be called twice.
 
-    Does nothing if the program has handlers: its configuration stands. Without any, Python's last resort would print
-    warnings alone, without time and rank.
+    Does nothing if the program has handlers. Without any, Python would print only warnings, without time and rank.
     """
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
@@ -33,5 +32,5 @@ def configure(rank: int | None) -> None:
 
 
 def is_first_of_host() -> bool:
-    """Returns True on the rank that reports the faults of its host, by LOCAL_RANK; True if a launcher set none."""
+    """Returns True on the rank that logs faults of its host, LOCAL_RANK 0; also if LOCAL_RANK is unset."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

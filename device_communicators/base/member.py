@@ -1,4 +1,4 @@
-"""A rank's membership in a group: the base of what communicators and shared memory know of it, and its errors."""
+"""A rank's membership in a group: its facts, and the errors that name them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Failure = TypeVar("Failure", bound=CommunicationError)
 
 
 class GroupMember:
-    """Base of what knows a group and this process' rank in it: makes the group's errors, with these facts."""
+    """Base class of objects with a group's name, ranks, own rank and timeout. Creates errors with these facts."""
 
     name: str
     ranks: tuple[int, ...]
@@ -30,9 +30,10 @@ class GroupMember:
         like: CommunicationError | None = None,
         **facts: Any,
     ) -> Failure:
-        """Returns an error of the group; `started`, when the operation began, gives it elapsed time and timeout.
+        """Returns an error of the group.
 
-        `like`: an error with the same facts.
+        `started`: start of the operation on the monotonic clock; sets the error's elapsed time and timeout. `like`: an
+        error whose facts are copied. `facts` override both.
         """
         if like is not None:
             names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")
@@ -42,11 +43,11 @@ class GroupMember:
         return kind(text, group=self.name, operation=operation, rank=self.rank, **facts)
 
     def mismatch(self, operation: str, what: str, suspects: Sequence[int], **facts: Any) -> CollectiveMismatchError:
-        """Returns the error for ranks in different calls; `what` names the calls, `suspects` global ranks."""
+        """Returns the error for ranks in different calls. `what` names the calls; `suspects` are global ranks."""
         advice = "make the same calls in the same order on every rank"
-        text = f"{operation} of {self} met another call: {what}. {LOST}; {advice}"
+        text = f"{operation} of {self} mismatched: {what}. {LOST}; {advice}"
         return self.failure(CollectiveMismatchError, text, operation, suspect_ranks=suspects, **facts)
 
     def destroyed(self) -> GroupDestroyedError:
-        """Returns the error for a call after the group's end."""
-        return GroupDestroyedError(f"{self} was destroyed; take the group anew from its getter")
+        """Returns the error for a call after the group was destroyed."""
+        return GroupDestroyedError(f"{self} was destroyed; call the group's getter again")

@@ -1,7 +1,7 @@
-"""Public names of the two packages' roots: loaded at their first use, and named after the root.
+"""Public names of the two packages' roots: loaded at first use, and shown as names of the root.
 
-A command that needs no torch starts without it: torch's import takes seconds.
-Tracebacks, `repr` and pickle show public classes under the root that users import them from.
+Lazy loading lets a command that needs no torch start without torch, whose import takes seconds. Tracebacks, `repr` and
+pickle show public classes under the root that users import them from.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from device_communicators.base.limits import naming_shortages  # here: when it is needed no module can be opened
+from device_communicators.base.limits import naming_shortages  # imported early: later no descriptor may be left
 
 Names = Mapping[str, Sequence[str]]
-"""Public names by the module that defines them. A module of the root's may be public itself, by its own name."""
+"""Module -> the public names that it defines. A submodule of the root may itself be public, by its own name."""
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
-    """Returns the sorted names and a function that loads one, for a root's `__getattr__` (PEP 562).
+    """Returns the sorted names, and a function that loads one, for a root's `__getattr__` (PEP 562).
 
-    `root`: the globals of the root, which keep each loaded name. Raises AttributeError for other names, and
-    ResourceLimitError where no descriptor is left to open a name's module with.
+    `root`: the globals of the root, which keep each loaded name. The function raises AttributeError for other names,
+    and ResourceLimitError if no descriptor is left to open the module.
     """
     module_of = {name: module for module, defined in names.items() for name in defined}
 
@@ -42,12 +42,12 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 def name_classes(root: str, names: Names) -> None:
     """Sets `__module__` of the public classes of the loaded modules to `root`.
 
-    Evaluates their annotations first: `typing.get_type_hints` looks their names up in the class's module.
+    Evaluates their annotations first, because `typing.get_type_hints` looks names up in the class's module.
     """
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
             if isinstance(public, type) and public.__module__ != root:
-                with contextlib.suppress(NameError):  # a type that only type checkers import: it stays a string
+                with contextlib.suppress(NameError):  # a type that only type checkers import stays a string
                     hints = get_type_hints(public, include_extras=True)
                     public.__annotations__ = {own: hints[own] for own in inspect.get_annotations(public)}
                 public.__module__ = root

@@ -1,8 +1,8 @@
-"""Every environment variable of the library: its name, type, default and meaning.
+"""The library's environment variables: name, type, default and meaning of each.
 
-A value is read when it is needed, so a variable set by the program before that counts. A value that can't be
-read raises `SettingError`; a variable of our prefix that nobody knows is reported by `unknown_names`.
-What other programs define (RANK, MASTER_ADDR, SLURM_PROCID, …) is read in `parallel_state.startup.environment`.
+A variable is read when its value is needed, so the program may set it until then. An invalid value raises
+`SettingError`. `unknown_names` reports variables that have our prefix but are no setting. Variables of launchers (RANK,
+MASTER_ADDR, SLURM_PROCID, …) are read in `parallel_state.startup.environment`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ T = TypeVar("T")
 PREFIX = "PARALLEL_STATE_"
 
 _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
-"""The dict behind os.environ: that a variable is missing, as most are, shows there in a tenth of the time."""
+"""The dict behind os.environ. Detecting an unset variable here, the usual case, takes a tenth of the time."""
 
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One environment variable; `get()` returns its value, or the default where it is unset or empty."""
+    """One environment variable. `get()` returns its value, or the default if it is unset or empty."""
 
     name: str
     default: T
@@ -37,7 +37,7 @@ class Setting(Generic[T]):
     must_be: str
     help: str
     equal: bool = False
-    """True if a world's ranks must have equal values, which are compared at start."""
+    """True if all ranks of a world must have the same value. The ranks compare their values at start."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         if environ is None and _VARIABLES is not None and self.name.encode() not in _VARIABLES:
@@ -105,180 +105,184 @@ def _one_of(*words: str) -> Callable[[str], str]:
 
 TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_TIMEOUT_S", 600.0, _seconds, "a positive number of seconds",
-    "Deadline of one operation of a group where the caller gave no timeout. The same on all ranks.", equal=True,
+    "Timeout of a group's operations if the caller gives none. The same on all ranks.", equal=True,
 )  # fmt: skip
 SLOW_S: Setting[float] = Setting(
     "PARALLEL_STATE_SLOW_S", 60.0, _seconds, "a positive number of seconds",
-    "How long an operation may wait before the log says for whom, and what those ranks do.",
+    "An operation that waits longer than this is logged, with the state of the ranks that it waits for.",
 )  # fmt: skip
 START_TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_START_TIMEOUT_S", 300.0, _seconds, "a positive number of seconds",
-    "How long the ranks look for each other at start, connect, agree on their groups and make them.",
+    "Timeout of start-up: the ranks find each other, connect, agree on their groups and create them.",
 )  # fmt: skip
 BARRIER_TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_BARRIER_TIMEOUT_S", 60.0, _seconds, "a positive number of seconds",
-    "Deadline of the barrier that ends initialize_model_parallel.",
+    "Timeout of the barrier at the end of initialize_model_parallel.",
 )  # fmt: skip
 HEARTBEAT_S: Setting[float] = Setting(
     "PARALLEL_STATE_HEARTBEAT_S", 1.0, _seconds, "a positive number of seconds",
-    "How often the hosts of a world show that they live. The same on all ranks.", equal=True,
+    "Interval at which the hosts of a world send heartbeats. The same on all ranks.", equal=True,
 )  # fmt: skip
 HEARTBEAT_LIMIT_S: Setting[float] = Setting(
     "PARALLEL_STATE_HEARTBEAT_LIMIT_S", 20.0, _seconds, "a positive number of seconds",
-    "How long a host may be silent before it is given up. The same on all ranks.", equal=True,
+    "A host that sends nothing for this time, or for four heartbeats if that is longer, counts as lost. The same on "
+    "all ranks.", equal=True,
 )  # fmt: skip
 PORTS: Setting[tuple[int, int] | None] = Setting(
     "PARALLEL_STATE_PORTS", None, _port_range, "two ports, as 20000-20999",
-    "Ports at which ranks may listen for each other's connections that carry no data, for firewalls; else any. Each "
-    "rank takes one for each world, and one more during reinitialize(). So a host needs as many as it has ranks, and "
-    "twice as many for reinitialize() or for init_process_group() beside a world of this library.",
+    "Ports at which ranks listen for control connections, which carry no tensors; any free port if unset. Set it if a "
+    "firewall opens only some ports. A rank uses one port for each world, and one more during reinitialize(). So a "
+    "host needs one port for each of its ranks, or two if they call reinitialize(), or init_process_group() in "
+    "addition to a world of this library.",
 )  # fmt: skip
 BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, str, "a torch.distributed backend",
-    "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo. The same on all ranks.",
-    equal=True,
+    "Backend of the device groups if the caller gives none. If this is unset as well: nccl with CUDA, else gloo. The "
+    "same on all ranks.", equal=True,
 )  # fmt: skip
 CPU_BACKEND: Setting[str] = Setting(
     "PARALLEL_STATE_CPU_BACKEND", "gloo", _one_of("gloo", "parallel_state"), "gloo or parallel_state",
-    "Backend of the process groups for CPU tensors that groups give to torch.distributed's own calls (cpu_group, and "
-    "device_group where the device is the CPU). The same on all ranks.", equal=True,
+    "Backend of the process groups that groups offer for torch.distributed's own calls on CPU tensors: cpu_group, and "
+    "device_group if the device is the CPU. The same on all ranks.", equal=True,
 )  # fmt: skip
 SHOWN_BACKEND: Setting[str] = Setting(
     "PARALLEL_STATE_SHOWN_BACKEND", "parallel_state", _one_of("gloo", "parallel_state"), "gloo or parallel_state",
-    "Name that torch.distributed.get_backend() returns to programs for groups of the backend parallel_state: gloo for "
-    "programs that compare it with a list of names. Set it before the first such group is made.",
+    "Name that torch.distributed.get_backend() returns for groups of the backend parallel_state. Use gloo for programs "
+    "that compare the name with a list. Set it before the first such group is created.",
 )  # fmt: skip
 GROUP_CREATION: Setting[str] = Setting(
     "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"),
     "auto, local, split or global",
-    "Who makes a process group: its members (local), all ranks by splitting a bound communicator (split), or all ranks "
-    "one group after the other (global); auto is what the backend can do best. The same on all ranks.", equal=True,
+    "Which ranks create a process group. local: its members. split: all ranks, by splitting a bound communicator. "
+    "global: all ranks, one group after the other. auto: the best way of the backend. The same on all ranks.",
+    equal=True,
 )  # fmt: skip
 SHARED_MEMORY: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARED_MEMORY", True, _on_off, "on or off",
-    "Whether collectives of CPU tensors within a host go over shared memory.",
+    "Whether collectives of CPU tensors within a host use shared memory.",
 )  # fmt: skip
 NCCL: Setting[str] = Setting(
     "PARALLEL_STATE_NCCL", "auto", _auto_on_off, "auto, on or off",
-    "Whether CUDA tensors go over NCCL communicators of our own, on the current stream, or over torch's; auto: where a "
-    "measured row covers this machine and has them faster.",
+    "Whether CUDA tensors use this library's own NCCL communicators, on the current stream, instead of torch's. auto: "
+    "if measurements of this kind of machine show them to be faster.",
 )  # fmt: skip
 NCCL_ENVIRONMENT: Setting[bool] = Setting(
     "PARALLEL_STATE_NCCL_ENVIRONMENT", True, _on_off, "on or off",
-    "Whether NCCL and gloo are told, on several nodes, which interface to take and how InfiniBand is used, where "
-    "nobody has said so.",
+    "Whether, in a world of several nodes, the library chooses the network interface and the use of InfiniBand for "
+    "NCCL and gloo, by environment variables that aren't set yet.",
 )  # fmt: skip
 NCCL_LIBRARY: Setting[str | None] = Setting(
     "PARALLEL_STATE_NCCL_LIBRARY", None, str, "the path of a libnccl.so",
-    "The NCCL to use, 2.27 or newer; else the one that torch uses.",
+    "NCCL library to use, 2.27 or newer; torch's if unset.",
 )  # fmt: skip
 SHARE_GPUS: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARE_GPUS", False, _on_off, "on or off",
-    "Whether ranks of a host may share a GPU: rank r of the host then takes GPU r % GPUs of those in sight.",
+    "Whether ranks of a host may share GPUs: rank r of the host then uses visible GPU r modulo the number of GPUs.",
 )  # fmt: skip
 PEER_MEMORY: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY", "auto", _auto_on_off, "auto, on or off",
-    "Whether small CUDA tensors within a host go over kernels of our own in memory that all ranks map; auto: where a "
-    "measured row covers this machine.",
+    "Whether small CUDA tensors within a host use this library's kernels, in memory that all ranks map. auto: if "
+    "measurements of this kind of machine exist.",
 )  # fmt: skip
 PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_ALGORITHM", "auto", _one_of("auto", "push", "pull", "two_shot"),
     "auto, push, pull or two_shot",
-    "Which kernel all-reduces in peer memory: by size (auto), or this one for every size, so that an element's sum "
-    "doesn't depend on the size of the tensor that it is in.",
+    "Kernel of all_reduce in peer memory. auto: chosen by size. Another value: this kernel for every size, so that the "
+    "sum of an element doesn't depend on the size of its tensor.",
 )  # fmt: skip
 PEER_MEMORY_TABLE: Setting[str | None] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_TABLE", None, str, "the path of a table of thresholds",
-    "Up to which size which kernel is used, as a tuning writes it; else the user's rows.",
+    "Table of the sizes up to which each kernel is used, as a tuning run writes it; the user's own table if unset.",
 )  # fmt: skip
 ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
     "PARALLEL_STATE_ROUND_BETWEEN_HOSTS", False, _on_off, "on or off",
-    "Whether what the bfloat16 tensors of a host's ranks come to is rounded to bfloat16 before it travels to other "
-    "hosts, in half the bytes, or travels as float32. The same on all ranks.",
+    "Whether a reduction of bfloat16 tensors sends each host's partial result to other hosts as bfloat16 (half the "
+    "bytes, rounded) instead of float32. The same on all ranks.",
 )  # fmt: skip
 CONNECTIONS: Setting[int] = Setting(
     "PARALLEL_STATE_CONNECTIONS", 1, _number(int, 1, 8), "a number from 1 to 8",
-    "How many TCP connections two ranks of different hosts have, to the interfaces in GLOO_SOCKET_IFNAME in turn; what "
-    "has 256 KiB or more goes over all of them. Of two ranks that differ the smaller number counts; a rank that lacks "
-    "file descriptors has one.",
+    "Number of TCP connections between two ranks of different hosts, spread over the interfaces in GLOO_SOCKET_IFNAME. "
+    "Transfers of 256 KiB or more use all of them. If two ranks have different values, the smaller one counts. A rank "
+    "without enough file descriptors uses one.",
 )  # fmt: skip
 EARLY_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_EARLY_BYTES", 64 << 20, _bytes, "a number of bytes",
-    "How much that a rank of another host sends to this one may be kept here before it is received; what is more stays "
-    "with its sender, whose call ends when it is received. 0: nothing is sent before.",
+    "Bytes that each rank of another host may send to this rank before this rank receives them. Data beyond that stays "
+    "with the sender, whose call then returns after the receive. 0: nothing is sent early.",
 )  # fmt: skip
 BUILD: Setting[str] = Setting(
     "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "plain", "never"), "auto, plain or never",
-    "Whether the compiled part may be compiled at its first use, into the user's cache; plain: without torch's ops.",
+    "Whether native code may be compiled at its first use, into the user's cache. plain: without the torch ops.",
 )  # fmt: skip
 INSTRUCTIONS: Setting[str] = Setting(
     "PARALLEL_STATE_INSTRUCTIONS", "auto", _one_of("auto", "avx512", "avx2", "plain"), "auto, avx512, avx2 or plain",
-    "Instruction set of the reductions in shared memory: the best that the processor has (auto), or one of those that "
-    "it has, to measure and test what machines without the others do; read once. Results have the same bits with each.",
+    "Instruction set of the reductions in shared memory. auto: the best one of the processor. Another value: to test "
+    "and measure what machines with fewer instructions do. Read once. Results have the same bits with each.",
 )  # fmt: skip
 SYMMETRIC_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_SYMMETRIC_BYTES", 8 << 30, _bytes, "a number of bytes",
-    "How much memory for tensors that all ranks of a host map (`group.empty`, large results) a rank may have in each "
-    "group. It is mapped as it is used, and of freed memory 256 MiB are kept. On a GPU, how much memory may be "
-    "registered with NCCL for each group. 0: none.",
+    "Limit of shared memory for tensors (`group.empty`, large results) of a rank in each group. The memory is mapped "
+    "when used; 256 MiB of freed memory are kept. On a GPU: limit of the memory registered with NCCL in each group. 0: "
+    "none.",
 )  # fmt: skip
 HUGE_PAGES: Setting[bool] = Setting(
     "PARALLEL_STATE_HUGE_PAGES", False, _on_off, "on or off",
-    "Whether the memory for tensors that all ranks of a host map is made of huge pages (2 MiB), where the kernel can: "
-    "Linux 6.1 or newer.",
+    "Whether shared memory for tensors uses huge pages (2 MiB). Needs Linux 6.1 or newer.",
 )  # fmt: skip
 SPIN_US: Setting[float | None] = Setting(
     "PARALLEL_STATE_SPIN_US", None, _number(float, 0, 1e6), "a number of microseconds, at most a second",
-    "How long a rank that waits in shared memory spins before it sleeps: 150, with more ranks than cores 5.",
+    "How long a rank that waits in shared memory spins before it sleeps. Unset: 150, or 5 with more ranks than cores.",
 )  # fmt: skip
 CORES: Setting[tuple[tuple[int, ...], ...] | None] = Setting(
     "PARALLEL_STATE_CORES", None, _core_lists, "share, or a list of cores for each rank of the host, as 0-3|4-7",
-    "Cores that a rank is bound to when it joins the world, until the world ends: its share of those that the host's "
-    "ranks may use (whole physical cores, NUMA nodes evenly), or its own of these lists.",
+    "Cores that a rank is bound to while it is in a world. share: a share of the cores that the host's ranks may use, "
+    "in whole physical cores and spread evenly over NUMA nodes. Lists: the cores of each rank of the host.",
 )  # fmt: skip
 AREAS: Setting[str] = Setting(
     "PARALLEL_STATE_AREAS", "off", _one_of("off", "nodes", "caches"), "off, nodes or caches",
-    "Whether a large all_reduce of ranks that are bound to several NUMA nodes is one of all ranks (off), goes from "
-    "node to node (nodes), or within one node also from cache to cache (caches). A host's first rank decides.",
+    "How ranks that are bound to several NUMA nodes of a host do a large all_reduce. off: all ranks together. nodes: "
+    "the sum is passed from node to node. caches: the same, and from cache to cache if all ranks are on one node. The "
+    "value on the host's first rank counts.",
 )  # fmt: skip
 MAX_METADATA_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _number(int, 1, 1 << 62), "a positive number of bytes",
-    "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
+    "Largest metadata or object, not counting its tensors, that a rank accepts from a peer.",
 )  # fmt: skip
 DEBUG: Setting[bool] = Setting(
     "PARALLEL_STATE_DEBUG", False, _on_off, "on or off",
-    "Whether the ranks of a group compare their calls before each collective, call sites included (0.5 ms a call).",
+    "Whether the ranks of a group compare their calls and call sites before each collective. Costs 0.5 ms a call.",
 )  # fmt: skip
 DEBUG_DIR: Setting[str | None] = Setting(
     "PARALLEL_STATE_DEBUG_DIR", None, str, "a folder",
-    "Where a rank writes its groups' last operations when one fails; python -m parallel_state debug reads them.",
+    "Folder for the last operations of each group, written when a group fails. Read them with python -m parallel_state "
+    "debug.",
 )  # fmt: skip
 METRICS: Setting[bool] = Setting(
     "PARALLEL_STATE_METRICS", False, _on_off, "on or off",
-    "Whether the calls of all groups are measured from the first one on, as after `parallel_state.metrics.enable()`.",
+    "Whether all calls of all groups are measured, from the first one on, as by `parallel_state.metrics.enable()`.",
 )  # fmt: skip
 PLUGIN: Setting[str | None] = Setting(
     "PARALLEL_STATE_PLUGIN", None, str, "names of engines with commas between them",
-    "Which engines run on this library without a line of code: vllm, sglang. Read by their entry points.",
+    "Engines that this library plugs into without a change of code: vllm, sglang. Read by their entry points.",
 )  # fmt: skip
 LOG_LEVEL: Setting[str] = Setting(
     "PARALLEL_STATE_LOG_LEVEL", "WARNING", _one_of("DEBUG", "INFO", "WARNING", "ERROR"),
     "DEBUG, INFO, WARNING or ERROR",
-    "Level of the log: of processes that `launch` started, and of programs that have configured no logging.",
+    "Log level of processes started by `launch`, and of programs that have not configured logging.",
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = tuple(each for each in globals().values() if isinstance(each, Setting))
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Returns names that carry our prefix and that no setting has: most likely typing errors."""
+    """Returns the names of variables that have our prefix but are no setting: probably misspelt."""
     known = {setting.name for setting in ALL}
     names = os.environ if environ is None else environ
     return sorted(name for name in names if name.startswith(PREFIX) and name not in known)
 
 
 def warn_about_unknown_names() -> None:
-    """Warns of each such variable of this process, once."""
+    """Logs a warning for each unknown variable of this process, once."""
     for name in unknown_names():
         _warn_about(name)
 

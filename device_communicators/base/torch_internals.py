@@ -1,12 +1,12 @@
-"""The only file that uses names of torch that aren't public. torch 2.11, 2.13 and 2.15 have them.
+"""The only file that uses private names of torch. torch 2.11, 2.13 and 2.15 have them.
 
-`tests/unit/test_private_names.py` lists them and looks them up in the installed torch.
+`tests/unit/test_private_names.py` lists them and checks that the installed torch has them.
 
-`_new_process_group_helper` is what `new_group` calls after it has made up a name. Members-only creation needs a name
-that all members agree on and that no group of this store had before. `new_group(use_local_synchronization=True)` hashes
-the ranks with the number of groups that the process has (torch before 2.15): members that are in different numbers of
-groups wait for each other under different names, and a group made again after its destruction reads the addresses of
-the first one.
+`new_group` chooses a name for the group and calls `_new_process_group_helper`. If only the members create a group, they
+need a name that they agree on and that no other group of the store has had.
+`new_group(use_local_synchronization=True)` hashes the ranks with the process's number of groups (torch before 2.15). So
+members that are in different numbers of groups wait for each other under different names. And a group created again
+after its destruction reads the addresses of the first one.
 """
 
 from __future__ import annotations
@@ -46,43 +46,44 @@ _WAITING_FOR_GRAPHS = (
 )
 # Process groups.
 
-_SET_ASIDE: list[torch.device] = []
-"""The bound device, while a group of members is made without it."""
-_RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # whose name in the package is a function's
+_UNBOUND: list[torch.device] = []
+"""The default group's device, while it is unbound to create a group of members."""
+_RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]  # as an attribute, this name is a function
 
 
 def default_store() -> BoundedStore:
-    """Returns the store through which the default group was made, within that group's own prefix."""
+    """Returns the default group's store, with that group's prefix."""
     return BoundedStore(c10d._get_default_store())
 
 
 def is_fake(group: Any = None) -> bool:
-    """Returns True if a process group, by default the default one, is of torch's `fake` backend.
+    """Returns True if a process group (None: the default one) has torch's `fake` backend.
 
-    Its peers are imagined.
-
-    Nothing that a rank waits for can come there, unless somebody plays them in a store of his own.
+    Its peers don't exist, so a wait for them never ends, unless a program writes their keys to its own store.
     """
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
 def bound_device() -> torch.device | None:
-    """Returns the device that the default group was bound to at init, whose communicator was then made at once."""
-    return _SET_ASIDE[-1] if _SET_ASIDE else getattr(dist.group.WORLD, "bound_device_id", None)
+    """Returns the device that the default group was bound to at init, or None.
+
+    torch creates the communicator of a bound device at init.
+    """
+    return _UNBOUND[-1] if _UNBOUND else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def reset_group_count() -> None:
-    """Numbers the next default group 0, as on all ranks; called where there is none.
+    """Gives the next default group the number 0, on every rank. Call it while there is no default group.
 
-    The number is part of its keys in the store, and an init that failed within torch has raised it on that rank only.
+    The number is part of the group's keys in the store. An init that fails within torch increases it on that rank only.
     """
     c10d._world.group_count = 0
 
 
 def set_timeout(group: Any, timeout_s: float) -> None:
-    """Sets the deadline of a process group's operations, which gloo's connecting had, too, when it was made.
+    """Sets the timeout of a process group's operations.
 
-    That of a send or receive whose wait is given none stays as it was.
+    A send or receive that is waited for without a timeout keeps the group's timeout at creation.
     """
     for device in device_types_of(group):
         set_backend_timeout(backend_of(group, device), timedelta(seconds=timeout_s))
@@ -93,7 +94,6 @@ def set_backend_timeout(backend: Any, timeout: timedelta) -> None:
 
 
 def device_types_of(group: Any) -> Sequence[torch.device]:
-    """Returns the devices for which a process group has a backend."""
     return group._device_types
 
 
@@ -106,37 +106,33 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def all_gather_base(group: Any, out: Tensor, x: Tensor, *options: Any) -> Any:
-    """Starts an all-gather of equal tensors in a process group, and returns its work."""
     return group._allgather_base(out, x, *options)
 
 
 def reduce_scatter_base(group: Any, out: Tensor, x: Tensor, options: Any) -> Any:
-    """Starts a reduce-scatter of equal parts in a process group, and returns its work."""
     return group._reduce_scatter_base(out, x, options)
 
 
 def has_plugin(backend: str) -> bool:
-    """Returns True if a backend of torch.distributed's is registered by this name."""
     return backend.upper() in dist.Backend._plugins
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """Replaces the function that torch 2.15 calls `torch.distributed.set_timeout` by `wrap` of it."""
+    """Replaces torch's function behind `torch.distributed.set_timeout` (public since 2.15) by the result of `wrap`."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
 def wrap_backend_name(wrap: Callable[[Any], Any]) -> None:
-    """Replaces `ProcessGroup._get_backend_name` by `wrap` of it."""
+    """Replaces `ProcessGroup._get_backend_name` with the result of `wrap`."""
     dist.ProcessGroup._get_backend_name = wrap(dist.ProcessGroup._get_backend_name)  # type: ignore[method-assign]
 
 
 def backend_options() -> Any:
-    """Returns empty options, as torch passes them to the function that makes a registered backend."""
+    """Returns empty options of the type that torch passes to the factory of a registered backend."""
     return c10d._DistributedBackendOptions()
 
 
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
-    """Returns a gloo backend that listens on a device of gloo's."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [device]
@@ -146,7 +142,7 @@ def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, 
 
 
 def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
-    """Returns a process group over a gloo backend, which torch.distributed doesn't know."""
+    """Creates a process group over a gloo backend, without registering it with torch.distributed."""
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -154,7 +150,7 @@ def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
 
 
 def register_named(group: Any, name: Any) -> None:
-    """Names a process group, and lets torch's functional collectives find it by its name."""
+    """Names a process group and registers it under that name for torch's functional collectives."""
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)
 
@@ -165,22 +161,18 @@ def unregister_named(group: Any) -> None:
 
 
 def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
-    """Sets the timeout in a ProcessGroupNCCL.Options."""
     options._timeout = timeout
 
 
 def store_of(group: Any) -> Any:
-    """Returns the store through which a registered process group was made."""
     return c10d._world.pg_map[group][1]
 
 
 def register_fake_backend() -> None:
-    """Lets torch.distributed find its backend `fake`."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
 
 def functional_collectives() -> Any:
-    """Returns torch's collectives for compiled code."""
     import torch.distributed._functional_collectives as functional
 
     return functional
@@ -194,11 +186,11 @@ def new_group_of_members(
     options: Any = None,
     store: BoundedStore | None = None,
 ) -> Any:
-    """Returns a process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
+    """Creates a process group of `ranks` (global, ascending). Only these ranks call it.
 
-    Registered with torch.distributed as new_group's are: by name, destroyed by destroy_process_group. `options` are
-    the backend's (`ProcessGroupNCCL.Options`); `store`: another connection than the default group's. Returns when
-    gloo's members have met; NCCL's meet at the first call.
+    `name` must be unique in the store. torch.distributed knows the group, as those of new_group:
+    destroy_process_group destroys it. `options`: of the backend, such as `ProcessGroupNCCL.Options`. `store`: default,
+    the default group's. Returns when gloo's members are connected; NCCL connects at the first call.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -219,30 +211,30 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Keeps torch from splitting the default communicator of a bound device, a call that all its ranks must join."""
+    """Keeps torch from splitting the bound device's default communicator, which every rank would have to join."""
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
         yield
         return
-    _SET_ASIDE.append(device)
+    _UNBOUND.append(device)
     default.bound_device_id = None
     try:
         yield
     finally:
         default.bound_device_id = device
-        _SET_ASIDE.pop()
+        _UNBOUND.pop()
 
 
 def is_registered(group: Any) -> bool:
-    """Returns True if torch.distributed still has this process group: destroy_process_group() ends them all at once."""
+    """Returns True until the process group is destroyed; destroy_process_group() destroys all groups at once."""
     return group in c10d._world.pg_map
 
 
 def name_ranks(group: Any) -> None:
-    """Tells the default group's NCCL its ranks, before the group is split.
+    """Sets the ranks in the options of the default group's NCCL backend. Call it before the group is split.
 
-    torch leaves them out, and knows them only for the first NCCL group of a process. In a second world it reads past
-    the end of an empty list, and the process dies (pytorch #192109; seen with 2.11). Not run on a GPU.
+    torch sets them only for the first NCCL group of a process. In a second world, a split reads past the end of an
+    empty list and the process crashes (pytorch #192109; seen with 2.11). Not run on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -250,15 +242,15 @@ def name_ranks(group: Any) -> None:
 
 
 def mark_written(x: Tensor) -> None:
-    """Tells autograd, as torch's own in-place ops do, that `x` was written to."""
+    """Marks `x` as written for autograd, as torch's own in-place ops do."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
 
 
 def end_process_groups(group: Any = None) -> None:
-    """Ends a process group, or all of them, as `dist.destroy_process_group`.
+    """Destroys a process group, or all of them, with `dist.destroy_process_group`.
 
-    NCCL waits there without a limit while a CUDA graph uses the group. After some seconds the log says so.
+    NCCL waits without a limit while a CUDA graph uses the group. A wait of 10 s is logged.
     """
     ended = threading.Event()
 
@@ -275,10 +267,10 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Has torch's `env://` and `tcp://` take the store that `find` gives for their address; None undoes that.
+    """Makes torch's `env://` and `tcp://` use the store that `find` returns for their address. None undoes it.
 
-    `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew. A
-    torch without it can't be helped: its own `env://` is turned away then, ours (`rendezvous.meet`) isn't.
+    Both create their TCPStore with `_create_c10d_store`; their handlers can't be registered again. Does nothing if
+    torch has no such function: its own `env://` then fails, while ours (`rendezvous.meet`) works.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -303,13 +295,12 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None
 is_zero_tensor: Callable[[Tensor], bool] = torch.Tensor._is_zerotensor
 """Returns True for torch's efficient zero tensor, which has no memory."""
 disable_current_modes: Any = _python_dispatch._disable_current_modes
-"""A context in which no mode sees the ops."""
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-"""A context in which ops run below autograd."""
+"""Context manager in which ops run below autograd."""
 check_symbolic: Callable[..., None] = torch._check
 """Raises unless a condition holds, in compiled code too."""
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Returns the number of modes that see each op of this thread."""
+"""Returns the number of active dispatch modes of this thread."""
 
 
 FUSED_RMS_NORM: Any = torch.ops.aten._fused_rms_norm.default
@@ -317,53 +308,50 @@ TO_COPY: Any = torch.ops.aten._to_copy.default
 
 
 def base_of(x: Tensor) -> Tensor | None:
-    """Returns the tensor whose view `x` is."""
+    """Returns the base tensor of a view; None for other tensors."""
     return x._base
 
 
 def is_view(x: Tensor) -> bool:
-    """Returns True if `x` is a view of another tensor."""
     return x._is_view()
 
 
 def schema_of(op: Any) -> Any:
-    """Returns the schema of an op's overload; None for other callables."""
+    """Returns the schema of an op overload; None for other callables."""
     return getattr(op, "_schema", None)
 
 
 def current_raw_stream() -> Callable[[int], int]:
-    """Returns a function from a device's index to its current stream, as CUDA's handle."""
+    """Returns torch's function from a device index to the CUDA handle of its current stream."""
     return torch._C._cuda_getCurrentRawStream
 
 
 def current_cuda_device() -> int:
-    """Returns the index of this thread's device."""
     return torch._C._cuda_getDevice()
 
 
 def keep_cuda_busy(cycles: int) -> None:
-    """Puts a kernel on the current stream that lasts for so many cycles."""
     torch.cuda._sleep(cycles)
 
 
 def pybind_abi() -> dict[str, str]:
-    """Returns what torch's pybind11 was compiled with, by macro."""
+    """Returns the macros that describe the ABI of torch's pybind11, with their values."""
     found = {name: getattr(torch._C, f"_PYBIND11_{name}", None) for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return {f"PYBIND11_{name}": value for name, value in found.items() if value is not None}
 
 
-# Compiling. torch._dynamo takes a second to import: its marks are set without it.
+# Compiling. Importing torch._dynamo takes a second, so its marks are set without it.
 
 try:
     from torch._C._dynamo import eval_frame as _frames
 
     _SKIP: Any = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-except (ImportError, AttributeError):  # a torch that keeps them elsewhere
+except (ImportError, AttributeError):  # a version of torch that has them elsewhere
     _SKIP = None
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Returns the function, as torch.compiler.disable would mark it."""
+    """Marks the function as torch.compiler.disable does, and returns it."""
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -375,24 +363,24 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Keeps dynamo's frame hook away from the function and from what it calls.
+    """Makes dynamo's frame hook skip the function and all that it calls.
 
-    For kernels, which run beneath torch's dispatcher: dynamo sees the op, not them, but meets their frames where the op
-    is called from a frame that it has given up.
+    For kernels, which run below torch's dispatcher. Dynamo traces the op instead of its kernel. But if a frame that
+    dynamo can't trace calls the op, the hook would run on the kernel's frames.
     """
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
 
 def mark_constant(function: Any) -> None:
-    """Lets dynamo compute the function's result, of constants only, as torch.compiler.assume_constant_result does."""
+    """Marks a function of constants as constant for dynamo, as torch.compiler.assume_constant_result does."""
     function._dynamo_marked_constant = True
 
 
 def mark_static_address(tensor: Any) -> None:
     """Marks a tensor as torch._dynamo.mark_static_address does.
 
-    A compiled graph that writes an input whose address may change is not put into a CUDA graph
+    Without the mark, a compiled graph that writes to this tensor as an input doesn't become a CUDA graph
     (mode="reduce-overhead").
     """
     tensor._dynamo_static_input_type = "unguarded"
@@ -405,19 +393,19 @@ def dynamo() -> Any:
 
 
 def load_inductor() -> None:
-    """Imports torch's compiler, which takes seconds."""
+    """Imports inductor, which takes seconds."""
     import torch._inductor.compile_fx  # noqa: F401
 
 
 def register_graph_pass(kind: type) -> None:
-    """Lets inductor's config take objects of a class for passes over its graphs."""
+    """Registers a class whose objects inductor's config accepts as graph passes."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     CustomGraphPass.register(kind)
 
 
 def aot_eager(module: Any, inputs: Sequence[Any], run_pass: Callable[[Any], None]) -> Callable[..., Any]:
-    """Compiles by AOTAutograd, runs the pass over its graphs, and lets torch run them node by node."""
+    """Compiles with AOTAutograd, runs `run_pass` on each graph, and executes the graphs node by node."""
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
     def compiled(module: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -428,19 +416,19 @@ def aot_eager(module: Any, inputs: Sequence[Any], run_pass: Callable[[Any], None
     return aot_eager(module, list(inputs), fw_compiler=compiled)
 
 
-# autograd. A node's number, and what it hands from the thread that calls backward to those that work for it.
+# autograd: numbers of its nodes, and values that it passes from the thread that calls backward to its own threads.
 
 _KEY = "parallel_state"
 _ENGINE: Any = torch.autograd.graph._engine_run_backward
 
 
 def upcoming_node() -> int:
-    """Returns the number that autograd's next node of this thread will have."""
+    """Returns the number of the next autograd node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def node_in_backward() -> int | None:
-    """Returns the number of the node whose backward runs in this thread; None outside of a backward pass."""
+    """Returns the number of the node whose backward runs in this thread; None outside a backward pass."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node: Any = torch._C._current_autograd_node()
@@ -448,7 +436,7 @@ def node_in_backward() -> int | None:
 
 
 def is_in_nested_backward() -> bool:
-    """Returns True in a thread of autograd's where a backward was called within another one."""
+    """Returns True if this thread of autograd runs a backward that was called within another backward."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -458,16 +446,16 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Keeps `value` for this thread and for the threads in which autograd works for it."""
+    """Stores `value` for this thread and for the autograd threads that work for it."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
 def stashed_for_autograd() -> Any:
-    """Returns what the thread that called backward has stashed; None if nothing."""
+    """Returns the value that the thread that called backward has stored, or None."""
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
 
 
-# AOTAutograd. It makes each traced graph functional: a written tensor becomes a new result of the op.
+# AOTAutograd. It makes each traced graph functional: an op that writes a tensor returns a new one instead.
 
 _SAVES_TUPLES = TorchVersion(torch.__version__) < "2.15"
 
@@ -476,15 +464,15 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Makes an op functional. The op writes the graph's own token, which starts as the token that the call passes.
+    """Makes an op functional. The op writes a token of the graph, which starts as a copy of the call's token.
 
-    If ops wrote the caller's token, it would be an input that the graph changes. An exported program may not change a
-    constant. A partitioner without in-graph mutation takes the token after the backward for an output of the forward.
+    If ops wrote the caller's token, the graph would mutate an input. An exported program may not mutate a constant. And
+    a partitioner without in-graph mutation takes the token after the backward for an output of the forward.
 
-    The op's results are marked to be saved for the backward, as repeated collectives have no order with those of the
-    backward. So an activation budget above 0 doesn't repeat them. A budget of 0 repeats all ops of the forward, in
-    their order. A checkpoint without a policy, or with one that recomputes, repeats the ops of its region, as in eager
-    code.
+    The op's results are marked to be saved for the backward, because recomputed collectives would have no order with
+    those of the backward. So an activation budget above 0 doesn't recompute them. A budget of 0 recomputes all ops of
+    the forward, in their order. A checkpoint without a policy, or with one that recomputes, repeats the ops of its
+    region, as in eager code.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -505,7 +493,10 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Unmarks a token: a backward that has the token of each op would repeat those ops that have no other input."""
+    """Removes the mark from a token.
+
+    If the token of each op were saved, the backward would repeat the ops that have no other input.
+    """
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
@@ -514,10 +505,10 @@ def _leave_to_partitioner(token: FunctionalTensor) -> None:
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Returns how a partitioner treats an op's node.
+    """Returns the policy by which a partitioner saves or recomputes an op's node.
 
-    Before 2.15 torch saves a node with several results as a tuple, and fails, if all nodes that an activation budget
-    may repeat must be saved. There the budget repeats ops.
+    Before 2.15, if all nodes within an activation budget must be saved, torch saves a node with several results as a
+    tuple and fails. With these versions the budget may recompute ops.
     """
     from torch._functorch import config as functorch_config  # AOTAutograd has imported it
 
@@ -526,7 +517,7 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the token of the graph that is being traced: one for each device, and for each tracer of `mode`."""
+    """Returns the token of the graph being traced: one for each device and each tracer of `mode`."""
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
     tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
@@ -537,28 +528,27 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
     return tokens[key]
 
 
-# torch.func. The levels of its transforms, in which an op's kernel runs; imported by torch itself where one is entered.
+# torch.func: the levels of its transforms, in which an op's kernel runs. torch imports it when a transform is entered.
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""torch.autograd.Function without its `apply`. That one refuses transforms, since torch 2.14 in C++."""
+"""torch.autograd.Function without its `apply`, which rejects transforms (since torch 2.14 in C++)."""
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Returns True inside of torch.func.grad, vmap and the like."""
+"""Returns True inside torch.func.grad, vmap and the like."""
 is_wrapped_tensor: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Returns True for a tensor that is one of a transform's levels."""
+"""Returns True for a tensor that a transform has wrapped."""
 
 
 def in_forward_mode() -> bool:
-    """Returns True inside of forward mode (jvp, jacfwd)."""
     return forward_ad._current_level >= 0
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Calls `apply` of a SingleLevelFunction in an Autograd kernel, which a transform runs for one of its levels.
 
-    torch refuses functions that don't say how they are mapped, since it doesn't know that a kernel calls them, below
-    which the dispatcher goes on with the other levels.
+    torch rejects functions without a vmap rule. It doesn't know that here a kernel calls the function, and that the
+    dispatcher handles the other levels afterwards.
     """
     from torch._functorch.utils import enable_single_level_autograd_function
 
@@ -567,15 +557,15 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `function` with both kinds of gradients on: in a level of torch.func's, those of the levels outside it."""
+    """Calls `function` with reverse and forward gradients enabled: within torch.func, those of the outer levels."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """Runs a kernel of `torch.vmap`, as torch.library.register_vmap does: `rule` of the batch dims and whole tensors.
+    """Runs a kernel of `torch.vmap` as torch.library.register_vmap does: calls `rule(batch_dims, *whole_tensors)`.
 
-    That one imports torch._functorch at registration.
+    register_vmap itself imports torch._functorch at registration.
     """
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter

@@ -1,9 +1,9 @@
-"""Python's wakeup descriptor for signals: compiled waits poll it to detect a signal without the interpreter lock.
+"""Python's wakeup descriptor for signals: native waits poll it to detect a signal without the interpreter lock.
 
 Python's signal handler in C writes a byte to the descriptor (`signal.set_wakeup_fd`). A process has only one, and the
-program, such as asyncio, may set its own. Then waits of the main thread take the lock in each slice to check signals.
-To detect that, this module replaces `signal.set_wakeup_fd` once the compiled library is loaded. The replacement sets
-the descriptor and records its owner.
+program, for example asyncio, may set its own. Waits of the main thread then take the lock in each slice to check for
+signals. To detect such a program, this module replaces `signal.set_wakeup_fd` once the native library is loaded. The
+replacement sets the descriptor and records its owner.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """Describes the pipe to the compiled library. It is the struct SignalPipe of cpu/csrc/signals.h."""
+    """Describes the pipe to the native library: the struct SignalPipe of cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
-    """A descriptor that is readable after a signal; -1 while there is none."""
+    """Descriptor that is readable after a signal; -1 if there is none."""
     inode: int
-    """The pipe's inode; 0: not checked. If `reader` has another one, the program closed it and reused its number."""
+    """The pipe's inode, or 0 to skip the check. If `reader` has another inode, the program closed the pipe."""
 
 
 class _Wakeup:
-    """A pipe for signals, and the variables that hold its reading end."""
+    """A pipe for signals, and the structs that publish its reading end."""
 
     def __init__(self) -> None:
         self.reader, self.writer = _pipe()
         self._inode = os.fstat(self.reader).st_ino
-        self.told: list[SignalPipe] = []
+        self.pipes: list[SignalPipe] = []
         self.is_set = self.is_foreign = False
-        """True if the pipe's, or the program's, descriptor is set."""
+        """True if the wakeup descriptor is the pipe's, or the program's."""
         forks.call_in_children(self.renew)
         signal.set_wakeup_fd = self.set
 
@@ -47,23 +47,23 @@ class _Wakeup:
         """Replaces signal.set_wakeup_fd. Returns -1 instead of the pipe's descriptor, which programs must not get."""
         before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
         self.is_set, self.is_foreign = fd == -1, fd != -1
-        self.tell()
+        self.publish()
         return -1 if before == self.writer else before
 
-    def tell(self) -> None:
-        for told in self.told:
-            told.inode = self._inode
-            told.reader = self.reader if self.is_set else -1
+    def publish(self) -> None:
+        for pipe in self.pipes:
+            pipe.inode = self._inode
+            pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
-        """Returns False if the program has closed the pipe, as a daemon closes all descriptors."""
+        """Returns False if the program has closed the pipe, as daemons do with all descriptors."""
         try:
             return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Makes a new pipe in a forked child, whose signals would wake the parent, or if the program closed it."""
+        """Creates a new pipe. Needed in a forked child, whose signals would wake its parent, and after a close."""
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
         self.reader, self.writer = (
@@ -93,13 +93,13 @@ def _wakeup() -> _Wakeup:
 
 
 def tell(pipe: SignalPipe) -> None:
-    """Keeps `pipe` as it is now."""
-    _wakeup().told.append(pipe)
+    """Keeps `pipe` up to date with the descriptor from now on."""
+    _wakeup().pipes.append(pipe)
     begin()
 
 
 def begin() -> None:
-    """Sets the descriptor if the program has set none. Does nothing outside of the main thread: call it again there."""
+    """Sets the wakeup descriptor if the program has set none. Works in the main thread only: call it again there."""
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():
         with contextlib.suppress(OSError):  # no descriptors are left
@@ -109,4 +109,4 @@ def begin() -> None:
             before = wakeup.set(-1)
             if before != -1:
                 wakeup.set(before)
-    wakeup.tell()
+    wakeup.publish()

@@ -143,7 +143,9 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        return self._memory.collectives
+        """None if gloo carries them: without the library, or if only the first ranks of the hosts are connected."""
+        memory = self._memory
+        return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def _note_death(self) -> None:
         if self._context.deaths():

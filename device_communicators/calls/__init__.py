@@ -1,4 +1,4 @@
-"""A call as every transport sees it: its record, its words, its tensors, its arithmetic, and what is left to wait for.
+"""Parts of a call that all transports share: its description, record, tensors, arithmetic and pending work.
 
 May import `base` only.
 """

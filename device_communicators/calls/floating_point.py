@@ -1,8 +1,8 @@
-"""The floating-point state of a thread, for arithmetic that torch does in place of a kernel of ours.
+"""The floating-point state of a thread, for arithmetic that torch does instead of this library's kernels.
 
-A program can change the state of its thread: torch.set_flush_denormal, fesetround, a library linked with -ffast-math.
-Ranks that reduce the same inputs under different states get different bits. The kernels in C++ have their own guard
-(cpu/csrc/floating_point.h).
+A program can change the state of its thread by torch.set_flush_denormal, fesetround, or a library linked with
+-ffast-math. Ranks that reduce the same inputs under different states get different bits. The C++ kernels have their own
+guard (cpu/csrc/floating_point.h).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from typing import Any
 
 ONE_THREAD_ELEMENTS = 32_768
-"""torch runs an operator on at most this many elements in the calling thread (at::internal::GRAIN_SIZE)."""
+"""Up to this number of elements, torch runs an operator in the calling thread (at::internal::GRAIN_SIZE)."""
 _STATE_BYTES = 64
-"""More than `fenv_t` has: 32 on x86-64, 8 on 64-bit ARM."""
+"""Larger than `fenv_t`, which has 32 bytes on x86-64 and 8 on 64-bit ARM."""
 _DEFAULT = ctypes.c_void_p(-1)
 """FE_DFL_ENV of glibc and musl: round to nearest, keep denormals, no traps."""
 
 
 @contextmanager
 def default_floating_point() -> Iterator[None]:
-    """Gives this thread the default floating-point state, and restores its own at the end.
+    """Sets the default floating-point state of this thread for a block.
 
-    Other threads keep theirs: torch's threads for larger operators have the state of the thread that started them.
+    Other threads keep their state. torch's threads for larger operators have that of the thread that started them.
     """
     functions = _functions()
     if functions is None:

@@ -1,15 +1,16 @@
-"""Exceptions that a signal's handler raised while an op was in C++."""
+"""Exceptions that a signal handler raised while an op was in C++."""
 
 from collections.abc import Callable
 
 ON_FAILED_OP: list[Callable[[], None]] = []
-"""Raise what a signal's handler raised in an op that comes to its route because it failed, if anything.
+"""Functions that raise the exception of a signal handler, if there is one, for a failed op that calls its route.
 
-The handler may have destroyed the group, or another thread have told of a failure first.
+Without them the route would raise another error: the handler may have destroyed the group, or another thread may have
+reported a failure first.
 """
 
 
 def raise_interruption() -> None:
-    """Raises what a signal's handler raised in an op that was left to Python, if anything."""
+    """Raises the exception that a signal handler raised while an op was in C++, if there is one."""
     for raise_it in ON_FAILED_OP:
         raise_it()

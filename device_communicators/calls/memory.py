@@ -1,8 +1,8 @@
-"""Makes a tensor's memory hold its values, views it as bytes, and refuses dtypes that can't be sent.
+"""The memory of tensors: computes deferred values, views memory as bytes, and rejects dtypes that can't be sent.
 
-torch defers conjugation, negation and zeros: the tensor has a mark, and its memory holds other numbers or none. Code
-that passes memory on gets its tensors from `dense` and its bytes from `as_bytes`. Ops are called through torch's
-dispatcher, which computes deferred values first. An op copies its outputs back itself: see `ops`.
+torch defers conjugation, negation and zeros: the tensor has a mark, and its memory contains other numbers or none. Code
+that passes memory on uses `dense` and `as_bytes`. For ops, torch's dispatcher computes deferred values first; an op
+copies its outputs back itself (see `ops`).
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from device_communicators.base.torch_internals import is_zero_tensor
 QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
-"""Dtypes whose values mean nothing without a scale. torch can't make a plain tensor of them to receive into."""
+"""Dtypes whose values need a scale. torch can't create a plain tensor of them to receive into."""
 _BITS = frozenset(
     dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
 )
-"""Integers of fewer than eight bits. Each takes a byte, and torch can copy them only as bytes."""
+"""Integers of fewer than eight bits. Each takes a byte. torch can copy them only as bytes."""
 DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
-"""torch's dispatch keys of tensors whose memory doesn't hold their values."""
+"""torch's dispatch keys of tensors with deferred values."""
 
 
 def dtype_refusal(dtype: torch.dtype) -> str | None:
-    """Describes tensors of a dtype that can't be sent; None if they can. Senders and receivers both call it."""
+    """Returns the reason why tensors of a dtype can't be sent, or None. Senders and receivers both call it."""
     if dtype in QUANTIZED:
-        return f"a quantized tensor, {dtype}: send its int_repr(), or the integers that it was viewed from"
+        return f"a quantized tensor, {dtype}: send its int_repr(), or the integers of which it is a view"
     return None
 
 
 def holds_values(x: Tensor) -> bool:
-    """Returns True if the memory of `x` holds its values."""
+    """Returns True if `x` has no deferred values."""
     return not (x.is_conj() or x.is_neg() or is_zero_tensor(x))
 
 
 def with_values(x: Tensor) -> Tensor:
-    """Returns `x`, or a copy whose memory holds its values."""
+    """Returns `x`, or a copy if `x` has deferred values."""
     return x if holds_values(x) else x.clone()
 
 
 def is_dense(x: Tensor) -> bool:
-    """Returns True if the values of `x` are in its memory, one after the other."""
+    """Returns True if `x` is contiguous and has no deferred values."""
     return x.is_contiguous() and holds_values(x)
 
 
@@ -58,7 +58,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def copy_values(out: Tensor, x: Tensor) -> Tensor:
-    """Copies `x` to `out`, of its shape and dtype, also for dtypes that torch's `copy_` lacks. Returns `out`."""
+    """Copies `x` to `out`, of the same shape and dtype, even if torch's `copy_` lacks the dtype. Returns `out`."""
     if x.dtype in _BITS:
         out.view(torch.uint8).copy_(x.view(torch.uint8))
         return out
@@ -66,8 +66,8 @@ def copy_values(out: Tensor, x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns the bytes of dense `x` as a flat view of it."""
+    """Returns the bytes of dense `x` as a flat view."""
     flat = x if x.dim() == 1 else x.view(-1)
-    if flat.stride(0) != 1:  # one element, or none, is contiguous whatever its stride, but can't be viewed as bytes
+    if flat.stride(0) != 1:  # with at most one element any stride is contiguous, but a view as bytes needs stride 1
         flat = flat.as_strided((flat.numel(),), (1,))
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)

@@ -1,8 +1,8 @@
-"""The last operations of a group, in a ring, to look at when something hangs or has failed.
+"""Records of the last operations of a group, for the analysis of hangs and failures.
 
-Recording costs the calls that Python carries three microseconds, those that C++ carries by itself some tens of
-nanoseconds (they keep a ring of their own). Nothing is written anywhere before somebody asks, or an operation fails
-while PARALLEL_STATE_DEBUG_DIR names a folder; `python -m parallel_state debug` reads what all ranks wrote there.
+A record costs 3 µs for calls that run in Python, and some tens of ns for native calls, which have their own ring.
+Records are written to files on request, or when an operation fails and PARALLEL_STATE_DEBUG_DIR is set. `python -m
+parallel_state debug` reads the files of all ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
-"""Operations in which ranks may hold tensors of different shapes, or only one of them holds any."""
+"""Operations in which ranks may have tensors of different shapes, or only one rank has a tensor."""
 PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "send_list", "recv_list")
-"""Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
+"""Operations of two ranks. They have the number of the group's last collective, so that records stay comparable."""
 
 
 @dataclass(slots=True)
@@ -27,24 +27,24 @@ class Operation:
     """One operation of a group."""
 
     sequence: int
-    """The group's how-many-th."""
+    """Its number within the group."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     started_s: float
-    """On the monotonic clock of the rank's host; ops that C++ carries have some milliseconds of uncertainty."""
+    """On the monotonic clock of the rank's host. Times of native ops are off by up to some milliseconds."""
     ended_s: float | None = None
-    """None: under way, or failed."""
+    """None if it is running or has failed."""
     site: str = ""
     """`file:line` of the caller, in debug mode."""
     call_text: str = ""
-    """The caller's call in words, equal on all ranks."""
+    """The user's call in words, equal on all ranks."""
     peer: int = -1
-    """The other rank in the group, of a transfer."""
+    """The peer of a transfer, a rank in the group; else -1."""
 
     @property
     def call(self) -> str:
-        """Returns the call in words, which are equal on all ranks in this operation."""
+        """Returns the call in words that are equal on all ranks in this operation."""
         if self.call_text or not self.dtype:
             return self.call_text or self.name
         alike = self.name not in NOT_ALIKE_SHAPES
@@ -56,7 +56,7 @@ class Operation:
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterable[bytes] = ()) -> Path:
-    """Writes this process's record, and one file for each record in `control`. Replaces files of an earlier call."""
+    """Writes this process's record, and a file for each control plane record. Replaces files of earlier calls."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}
@@ -65,6 +65,6 @@ def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterab
     made.rename(path)
     for number, record in enumerate(control):
         beside = path.with_suffix(f".{number}.control")
-        beside.touch(mode=0o600)  # it has the values of agreements
+        beside.touch(mode=0o600)  # it contains the values of agreements
         beside.write_bytes(record)
     return path

@@ -1,7 +1,7 @@
-"""The arithmetic of operations, composed of torch's functions: which dtypes are reduced and how, and the fused norms.
+"""The arithmetic of reductions and fused norms, in torch's functions.
 
-Every communicator without a kernel of its own uses these; kernels are tested against the numerics described here.
-Nothing here talks to another rank.
+Communicators without their own kernel use these functions. Kernels are tested against the numerics described here.
+Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNSIGNED = frozenset([torch.uint32, torch.uint64])
 _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-"""On bytes that are 0 or 1, `or` is max and `and` is min."""
+"""Reductions of bool -> reductions of bytes 0 and 1: `or` is max, `and` is min."""
 
 
 REDUCING = (
@@ -29,11 +29,10 @@ REDUCING = (
     "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
     "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",
 )  # fmt: skip
-"""The operations that reduce."""
 
 
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
-    """Returns why `reduce_op` of `dtype` has no defined result here, or None."""
+    """Returns the reason why `reduce_op` of `dtype` is undefined, or None."""
     if dtype in _NATIVE or dtype in _WIDENED:
         return None
     if dtype in _COMPLEX:
@@ -45,13 +44,16 @@ def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Returns True if backends reduce `dtype` as it is (but averages of float16)."""
+    """Returns True if backends reduce `dtype` without conversion, except averages of float16."""
     return dtype in _NATIVE
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` in a dtype that backends reduce, the op for it, and where to copy the result unless a view."""
-    if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not
+    """Returns `x` in a dtype that backends reduce, the op for it, and the tensor to copy the result to.
+
+    That tensor is None if the first one shares memory with `x`.
+    """
+    if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
     if x.dtype in _NATIVE or x.dtype in UNSIGNED:
         return x, reduce_op, None
@@ -63,23 +65,23 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
 
 
 def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `reducible`'s result for a rank that reduces all tensors itself: int16 stays, so that sums wrap."""
+    """Returns `reducible`'s result for a rank that reduces in torch: int16 is not widened, so that its sums wrap."""
     return (x, reduce_op, None) if x.dtype == torch.int16 else reducible(x, reduce_op)
 
 
 def default_state(x: Tensor) -> AbstractContextManager[None]:
-    """Gives this thread the default floating-point state while torch computes with `x`, if that is on the CPU."""
+    """Returns a context with the default floating-point state if `x` is on the CPU, else an empty one."""
     return default_floating_point() if x.is_cpu else nullcontext()
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
-    """Reduces `x` into `total`, of the same dtype, to the bits that the kernels in C++ give (cpu/csrc/reduce.h).
+    """Reduces `x` into `total`, of the same dtype, with the same bits as the C++ kernels (cpu/csrc/reduce.h).
 
-    Avoids torch's maximum and minimum of floats: the zero that they return depends on its place in memory.
+    Avoids torch's maximum and minimum of floats: the sign of the zero that they return depends on its place in memory.
     """
     if total.is_cpu and total.numel() > ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(ONE_THREAD_ELEMENTS) for each in (total, x))
-        for piece, other in zip(*pieces, strict=True):  # torch's threads have a floating-point state of their own
+        for piece, other in zip(*pieces, strict=True):  # torch's threads have another floating-point state
             combine_(piece, other, reduce_op)
         return
     if reduce_op in ("sum", "avg"):
@@ -96,23 +98,23 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
 
 def divide_(total: Tensor, size: int) -> None:
-    """Divides a sum over `size` ranks in place, which gives the average.
+    """Divides a sum over `size` ranks in place, to get the average.
 
-    Integers have NCCL's average: the sum in the tensor's dtype, which wraps, divided toward zero.
+    Integers have NCCL's average: the sum, which wraps in the tensor's dtype, divided and rounded toward zero.
     """
     if not (total.dtype.is_floating_point or total.dtype.is_complex):
-        total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold 128 ranks
+        total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold a size of 128
         return
-    in_pieces = total.is_cpu and total.is_contiguous()  # torch's other threads may have another state
+    in_pieces = total.is_cpu and total.is_contiguous()  # torch's threads may have another floating-point state
     with default_state(total):
         for piece in total.view(-1).split(ONE_THREAD_ELEMENTS) if in_pieces else (total,):
             piece.div_(size)
 
 
 def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) -> None:
-    """Divides the sum of an average over `size` ranks, and writes back what was widened: see `reducible`."""
+    """Divides the sum of an average over `size` ranks, and copies `wide` to `narrow`: see `reducible`."""
     if narrow is not None and op == "avg" and not narrow.dtype.is_floating_point:
-        narrow.copy_(wide)  # wraps in the tensor's dtype before it is divided
+        narrow.copy_(wide)  # the sum wraps in the tensor's dtype before it is divided
         wide, narrow = narrow, None
     if op == "avg":
         divide_(wide, size)
@@ -123,29 +125,29 @@ def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) ->
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""The smallest scale of a token, so that a row of zeros has one to divide by. vLLM's bound."""
+"""Smallest scale of a token, which avoids a division by zero for a row of zeros. The same as vLLM's."""
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` of rounded `y = total + residual`; the norm is in float32, rounded once."""
+    """Returns `(rms_norm(y) * weight, y)` with rounded `y = total + residual`. The norm is in float32, rounded once."""
     y = total + residual
     return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
 
 
 def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
-    """Returns `normed / scale` as float8_e4m3fn, for a `scale` of one element, float32.
+    """Returns `normed / scale` as float8_e4m3fn. `scale` has one element, float32.
 
-    In float32: times the reciprocal, which is rounded, as vLLM's kernels do it. What is beyond ±448 becomes ±448,
-    infinities too, whatever torch's own conversion makes of it (it has done both); NaN stays NaN.
+    Computes in float32 and multiplies by the rounded reciprocal, as vLLM's kernels do. Values beyond ±448, infinities
+    too, become ±448, which torch's own conversion doesn't ensure. NaN stays NaN.
     """
     return (normed.float() * scale.reshape(()).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `(normed / scale as float8_e4m3fn, scale)`, by rows: `max(abs(row)) / 448`, at least MIN_SCALE.
+    """Returns `(normed / scale as float8_e4m3fn, scale)`. The scale of a row is `max(abs(row)) / 448` or MIN_SCALE.
 
-    In float32; here the division is one, as in vLLM's kernels. A row that holds a NaN has the scale NaN and is NaN, one
-    that holds an infinity has the scale infinity, and is NaN there and 0 elsewhere.
+    Computes in float32 and divides by the scale, as vLLM's kernels do. A row with a NaN has the scale NaN, and all its
+    elements are NaN. A row with an infinity has the scale infinity; infinite elements become NaN, others 0.
     """
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))

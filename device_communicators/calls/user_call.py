@@ -1,7 +1,7 @@
-"""The collective that a caller is in, as far as all ranks of the group must agree on it, and as errors show it.
+"""Describes the call that a thread is in: the facts that all ranks of the group must agree on, and its text in errors.
 
-A route sets it around each collective; a communicator compares it with the other ranks' before it touches a tensor,
-in whatever steps it carries the collective: so an error names what was called, and not the step.
+A route sets the call around each collective. A communicator compares it with the calls of peers before it touches a
+tensor. A collective may consist of several steps; errors name the collective.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_tensor_dict with a spec",),
     ("reduce",),
 )
-"""Methods by class, in the order of `Method` in csrc/call.h: those of one class match each other."""
+"""Classes of methods, in the order of `Method` in csrc/call.h. Methods of one class match each other."""
 _VARIANTS = 8
 METHODS = {
     name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
@@ -52,7 +52,7 @@ _UNKNOWN = 254
 
 
 def method_of(number: int) -> str:
-    """Returns the method with a number of METHODS; that of messages has none."""
+    """Returns the method with a number in METHODS, or "message", which has no number."""
     return _NAMES.get(number, "message")
 
 
@@ -62,15 +62,15 @@ DTYPE_NUMBERS = {
     torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
     torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
-"""c10::ScalarType."""
+"""Numbers of c10::ScalarType."""
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPE_NUMBERS.items()}
 _SHAPE_BITS = 60
 _NO_SHAPE = 15
-"""In the four bits above them, in place of the number of dims."""
+"""Value of the four bits above the shape, instead of the number of dims, if the shape doesn't fit."""
 REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
 """Numbers of `ReduceOp` in csrc/reduce.h."""
 _OF_ROWS = ("all_to_all", "all_gatherv")
-"""Ranks may pass tensors of different lengths, whose rows are alike."""
+"""Methods in which ranks may pass different numbers of rows. The shape of a row must be equal."""
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "all_gather": ("dim",),
@@ -84,7 +84,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "broadcast_sized": ("root",),
     "ibroadcast_": ("root",),
 }
-"""The meanings of a communicator's arguments after its first tensor."""
+"""Communicator's method -> names of its arguments after the first tensor."""
 _STARTED = {
     "iall_reduce_": "all_reduce_async",
     "iall_gather": "all_gather_async",
@@ -94,38 +94,35 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A collective by the name of the method that was called. All of it is compared."""
+    """A collective as the user called it. Ranks compare all its fields; of the method, only the class."""
 
     method: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
-    """Of the tensor, or of a row of it where ranks may pass different lengths."""
+    """Shape of the tensor, or of its row if ranks may pass different numbers of rows."""
     reduce_op: str | None = None
     dim: int = -1
     root: int = -1
     """`src` or `dst`."""
     sizes: tuple[int, ...] = ()
-    """Of the ranks' parts."""
+    """Lengths of the ranks' parts."""
 
     @property
     def words(self) -> tuple[int, int]:
-        """Returns the two words of `Told` in csrc/call.h."""
         return _words(self)
 
     @property
     def kind(self) -> str:
-        """Returns the first method of its class."""
         number = METHODS.get(self.method, 0)
         return _CLASSES[number // _VARIANTS][0] if number else self.method
 
     @property
     def compared(self) -> tuple[object, ...]:
-        """Returns what must be equal on all ranks."""
         return self.kind, str(self.dtype), self.reduce_op, self.dim, self.root, self.sizes, self.shape
 
     @property
     def digest(self) -> int:
-        """Returns 24 bits of shape and sizes, as `digest_of_shape` in csrc/call.h has them."""
+        """Returns a 24-bit digest of shape and sizes, equal to `digest_of_shape` in csrc/call.h."""
         digest = 0
         for size in (*self.shape, *self.sizes):
             digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
@@ -145,7 +142,6 @@ class UserCall(NamedTuple):
 
     @property
     def word(self) -> int:
-        """Returns the word of `Told` in csrc/call.h."""
         dtype = 0 if self.dtype is None else DTYPE_NUMBERS.get(self.dtype, _UNKNOWN)
         reduction = -1 if self.reduce_op is None else REDUCE_OPS[self.reduce_op]
         return (
@@ -163,7 +159,7 @@ class UserCall(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _text(call: UserCall) -> str:
-    """Returns a call in words, which a route makes of each."""
+    """Formats a call. Cached, because a route formats every call."""
     sizes = f"sizes {list(call.sizes)}" if call.sizes else ""
     dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
     return _in_words(call.method, call.reduce_op or "", call.dim, call.root, sizes, dtype, call.shape)
@@ -171,7 +167,7 @@ def _text(call: UserCall) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _words(call: UserCall) -> tuple[int, int]:
-    """Returns what takes a microsecond or two to make: a program makes the same calls again and again."""
+    """Returns the words of a call. Cached, because computing them takes 1 to 2 µs and programs repeat their calls."""
     return call.word, call.packed_shape
 
 
@@ -182,29 +178,28 @@ TRANSFERS = (
     "send_tensor_dict with a spec", "recv_tensor_dict with a spec", "send_object", "isend_object", "send_tensor_dict",
     "isend_tensor_dict", "recv_object", "recv_tensor_dict",
 )  # fmt: skip
-"""Methods by the numbers that C++ has of them: see `ToOne` in csrc/messages.h."""
+"""Methods of transfers, indexed by their number in C++ (`ToOne` in csrc/messages.h)."""
 _TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
 
 
 def transfer_number(default: str) -> int:
-    """Returns the number of the method by which this thread sends or receives."""
+    """Returns the number of the method in which this thread sends or receives, else that of `default`."""
     return _TRANSFER_NUMBERS.get(_THREAD.transfer) or _TRANSFER_NUMBERS[default]
 
 
 @functools.lru_cache(maxsize=256)
 def message_word(method: str, src: int) -> int:
-    """Returns the word of `Told` in csrc/call.h for a message that `src` sends to all ranks."""
+    """Returns the word of `Told` in csrc/call.h for a message from `src` to all ranks."""
     return message_call(method, src).word
 
 
 @functools.lru_cache(maxsize=256)
 def message_call(method: str, src: int) -> UserCall:
-    """Returns the call of a message that `src` sends to all ranks."""
     return UserCall(method, root=src)
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Returns the call behind the two words of `Told` in csrc/call.h, whose parts have so many bytes."""
+    """Formats the call of the two words of `Told` in csrc/call.h. `parts`: bytes of its parts."""
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
     ops = list(REDUCE_OPS)
@@ -215,7 +210,7 @@ def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
 
 
 def _unpacked(packed: int) -> tuple[int, ...] | int:
-    """Returns the shape, or the number of elements of one that has no room in a word."""
+    """Returns the shape, or its number of elements if the shape didn't fit into a word."""
     dims, packed = packed >> _SHAPE_BITS & 15, packed & ((1 << _SHAPE_BITS) - 1)
     if dims == _NO_SHAPE:
         return packed
@@ -230,7 +225,7 @@ _MESSAGES = (
 
 
 def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str, shape: tuple[int, ...] | int) -> str:
-    if method in _MESSAGES:  # in whatever steps it travels
+    if method in _MESSAGES:  # without the facts of its steps
         return f"{method}(rank {root})" if root >= 0 else method
     of_rows = method in _OF_ROWS
     rows = f"rows of {shape if isinstance(shape, int) else list(shape)}" if of_rows and shape else ""
@@ -244,7 +239,7 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the call of `operation` with `args`; `method` and `dim` where the arguments don't have them."""
+    """Returns the call of `operation` with `args`. `method` and `dim` apply if the arguments don't contain them."""
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
         tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor
@@ -261,36 +256,33 @@ def call_of_arguments(
 
 
 def _shape_compared(operation: str, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Returns what must be equal on all ranks of the shape of the tensor that a communicator is given."""
+    """Returns the part of a communicator's tensor shape that must be equal on all ranks."""
     if operation == "all_to_all":
         return shape[1:]
     if operation == "all_gatherv":
         return (*shape[:dim], *shape[dim + 1 :])
-    if operation == "ireduce_scatter":  # which is given `dim` in front
+    if operation == "ireduce_scatter":  # its tensor has `dim` moved to the front
         return (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :])
     return shape
 
 
 def overlap_error(operation: str, group: str, where: str = "of the group") -> UsageError:
-    """Returns the error for a collective that begins inside of another one."""
     return UsageError(
-        f"{operation} of {group} must not begin while another collective {where} is under way in this process: in "
-        "which order two threads come, or a signal handler, is not the same on every rank. Nothing was sent; give each "
-        "thread a group of its own (make_sub_group, whose process groups are not shared, or create_parallel_groups and "
-        "use()), or make the calls one after the other"
+        f"{operation} of {group} must not begin while another collective {where} is running in this process: ranks "
+        "can't agree on an order of the calls of threads or signal handlers. Nothing was sent; give each thread a "
+        "group of its own (make_sub_group, whose process groups are not shared, or create_parallel_groups and use()), "
+        "or make the calls one after the other"
     )
 
 
 def handler_error(operation: str, group: str, interrupted: str) -> UsageError:
-    """Returns the error for a signal handler that would wait for the thread that it interrupts in a transfer."""
     return UsageError(
-        f"{operation} of {group} must not begin in a signal handler while the thread that it interrupts sends or "
-        f"receives in the group, but it interrupted its {interrupted}. Nothing was sent; call it when that has ended, "
-        "or in a group of its own (make_sub_group)"
+        f"{operation} of {group} must not begin in a signal handler that interrupts a transfer of the group, here "
+        f"{interrupted}. Nothing was sent; call it after the transfer, or on another group (make_sub_group)"
     )
 
 
-class _Thread(threading.local):
+class _CallState(threading.local):
     call: UserCall | None = None
     called_as = ""
     transfer = ""
@@ -298,16 +290,16 @@ class _Thread(threading.local):
     began_s = 0.0
 
 
-_THREAD = _Thread()
+_THREAD = _CallState()
 
 
 def current(operation: str) -> UserCall:
-    """Returns this thread's call; `operation` alone if its communicator is used without a route."""
+    """Returns this thread's call, or just `operation` if its communicator is used without a route."""
     return _THREAD.call or UserCall(operation)
 
 
 def set_current_call(call: UserCall | None) -> UserCall | None:
-    """Makes `call` this thread's, and returns the call before."""
+    """Sets this thread's call. Returns the previous one."""
     before, _THREAD.call = _THREAD.call, call
     return before
 
@@ -319,7 +311,7 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Names this thread's calls of the class of `method` in a block `method`."""
+    """Makes this thread's calls in a block appear as `method`, if they belong to its class."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield
@@ -328,7 +320,7 @@ def called_as(method: str) -> Iterator[None]:
 
 
 def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes errors of a method count from its begin, whatever steps it takes before one fails."""
+    """Makes `elapsed_s` of a method's errors count from the start of the method, not of its failed step."""
 
     @functools.wraps(call)
     def under_time(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -345,7 +337,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Makes errors of a block count from `began_s`, on the monotonic clock; or earlier, within a `timed` method."""
+    """Makes `elapsed_s` of a block's errors count from `began_s` (monotonic), or from the start of a `timed` method."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -354,12 +346,12 @@ def began_at(began_s: float) -> Iterator[None]:
 
 
 def began_s() -> float:
-    """Returns when this thread's method began, on the monotonic clock; 0.0 where nobody has noted it."""
+    """Returns the start of this thread's method on the monotonic clock; 0.0 if it wasn't recorded."""
     return _THREAD.began_s
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Names what a method sends or receives `method`, not by the steps that it takes; `timed` as well."""
+    """Decorates a method that sends or receives: errors name it `method`, not its steps. Includes `timed`."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)
@@ -378,12 +370,11 @@ def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
 
 def transfer_method() -> str:
-    """Returns the method by which this thread sends or receives; empty where nobody has named it."""
     return _THREAD.transfer
 
 
 def begin_sending() -> None:
-    """Notes that the other ranks may get to know of this thread's operation: a failure from here on is theirs, too."""
+    """Records that peers may receive data of this thread's operation: a failure from here on fails the group."""
     _THREAD.has_sent = True
 
 
@@ -392,5 +383,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """Notes that an operation of this thread begins, of which nobody else knows yet."""
+    """Records that this thread's operation has not sent anything yet."""
     _THREAD.has_sent = False

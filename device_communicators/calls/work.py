@@ -1,4 +1,4 @@
-"""A transfer in progress, and what is done with its result."""
+"""Operations in progress, and steps that follow them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Work(Protocol):
-    """A transfer in progress, as c10d's `Work`."""
+    """An operation in progress, like c10d's `Work`."""
 
     def wait(self) -> Any: ...
 
@@ -15,7 +15,7 @@ class Work(Protocol):
 
 
 class _Done:
-    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
+    """A work that is complete, for example of an empty tensor: all ranks know the size, so none sends."""
 
     def wait(self) -> None:
         return None
@@ -28,7 +28,7 @@ DONE = _Done()
 
 
 class TransferError(RuntimeError):
-    """A failure of a transport in a transfer with `peer`, a rank in the group; the text is the transport's."""
+    """A transport failed in a transfer with `peer`, a rank in the group. The text is the transport's."""
 
     def __init__(self, text: str, peer: int) -> None:
         super().__init__(text)
@@ -36,7 +36,7 @@ class TransferError(RuntimeError):
 
 
 class ContinuedWork:
-    """A work, and what this rank does once with its result."""
+    """A work, and a function that runs once after it."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work

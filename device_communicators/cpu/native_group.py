@@ -214,7 +214,7 @@ class NativeGroup:
         if status == _PEER_DIED and words[0] == OUTSIDE:
             return outsider_died(members, operation, elapsed_s)
         place, elapsed_us, reporter, *misfit = words[:7]
-        suspect = members.ranks[place] if place >= 0 else -1
+        suspect = members.ranks[place] if 0 <= place < self.size else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
         if reporter >= 0 and status == _PEER_DIED and place == self.rank:
             return self._unreachable_from(reporter, operation, elapsed_s)
@@ -258,6 +258,8 @@ class NativeGroup:
         if status == _PEER_DIED:
             has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
+        if status != _MISMATCH:
+            raise RuntimeError(f"{operation} of {members} returned {status}, which is no status of a failed call")
         difference, facts = self._difference(list(words), "this rank", suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 

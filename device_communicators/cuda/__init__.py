@@ -1,4 +1,4 @@
-"""NCCL through ctypes, and streams and events of CUDA, for the rooms above.
+"""NCCL through ctypes, and CUDA streams and events, for the packages above.
 
-May import `routing` and what is below it.
+May import `routing` and the packages below it.
 """

@@ -1,7 +1,7 @@
 """Tensors over memory that torch did not allocate, by DLPack: on a CUDA device or the CPU, without a compiler or NumPy.
 
-torch calls DLPack's deleter once the last tensor over the memory is gone, from whichever thread that happens in. Here
-it drops an object of the caller's, whose `__del__` does the rest.
+torch calls DLPack's deleter when the last tensor over the memory is freed, in any thread. The deleter drops a
+caller's object, whose `__del__` frees the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-"""DLDeviceType."""
+"""Values of DLDeviceType."""
 _UNSIGNED = 1
 """kDLUInt of DLDataTypeCode."""
 
@@ -39,17 +39,17 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _ALIVE: dict[int, tuple[object, ...]] = {}
-"""By the address of a _DLManagedTensor, what has to live as long as the tensor."""
+"""Address of a _DLManagedTensor -> objects that must live as long as the tensor."""
 
 
 def _make_deleter() -> Any:
-    drop = _ALIVE.pop  # no global is looked up later: at the interpreter's end they are gone before the last tensors
+    drop = _ALIVE.pop  # bound now: at the interpreter's exit, globals are deleted before the last tensors
 
     @ctypes.CFUNCTYPE(None, c_void_p)
     def delete(managed: int) -> None:
         drop(managed, None)
 
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(delete))  # for the same reason it is never freed
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(delete))  # never freed, for the same reason
     return delete
 
 
@@ -60,7 +60,7 @@ _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """Returns `size_bytes` bytes of `device` at `address` as a tensor; what views its memory keeps `owner` alive."""
+    """Returns a uint8 tensor over `size_bytes` bytes of `device` at `address`. It and its views keep `owner` alive."""
     shape = (c_int64 * 1)(size_bytes)
     managed = _DLManagedTensor(
         _DLTensor(address, _DEVICE_TYPES[device.type], device.index or 0, 1, _UNSIGNED, 8, 1, shape),

@@ -1,7 +1,7 @@
-"""NCCL through ctypes: where its library is, its functions, its numbers, and the layouts of its structures.
+"""NCCL through ctypes: finding the library, its functions, constants and structures.
 
-Signatures and layouts are those of nccl.h of the versions 2.27.7 to 2.32.3, against which the tests compare them. A
-call releases the GIL. Nothing here needs a GPU, and nothing decides what is called when.
+The tests compare signatures and layouts with nccl.h of the versions 2.27.7 to 2.32.3. Calls release the GIL. This
+module needs no GPU. Its users decide which functions to call, and when.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from device_communicators.base import settings
 
 OLDEST = 22700
-"""The version that comes with torch 2.10, the oldest one that this library takes."""
+"""Oldest supported version, which torch 2.10 brings."""
 MULTI_RANK_GPU = 23003
-"""From here on NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
+"""From this version on, NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 
 SUCCESS, UNHANDLED_CUDA_ERROR, INTERNAL_ERROR, INVALID_USAGE = 0, 1, 3, 5
 REMOTE_ERROR, IN_PROGRESS, TIMEOUT = 6, 7, 8
@@ -28,30 +28,30 @@ RESULTS = (
     "ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument",
     "ncclInvalidUsage", "ncclRemoteError", "ncclInProgress", "ncclTimeout",
 )  # fmt: skip
-"""By number; the last one came with 2.31."""
+"""Names of ncclResult_t by number. The last one exists since 2.31."""
 
 DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5, torch.float16: 6,
     torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
 }  # fmt: skip
-"""ncclDataType_t."""
+"""Numbers of ncclDataType_t."""
 BYTE = DTYPES[torch.uint8]
 REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
-"""ncclRedOp_t. Only averages of integers use NCCL's "avg". It rounds each summand of floats first, so averages of
-floats are sums that are divided afterwards."""
+"""Numbers of ncclRedOp_t. Only averages of integers use NCCL's "avg". For floats, "avg" rounds each summand first, so
+averages of floats are sums that are divided afterwards."""
 
 UNDEFINED = -(2**31)
-"""NCCL_CONFIG_UNDEF_INT: NCCL's own default, or what the user's environment says."""
+"""NCCL_CONFIG_UNDEF_INT: NCCL uses the environment's value, or its default."""
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
-"""NCCL_SPLIT_NOCOLOR: of a rank that is in no part of a split communicator."""
+"""NCCL_SPLIT_NOCOLOR: color of a rank that is in no part of a split communicator."""
 SUSPEND_MEMORY = 1
 COLL_SYMMETRIC = 1
-"""NCCL_WIN_COLL_SYMMETRIC: collectives may use the window, with one offset on all ranks."""
+"""NCCL_WIN_COLL_SYMMETRIC: collectives may use the window, with the same offset on all ranks."""
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: where the ranks of a new communicator meet. Passed by value."""
+    """ncclUniqueId: the address at which ranks of a new communicator connect. Passed by value."""
 
     _fields_: ClassVar = [("internal", c_byte * 128)]
 
@@ -84,12 +84,12 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""ncclConfig_t: it grows at its end, and NCCL takes what `size` doesn't reach as undefined. So a version that isn't
-known here may be told less than it could be, but never something wrong."""
+"""Fields of ncclConfig_t: name, type, and the version that added the field. The structure grows at its end, and NCCL
+treats fields beyond `size` as undefined. So a newer version may get fewer fields than it has, but never wrong ones."""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
-    # name: result (None: ncclResult_t), arguments, the version that it came with
+    # name: result (None: ncclResult_t), arguments, the version that added the function
     "ncclGetVersion": (None, (POINTER(c_int),), 0),
     "ncclGetUniqueId": (None, (POINTER(UniqueId),), 0),
     "ncclCommInitRankConfig": (None, (POINTER(c_void_p), c_int, UniqueId, c_int, c_void_p), 0),
@@ -120,7 +120,7 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """NCCL can't be had; the text says why, for `explain()`. Never leaves this package."""
+    """NCCL is unavailable. The text has the reason, for `explain()`. Never leaves this package."""
 
 
 class NcclLibrary:
@@ -129,7 +129,7 @@ class NcclLibrary:
     def __init__(self, path: str) -> None:
         self.path = path
         self.missing: dict[str, str] = {}
-        """Functions that this version doesn't have -> the reason."""
+        """Function that this version lacks -> the reason."""
         try:
             self._library = ctypes.CDLL(path)
             number = c_int()
@@ -138,9 +138,9 @@ class NcclLibrary:
         except (OSError, AttributeError) as error:
             raise NcclUnavailableError(f"{path} can't be loaded as NCCL: {error}") from error
         self.version = number.value
-        """As NCCL_VERSION_CODE: 22809 is 2.28.9."""
+        """NCCL_VERSION_CODE: 22809 is 2.28.9."""
         if self.version < OLDEST:
-            raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} is needed")
+            raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} or newer is needed")
         for name, (_, _, since) in _FUNCTIONS.items():
             try:
                 self._bind(name)
@@ -148,7 +148,7 @@ class NcclLibrary:
                 if since == 0:
                     raise NcclUnavailableError(f"{self} has no {name}") from error
                 self.missing[name] = (
-                    f"NCCL {version_text(self.version)} has no {name}, {version_text(since)} brought it"
+                    f"NCCL {version_text(self.version)} has no {name}, which needs {version_text(since)}"
                 )
         self._config_type = config_type(self.version)
 
@@ -165,7 +165,7 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """Returns an ncclConfig_t of this version in which all but `fields` is undefined: NCCL's default."""
+        """Returns an ncclConfig_t of this version. All fields but `fields` are undefined, so NCCL chooses them."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
@@ -176,7 +176,7 @@ class NcclLibrary:
         return config
 
     def text_of(self, result: int) -> str:
-        """Returns what a result means, and what NCCL says about the last failure."""
+        """Describes a result, followed by NCCL's text of its last failure."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
         meaning = (self.ncclGetErrorString(result) or b"").decode(errors="surrogateescape")
         last = (self.ncclGetLastError(None) or b"").decode(errors="replace").strip()
@@ -184,7 +184,6 @@ class NcclLibrary:
 
 
 def config_type(version: int) -> type[ctypes.Structure]:
-    """Returns ncclConfig_t as a version has it, as far as it is known."""
     fields = [(name, kind) for name, kind, since in CONFIG_FIELDS if since <= version]
     return type("ncclConfig_t", (ctypes.Structure,), {"_fields_": fields})
 
@@ -195,7 +194,7 @@ def version_text(version: int) -> str:
 
 
 def load() -> NcclLibrary:
-    """Returns the NCCL of this process. Raises NcclUnavailableError."""
+    """Returns the NCCL library of this process. Raises NcclUnavailableError."""
     found = _load(settings.NCCL_LIBRARY.get())
     if isinstance(found, str):
         raise NcclUnavailableError(found)
@@ -214,9 +213,9 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns where NCCL may be, best first: what torch has loaded, what was installed with it, what the linker finds.
+    """Returns possible paths of NCCL, best first: the one torch has loaded, the one installed with it, the linker's.
 
-    A second NCCL beside torch's would work, but would take its own memory and read its own settings.
+    A second NCCL beside torch's would work, but would use its own memory and read its own settings.
     """
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []
@@ -224,7 +223,6 @@ def candidates() -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Returns the libraries called libnccl that this process has mapped."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = [line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line]

@@ -1,4 +1,4 @@
-"""Knowledge of other ranks' processes: which have ended, what keeps one from going on, and where its threads are.
+"""State of other ranks' processes: which have exited, what blocks one, and the stacks of its threads.
 
-May import `base` only. What a wait does with that knowledge is in `routing.waiting`.
+May import `base` and `control`. How waits use this state is in `routing.waiting`.
 """

@@ -1,4 +1,4 @@
-"""Conditions in which the kernel keeps a process of this host from going on: stopped, at a disk, swapped out."""
+"""Describes why a process of this host doesn't run: stopped, blocked in the kernel, swapped out."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ _STOPPED = {
     "T": "stopped by a signal (SIGSTOP, SIGTSTP; `kill -CONT {pid}` lets it go on)",
     "t": "stopped by a debugger (pid {tracer})",
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
-    "Z": "ended, and not waited for by its parent",
+    "Z": "exited, and its parent has not waited for it",
 }
-"""By the state in /proc/PID/stat; of those that are missing a process runs, or sleeps until something comes."""
+"""State letter in /proc/PID/stat -> text. Other letters mean that the process runs, or sleeps normally."""
 _SWAPPED_BYTES = 256 << 20
-"""Less than this in swap is nothing that holds a process up."""
+"""Less swapped memory than this is not reported."""
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Returns what keeps a process of this host from going on, in words; empty where nothing does or none can tell."""
+    """Returns why a process of this host doesn't run; "" if it runs, or if that is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()
-    except OSError:  # it has ended, or there is no /proc
+    except OSError:  # it exited, or there is no /proc
         return ""
     facts = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.split()}
     stopped = _STOPPED.get(state)

@@ -1,7 +1,4 @@
-"""Splits a record of any size into parts that fit into an agreement, and gathers parts over gloo.
-
-`Watcher.gather` is the interface. gloo carries the parts of a group without a control plane.
-"""
+"""Helpers of `Watcher.gather`: split records into parts that fit into an agreement, and gather parts over gloo."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _SLICE = timedelta(milliseconds=50)
 def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
     """Returns the records of all ranks. `gather(number, part)` returns that part of each rank's record.
 
-    A part has at most 4 KiB, and the first one begins with the record's length. So every rank knows how many parts the
+    A part has at most 4 KiB. The first one starts with the record's length, so every rank knows how many parts the
     longest record has.
     """
     framed = _LENGTH.pack(len(record)) + record
@@ -39,7 +36,7 @@ def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list
 def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
     """Returns the part of each rank of a gloo group, padded to 4 KiB. Every rank of the group calls it.
 
-    Raises RuntimeError at the deadline, within 50 ms after `ended()` returns True, and if gloo fails.
+    Raises RuntimeError at the deadline, within 50 ms after `ended()` would return True, and if gloo fails.
     """
     size = cpu_group.size()
     found = bytearray(MOST_VALUE_BYTES * size)
@@ -52,7 +49,7 @@ def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], 
             work.wait(_SLICE)
             break
         except RuntimeError:
-            if work.is_completed():  # it failed, or ended just after the slice
+            if work.is_completed():  # it failed, or completed just after the slice
                 work.wait(_SLICE)
                 break
             if time.monotonic() >= deadline or ended():

@@ -1,7 +1,7 @@
-"""Which ranks of the world have ended. The control plane fills the table; waiting calls read it.
+"""The table of dead ranks of the world. The control plane fills it; waiting calls read it.
 
-Waiting calls read `deaths_of` between time slices, never on the fast path. A rank that left on purpose (`leave` in its
-own process) is no death: it has sent all that its peers wait for.
+Waiting calls read `deaths_of` between time slices, never on the fast path. A rank that left on purpose is not dead: it
+has sent everything that its peers wait for.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 
 logger = logging.getLogger("parallel_state")
 
-NEWS_S = 0.5
-"""The time after a transport's own error in which a death may come to be known: a kernel closes the connections of a
-process before it tells of its end, and on a busy machine some time lies between."""
+_DEATH_CONFIRM_S = 0.5
+"""How long to wait, after a transport error, for the death that explains it: the kernel closes a process's connections
+before it reports the exit."""
 NOTICE_S = 0.2
-"""The time after a death in which an operation may still be completed by what the dead rank sent before."""
+"""Time after a death in which data that the dead rank sent before may still complete an operation."""
 
 _TOGETHER_S = 0.1
-"""Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
+"""Deaths within this time are reported in one error: on a busy machine, ranks killed together exit one by one."""
 _HOST_TOGETHER_S = 0.25
-"""The same for ranks of another host, all of which may be ending."""
+"""The same for ranks of another host, which may all be exiting."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
-_WITHOUT_THEM = "Go on without them, or start again with those that are left (reinitialize)"
-_OTHER_BRANCH = "Look for a rank that failed or took another branch"
+_WITHOUT_THEM = "Call reinitialize() on the remaining ranks, or restart all"
+_OTHER_BRANCH = "Check if a rank failed or took another branch"
 
 
 @dataclass(frozen=True)
 class Death:
-    """The end of a rank that nobody expected."""
+    """The unexpected end of a rank."""
 
     rank: int
     """Global."""
     reason: str
-    """As in "global rank 3 {reason}"."""
+    """Completes "global rank 3 {reason}"."""
     certain: bool = True
-    """False for one that is only not heard of, or that gave up."""
+    """False if the rank is merely silent, or gave up by itself."""
     unreachable: bool = False
-    """True if the rank's host gives no sign of life."""
+    """True if the rank's host doesn't respond."""
     stopped: bool = False
     """True if the rank's host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """On the monotonic clock of this host: since when it is known."""
+    """When this process learned of it, in seconds of the local monotonic clock."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
-    """Returns the deaths as errors name them: "global rank 3 has ended; global rank 5 has ended"."""
+    """Formats deaths: "global rank 3 has ended; global rank 5 has ended"."""
     return "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
 
 
 def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
-    """Returns the class of the error for a wait that these deaths ended.
+    """Returns the error class for a wait that these deaths ended.
 
-    PeerDiedError if one of them is certain, HostUnreachableError if a host doesn't answer, CollectiveTimeoutError if
-    ranks are stopped, else `otherwise`.
+    PeerDiedError if a death is certain, HostUnreachableError if a host doesn't respond, CollectiveTimeoutError if ranks
+    are stopped, else `otherwise`.
     """
     deaths = list(deaths)
     if any(death.certain for death in deaths):
@@ -97,14 +97,13 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 class FailureDomain:
     """The global ranks whose death fails a group: those of its root, or of the replicas that it touches.
 
-    A rank may wait for a live one that has failed in another group and won't come: so the death of any rank with which
-    the group's ranks work together ends its waits.
+    It includes ranks outside of the group: a member may fail in another group, where a rank died, and then never calls.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: the name of what the ranks belong to, the same on all of them; the world's is empty.
+        """`root`: name of the root, the same on all ranks; "" for the world.
 
-        `is_root`: whether the group is what its root begins with, so that each part of it is a root of its own.
+        `is_root`: True if groups split off from this group get roots of their own.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -112,7 +111,7 @@ class FailureDomain:
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns what `question()` does, asked by a thread; None if it takes longer, or its store or network fails."""
+    """Returns `question()`, called in a thread; None if it exceeds `limit_s`, or its store or network fails."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no answer; no store
@@ -124,23 +123,22 @@ class Place(NamedTuple):
     """A rank's process, as published to all ranks."""
 
     host: str
-    """Its name; empty if unknown."""
+    """Host name; empty if unknown."""
     network: str
-    """Equal for processes that can reach each other over loopback; empty if unknown."""
+    """Network namespace: equal for processes that can reach each other over loopback; empty if unknown."""
     processes: str
-    """Equal for processes that can watch each other by PID; empty if unknown."""
+    """PID namespace: equal for processes that can watch each other by PID; empty if unknown."""
     pid: int
     began: str
     """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: Endpoint | None
-    """Endpoint of its control plane; None without one."""
+    """Of its control plane."""
 
     @property
     def domain(self) -> str:
-        """Equal for processes that the control plane watches by PID. Empty: no process can watch it.
+        """Equal for processes that the control plane watches by PID; empty if no process can watch this one.
 
-        Processes in different network namespaces have different domains, so that a network failure between them is
-        detected.
+        Different network namespaces give different domains, so that a network failure between them is detected.
         """
         return f"{self.processes}/{self.network}" if self.processes else ""
 
@@ -152,7 +150,7 @@ def find_unreachable(places: Mapping[int, Place]) -> tuple[int, str] | None:
         if place.endpoint is None:
             return rank, "has no control plane"
         if spans_hosts and is_loopback(place.endpoint.host):
-            return rank, f"can be reached on its own host only, at {place.endpoint.host}"
+            return rank, f"can be reached from its own host only, at {place.endpoint.host}"
     return None
 
 
@@ -165,7 +163,7 @@ class UnmetError(Exception):
 
 
 class Watcher:
-    """What this process knows about the ends of one world's ranks."""
+    """This process's view of the live and dead ranks of one world."""
 
     def __init__(self) -> None:
         exits.prepare()
@@ -174,37 +172,37 @@ class Watcher:
         self._world: World | None = None
         self._rank = -1
         self._places: dict[int, Place] = {}
-        """Places of all watched ranks, this one included; empty before `follow`."""
+        """All watched ranks including this one; empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
-        """A host without a sign of life for so long is unreachable: it may miss some beats, however long they are."""
+        """A host that sends nothing for this long, at least 4 beats, is unreachable."""
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
-        """Returns True if a rank of this host, global, ended on purpose."""
+        """Returns True if a global rank of this host left on purpose."""
         self._left: set[int] = set()
         self._pid = os.getpid()
         self.answers: dict[str, Callable[[int, bytes], Answer]] = {}
-        """By topic: returns the reply to a question, from the global rank that asks and the payload.
+        """Topic -> function of the asking global rank (-1: a guest, such as `debug --live`) and payload, for the reply.
 
-        Must be quick. Rank -1 is a guest, such as `debug --live`. See `on_question` of `World.meet`.
+        The functions must be quick. See `on_question` of `World.meet`.
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         """The control plane's callback thread calls these every 0.4 s. They must be quick."""
         self.on_death: list[Callable[[], None]] = []
-        """Told of each death, in the thread that noticed it: for waits that can't look here."""
+        """Called after each death, in the thread that reports it, for waits that can't poll `deaths_of`."""
         self.status: Any = None
-        """The `Status` of this rank. None without a control plane."""
+        """This rank's `Status`; None without a control plane."""
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
-        """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
+        """Data connections to other hosts (with a method `silent_peers`) -> global ranks of their group."""
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self._stores: dict[int, BoundedStore] = {}
-        """By the global rank that serves it. torch's groups don't keep their stores alive: this does."""
+        """Global rank -> the store that it serves. Keeps them alive for torch's groups, which don't."""
 
     @property
     def problem(self) -> str:
-        """Returns the reason that there is no control plane, if there is none."""
+        """Returns why there is no control plane. Only meaningful without one."""
         return self._problem
 
     @property
@@ -215,8 +213,7 @@ class Watcher:
     def listen(self, library: Any, address: str) -> Endpoint | None:
         """Starts to listen. Returns the endpoint to publish, or None if the control plane is unavailable.
 
-        `library`: the loaded C++ library, or the reason that there is none. `address`: by which peers reach this host.
-        Without a control plane exits are noticed at deadlines, or when a gloo connection breaks.
+        `library`: the loaded C++ library, or why it is unavailable. `address`: at which peers reach this host.
         """
         if self._world is None:
             try:
@@ -234,15 +231,15 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Answers questions from now on, such as those of `debug --live`, while the ranks have not met yet."""
+        """Starts to answer guests such as `debug --live` before the ranks have met."""
         if self._world is not None:
-            with contextlib.suppress(ResourceLimitError):  # `follow` raises it, and tells the others
+            with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch the ranks of `places` (by global rank). Each rank calls this once with the same places.
 
-        Only logs a warning if a rank has no endpoint that all other ranks can reach.
+        If a rank has no endpoint that all other ranks can reach, only logs a warning and watches none.
         """
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:
@@ -269,12 +266,12 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Lends this watcher to the torch backend's groups, which end before it."""
+        """Lets the torch backend's groups find this watcher by `shared_by`. They must be closed before it."""
         _SHARED.add(self)
 
     @classmethod
     def shared_by(cls, ranks: Iterable[int]) -> Watcher | None:
-        """Returns a shared watcher of this process that watches these global ranks; None without one."""
+        """Returns a shared watcher of this process that watches these global ranks, or None."""
         return next((each for each in list(_SHARED) if each.watches(ranks)), None)
 
     def ask(
@@ -285,16 +282,15 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Returns the replies of `answers[topic]` on other ranks; without those that ended or were late.
+        """Returns the replies of `answers[topic]` by rank, without ranks that exited or were late.
 
-        Asks all ranks at once. With `on_replies` it returns at once, and the control plane's callback thread calls
-        `on_replies(replies)`. An empty topic and payload ask whether a process runs: its control plane replies, also
-        while the interpreter lock is held.
+        With `on_replies`, returns {} at once, and the control plane's callback thread calls `on_replies(replies)`. With
+        an empty topic and payload, the peer's control plane replies, even while its interpreter lock is held.
         """
         world, places, question = self._world, self._places, topic.encode() + b"\0" + payload if topic else b""
         asked = [rank for rank in ranks if rank in places and rank != self._rank]
         if world is not None and asked:
-            # This process leaves, or its package differs: what it then waits for raises that.
+            # This process is leaving, or its protocol version differs: later waits raise that.
             with contextlib.suppress(ControlError, ConfigMismatchError):
                 return world.ask(asked, question, timeout_s, on_replies)
         if on_replies is not None:
@@ -303,7 +299,7 @@ class Watcher:
 
     def is_silent(self, rank: int) -> bool:
         """Returns True if the control plane of another rank doesn't answer within 0.5 s: its process is stopped."""
-        return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", NEWS_S)
+        return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
         topic, _, payload = question.partition(b"\0")
@@ -314,13 +310,13 @@ class Watcher:
         for look in list(self.on_look):
             try:
                 look()
-            except Exception:  # the others look all the same
-                logger.exception("a look of the control plane's callback thread failed")
+            except Exception:  # must not prevent the other callbacks
+                logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Records a report of the control plane. Runs in the control plane's callback thread."""
+        """Records a report of the control plane, in its callback thread."""
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
-        if place is None:  # the watch has been closed meanwhile
+        if place is None:  # the watcher was closed meanwhile
             return
         host = place.host
         if change.kind == "left":
@@ -336,7 +332,7 @@ class Watcher:
             )
         elif change.kind == "died" and rank == self._rank:
             by = f"global rank {change.by}" if change.by >= 0 else "another rank"
-            self.report(rank, f"was reported as ended by {by}, though it runs: its port didn't answer ({_ADVICE})")
+            self.report(rank, f"was reported as exited by {by}, but runs: its port didn't answer ({_ADVICE})")
         elif change.kind == "died":
             self.report(rank, "has ended" if self._is_near(rank) else f"on host {host!r} has ended")
         elif change.kind in ("unreachable", "stopped") and self._is_near(rank):
@@ -351,7 +347,7 @@ class Watcher:
             self.report(rank, change.text, certain=False)
 
     def _is_near(self, rank: int) -> bool:
-        places = self._places  # another thread may replace it
+        places = self._places  # another thread may replace the attribute
         return rank in places and self._rank in places and places[rank].domain == places[self._rank].domain != ""
 
     def _blame(self, change: Change) -> None:
@@ -367,7 +363,7 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports hosts whose data connections acknowledge nothing. Their route can differ from the control plane's."""
+        """Reports hosts whose data connections acknowledge nothing. The control plane's connections may still work."""
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
             return
@@ -386,17 +382,14 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Runs `World.agree`; returns None without a control plane.
-
-        The death of a rank in `watched` cancels the agreement.
-        """
+        """Runs `World.agree`, which the death of a rank in `watched` cancels. Returns None without a control plane."""
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
             return None
         return world.agree(purpose, attempt, ranks, value, timeout_s, lambda: bool(self.deaths_of(watched)))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Iterable[int]) -> None:
-        """See `World.end_waits_of`. Without a control plane waits end at their deadlines."""
+        """Calls `World.end_waits_of` if there is a control plane."""
         if self._world is not None:
             self._world.end_waits_of(group, ranks, list(domain))
 
@@ -415,16 +408,16 @@ class Watcher:
     ) -> list[bytes]:
         """Returns the record of each of `ranks` (global), in their order. Each of them calls it.
 
-        The n-th calls of all ranks with the same purpose and ranks belong together. All of them return the same
-        records, or raise for the same reason. A record takes a round trip for each 4 KiB. Raises:
+        The n-th calls of all ranks with the same purpose and ranks form one exchange. All of them return the same
+        records, or raise for the same reason. A record takes one round trip per 4 KiB. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError with the ranks that left, did not call by the deadline, or did not answer. Its cause is
           an UnmetError with the verdict. If a rank did not answer, other ranks may have the records and wait for this
-          rank until their next deadline. It isn't reported to the world as failed: failed ranks can't `reinitialize`.
+          rank until their next deadline. This rank isn't reported as failed: failed ranks can't `reinitialize`.
         - ControlError without a control plane and without `gloo`, a gloo group of `ranks`.
 
-        `what` begins the error's text: "rank 3 asks for parallel groups". `group` and `operation` are its fields.
+        `what` starts the error's text: "rank 3 requests parallel groups". `group` and `operation` are the error's.
         """
         if len(ranks) == 1:
             return [record]
@@ -464,10 +457,10 @@ class Watcher:
         started: float,
         timeout_s: float,
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class of the error for records that are missing, the cause in words, and the suspects."""
+        """Returns class, cause and suspects of the error for missing records."""
         verdict = error.verdict if isinstance(error, UnmetError) else None
         is_late = time.monotonic() >= started + timeout_s
-        # If other ranks gave up because a rank died, this one is about to receive that.
+        # If other ranks gave up because a rank died, the report of that death is about to arrive here.
         awaits_news = not is_late and (verdict is None or self._rank not in verdict.ranks)
         if deaths := self.await_death_of(watched, None if awaits_news else 0.0):
             text = f"{describe_deaths(deaths)}. {_WITHOUT_THEM}"
@@ -475,20 +468,20 @@ class Watcher:
         if verdict is not None:
             return CollectiveTimeoutError, *self._describe_unmet(verdict, timeout_s)
         if is_late:
-            text = f"not all of ranks {format_ranks(ranks)} came within {timeout_s:g} s. {_OTHER_BRANCH}"
+            text = f"not all of ranks {format_ranks(ranks)} did so within {timeout_s:g} s. {_OTHER_BRANCH}"
             return CollectiveTimeoutError, text, []
-        return CommunicationError, f"{plain(error)}. Look for the first rank that failed", []
+        return CommunicationError, f"{plain(error)}. See the log of the first rank that failed", []
 
     def _describe_unmet(self, verdict: Verdict, timeout_s: float) -> tuple[str, list[int]]:
-        """Returns why ranks have no common result, if none of them died, and the ranks that are the cause."""
+        """Returns cause and suspects for an agreement that failed without a death."""
         others = [rank for rank in verdict.ranks if rank != self._rank]
         named = f"ranks {format_ranks(others)}"
         if verdict.kind == "ended" and others:
-            return f"{named} left the world before they came. {_OTHER_BRANCH}", others
+            return f"{named} left the world before they did so. {_OTHER_BRANCH}", others
         if verdict.kind == "missing" and self._rank in verdict.ranks:
             also = f", as {named} did" if others else ""
             return (
-                f"rank {self._rank} came too late{also}: the others had waited {timeout_s:g} s for it and gave up. "
+                f"rank {self._rank} came too late{also}: the other ranks had waited {timeout_s:g} s and given up. "
                 "Try again on all ranks, and find what delayed this rank"
             ), others
         if not others:
@@ -498,7 +491,7 @@ class Watcher:
         return f"{named} did not come{answer} within {timeout_s:g} s{held}. {_OTHER_BRANCH}", others
 
     def record(self) -> bytes:
-        """Returns the last events of the control plane for `control.plane.describe`; empty without one."""
+        """Returns the control plane's last events, for `control.plane.describe`; b"" without one."""
         world = self._world
         return b"" if world is None else world.record()
 
@@ -508,15 +501,15 @@ class Watcher:
         self._pids = dict(pids)
 
     def left(self, ranks: Iterable[int]) -> list[int]:
-        """Returns the ranks among these global ranks, of any host, that are known to have left on purpose."""
+        """Returns which of these global ranks left on purpose."""
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if the exit of each of these ranks is detected at once."""
+        """Returns True if exits of all these ranks are detected at once."""
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """Returns why exits of these ranks aren't detected at once; empty if they are."""
+        """Returns why exits of these ranks aren't detected at once; "" if they are."""
         if self.watches(ranks):
             return ""
         return f"exits of ranks are noticed at deadlines, or when a gloo connection breaks: {self._problem}"
@@ -528,72 +521,72 @@ class Watcher:
         return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Returns what keeps ranks of this host from going on, such as a signal that stopped them."""
+        """Returns rank -> why it doesn't run, for ranks of this host."""
         found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
         return {rank: condition for rank, condition in found.items() if condition}
 
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Notes a death; the first reason stays, but a certain one replaces a guess."""
+        """Records a death. Keeps the first reason, except that a certain death replaces an uncertain one."""
         with self._news:
             known = self._deaths.get(rank)
             if known is not None and (known.certain or not certain):
                 return
             self._deaths[rank] = Death(rank, reason, certain, unreachable, stopped)
             self._news.notify_all()
-        for hear in list(self.on_death):
+        for callback in list(self.on_death):
             try:
-                hear()
-            except Exception:  # the others hear of it all the same, and so do all of the next death
-                logger.exception("what hears of the death of rank %d failed", rank)
+                callback()
+            except Exception:  # must not prevent the other callbacks
+                logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports to all ranks that this one can't go on, unless a death that explains it is known already."""
+        """Reports to all ranks that this one failed, unless a known death explains it."""
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
                 world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Returns the deaths of these global ranks, as they became known. Cheap while there are none."""
+        """Returns the deaths of these global ranks in order of detection. Cheap while there are none."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
         return [death for death in list(self._deaths.values()) if death.rank in wanted]
 
     def deaths(self) -> list[Death]:
-        """Returns the certain deaths of the world, by rank."""
+        """Returns the certain deaths of the world, sorted by rank."""
         return [death for _, death in sorted(self._deaths.items()) if death.certain]
 
     def await_death_of(self, ranks: Iterable[int], timeout_s: float | None = None) -> list[Death]:
-        """Waits for a death of these ranks, and others that follow at once; returns `deaths_of` them.
+        """Waits for a death of these ranks, then briefly for simultaneous ones. Returns `deaths_of` them.
 
-        Left out, `timeout_s` is `NEWS_S`: for a connection that broke.
+        `timeout_s`: for the first death; None means 0.5 s, for a connection that broke.
         """
         ranks = list(ranks)
-        timeout_s = NEWS_S if timeout_s is None else timeout_s
+        timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)
         if found:
             is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
-            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S  # the others of this host may lag behind, too
+            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)
 
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
-        """Waits for the deaths that explain a broken connection to `suspects`. Returns those of `ranks`.
+        """Waits for the deaths that explain a broken connection to `suspects`. Returns the deaths of `ranks`.
 
-        If a suspect on another host doesn't answer, waits for up to the heartbeat limit + 2 beats: its host may have
+        If a suspect on another host doesn't answer, waits up to the heartbeat limit + 2 beats: its host may have
         declared this one unreachable, which the control plane then reports.
         """
         found = self.await_death_of(ranks)
         if found or self._world is None:
             return found
         far = [rank for rank in suspects if rank in self._places and rank not in self._left and not self._is_near(rank)]
-        silent = set(far[:_MOST_ASKED]) - self.ask(far[:_MOST_ASKED], "", b"", NEWS_S).keys()
+        silent = set(far[:_MOST_ASKED]) - self.ask(far[:_MOST_ASKED], "", b"", _DEATH_CONFIRM_S).keys()
         if not silent:
             return found
         ranks, limit_s = list(ranks), self.limit_s + 2 * settings.HEARTBEAT_S.get()
@@ -602,10 +595,7 @@ class Watcher:
         return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """Reports what the kernel is ending already: until a large process has ended, seconds may go by.
-
-        And what has ended without the thread having had the time to say so.
-        """
+        """Reports processes that the kernel is ending, which takes seconds for a large one, and unreported exits."""
         world = self._world
         for rank, pid in self._pids.items():
             is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
@@ -615,7 +605,7 @@ class Watcher:
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
         """Returns the store that the lowest of `ranks` serves in its control plane; None without a control plane.
 
-        A process group of `ranks` needs no store longer than that rank lives.
+        Use it for a process group of `ranks`, which can't outlive that rank.
         """
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
@@ -635,10 +625,10 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, the cause in words and the suspects of the error for a failed `store` operation.
+        """Returns class, cause and suspects of the error for a failed `store` operation.
 
         The cause is a death of `ranks` or of the rank that serves the store, if one is known. A connection can break
-        before the exit of its process is detected, so this waits for that exit. It doesn't wait if the store is silent:
+        before the exit of its process is detected, so this waits for that exit, but not if the store is silent: then
         the deadline has passed.
         """
         server = store.served_by
@@ -657,8 +647,8 @@ class Watcher:
         return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
-        """Ends the thread. Twice is fine."""
-        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done, the last one first
+        """Calls `on_close`, leaves the world and closes stores. May be called twice."""
+        with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []
             for call in closing:

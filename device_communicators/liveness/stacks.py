@@ -1,4 +1,4 @@
-"""Stacks of threads: the lines of the program in which they are, the caller's first, and if they are compiling."""
+"""Stacks of threads of this process: the program's lines in them, and whether a thread is compiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _SPEC = find_spec("torch")  # `debug --live` starts without torch
 _TORCH = os.path.dirname(os.path.abspath((_SPEC and _SPEC.origin) or "torch"))
 _OWN = (f"{_ROOT}/device_communicators/", f"{_ROOT}/parallel_state/", f"{_TORCH}/")
-"""The folders of this library's two packages, which lie side by side, and of torch."""
+"""The folders of this library's two packages and of torch."""
 _FRAMES = 4
 MOST_FRAMES = 40
 _STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
@@ -23,7 +23,7 @@ _COMPILERS = (
     "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "torch/_inductor/codecache.py",
     "torch/_inductor/async_compile.py", "torch/utils/cpp_extension.py", "triton/compiler/",
 )  # fmt: skip
-"""Files whose functions are on a thread's stack while it compiles, and not while it runs what was compiled."""
+"""Files whose functions are on a thread's stack while it compiles, but not while it runs compiled code."""
 
 _WITHIN = (*_OWN, contextlib.__file__)
 
@@ -32,7 +32,7 @@ Frame = tuple[str, int, str]
 
 
 def call_site() -> str:
-    """Returns the caller's line: that of the first frame outside of this library and of torch."""
+    """Returns FILE:LINE of the innermost frame outside of this library and torch."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -43,7 +43,7 @@ def call_site() -> str:
 
 
 def frames_of(thread: int | None) -> list[Frame]:
-    """Returns the innermost frames of a thread of this process, the innermost first; none where it has ended."""
+    """Returns the frames of a thread of this process, the innermost first; [] if it has ended."""
     return _frames(sys._current_frames().get(thread or 0))
 
 
@@ -63,9 +63,10 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Returns where a thread with these frames is: the innermost frame outside of this library, then the caller's.
+    """Describes up to four frames: the innermost one outside of this library, torch and contextlib, then its callers.
 
-    Nor is it contextlib's, which stands between a decorated function of the library and its caller.
+    Skips frames of the standard library after the first. contextlib is between a decorated function of this library and
+    its caller.
     """
     outside = [frame for frame in frames if not frame[0].startswith(_WITHIN)]
     own = [frame for frame in outside if not _is_standard(frame[0])]

@@ -1,4 +1,4 @@
-"""The machine as NVML tells it: the GPUs' topology, visible devices, peer access, and ranks that share a GPU.
+"""The machine's GPUs as NVML reports them: topology, visible devices, peer access, and ranks that share a GPU.
 
-May import `cuda`, `routing` and what is below them.
+May import `cuda`, `routing` and packages below them.
 """

@@ -1,14 +1,14 @@
-"""The common knowledge of a group's ranks of their GPUs: the same on every rank, so communicators may decide by it.
+"""The GPUs of a group's ranks and their connections: the same result on every rank, so communicators may depend on it.
 
-Each rank tells its GPU and how it sees those of the others; a claim about the group holds where each of its ranks
-confirms it. What one machine's driver says is in `topology`. A driver may
-report peer access that loses data: a group whose kernels use it proves it first (`peer.group`).
+Each rank publishes its GPU and its view of the other ranks' GPUs. A claim about the group holds if every rank confirms
+it. `topology` reads one machine's driver. A driver may report peer access that loses data: a group whose kernels use it
+tests it first (`peer.group`).
 
-Ranks may share a GPU, for tests, laptops and the demo, but mostly it is a mistake that nobody sees; the end of this
-file finds them, and knows what NCCL must be told before CUDA starts. NCCL refuses two ranks on one GPU. From 2.30.3 on
-it takes them with a variable of its own; before, ranks that seem to be on different hosts pass, and their traffic goes
-over sockets of the loopback interface: slow, but right. Either way a kernel that waits for another rank holds the GPU
-until its time slice ends, so that is not for measuring.
+Ranks that share a GPU are useful for tests, laptops and the demo, but are usually a mistake. The end of this file
+detects them, and sets the variables that NCCL needs before CUDA starts. NCCL refuses two ranks on one GPU, unless a
+variable allows it (from 2.30.3 on). Older versions accept ranks that seem to be on different hosts, and then use
+sockets on the loopback interface: slow, but correct. A kernel that waits for another rank occupies the shared GPU until
+its time slice ends, so don't measure such groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """The verdict on a claim about the whole group; true or false as a condition."""
+    """The verdict on a claim about the whole group; usable as a condition."""
 
     holds: bool
     reason: str
@@ -51,46 +51,46 @@ class RankGpu:
     """A rank's device."""
 
     uuid: str | None
-    """Of the GPU, or of the slice of it; None for a slice that CUDA doesn't name, and without a GPU."""
+    """UUID of the GPU or of its slice; None without a GPU, and for a slice without a UUID in CUDA."""
     gpu_uuid: str | None
-    """Of the GPU; None for a rank that has none."""
+    """UUID of the GPU; None without one."""
     problem: str | None
-    """The reason that there is no GPU."""
+    """Why there is no GPU."""
 
 
 @dataclass(frozen=True)
 class GroupTopology:
-    """The GPUs of a group's ranks and what connects them. Ranks are ranks in the group."""
+    """The GPUs of a group and their connections. Ranks are ranks in the group."""
 
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
-    """Ranks that have one GPU, or slices of one, together."""
+    """Sets of ranks that share a GPU, or have slices of one."""
     fewest_nvlinks: int | None
-    """Between two GPUs of the group, 0 where there are none; None where no rank knows of any two."""
+    """Minimum number of NVLinks between two GPUs of the group; None if unknown for all pairs."""
     nvlink_full_mesh: Vote
-    """Every two GPUs of the group are connected by NVLink, directly or through switches, and nothing that the driver
-    says speaks against using it. Ranks on one GPU count as connected."""
+    """NVLink connects every two GPUs, directly or through switches, and the driver reports no obstacle to using it.
+    Ranks on one GPU count as connected."""
     peer_access: Vote
-    """Every GPU can use every other's memory, as the driver of each rank reports it."""
+    """Every GPU can access every other GPU's memory, as each rank's driver reports it."""
 
     def sharers(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that use this rank's GPU, itself included; empty where it is alone."""
+        """Returns the ranks that share this rank's GPU, including itself; () if none do."""
         return next((ranks for ranks in self.shared_gpus if rank in ranks), ())
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Returns a CUDA device's UUID, for which torch starts CUDA; None for other devices."""
+    """Returns a CUDA device's UUID, and starts CUDA; None for other devices."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
-    """Returns what the ranks know together, each of which calls it with its machine's topology and its GPU's UUID.
+    """Returns the group's topology. Each rank calls it with its machine's topology and its GPU's UUID.
 
-    `uuid` is `uuid_of(device)`, or as NVML writes it. Raises CommunicationError where the exchange fails.
+    `uuid` is `uuid_of(device)` or NVML's form. Raises CommunicationError if the exchange fails.
     """
     gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
     views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
-    # From here on a function of what all ranks told alone, so the same on every rank.
+    # The rest depends only on data of all ranks, so the result is the same on every rank.
     users: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
         if gpu.gpu_uuid is not None:
@@ -110,7 +110,6 @@ def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | Non
 
 
 def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
-    """Returns what this rank tells of its device: the fields of a RankGpu."""
     found = None if uuid is None else topology.find(uuid)
     if found is None:
         problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
@@ -121,7 +120,7 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
-    """Returns how this rank sees each rank's GPU; None for its own, and for those that its machine doesn't have."""
+    """Returns this rank's view of each rank's GPU; None for its own, and for GPUs that its machine doesn't have."""
     mine = gpus[rank]
     views: list[_View | None] = []
     for other in gpus:
@@ -142,9 +141,10 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
 def _objection(
     gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, slices: str, joint: str
 ) -> str | None:
-    """Returns the first pair of devices of the group that fails the check, in words, or None.
+    """Describes the first pair of devices that fails the check, or returns None.
 
-    `problem`: the entry of a view that says so; `slices`: what slices of one GPU lack; `joint`: goes before a problem.
+    `problem`: the key of the check in a view. `slices`: the text for slices of one GPU. `joint`: separates pair and
+    problem.
     """
     for rank, gpu in enumerate(gpus):
         if gpu.gpu_uuid is None:
@@ -162,7 +162,7 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """Returns every rank's facts, as JSON has them, in rank order; every rank of the group calls it.
+    """Returns every rank's JSON-compatible facts, in rank order. Every rank of the group calls it.
 
     Raises PeerDiedError, CollectiveTimeoutError, CommunicationError.
     """
@@ -170,9 +170,9 @@ def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
-    """Returns UUIDs of the GPUs that several ranks of the group use -> their global ranks.
+    """Returns UUID -> global ranks, for GPUs that several ranks of the group use.
 
-    Every rank of the group calls it with its own GPU's UUID, None for one that has none.
+    Every rank of the group calls it with its GPU's UUID, or None without a GPU.
     """
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
@@ -183,9 +183,9 @@ def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[
 def shared_gpu_warning(context: GroupContext, shared: dict[str, list[int]]) -> str:
     which = "; ".join(f"global ranks {format_ranks(ranks)} share GPU {gpu}" for gpu, ranks in shared.items())
     return (
-        f"{which} in group {context.name!r}: they take turns on it, and NCCL refuses them unless it is told otherwise "
-        "(from 2.30.3 on by NCCL_MULTI_RANK_GPU_ENABLE=1). Give each rank its own, with "
-        "torch.cuda.set_device(local_rank) or CUDA_VISIBLE_DEVICES, or use fewer ranks"
+        f"{which} in group {context.name!r}: they take turns on it, and NCCL refuses them (from 2.30.3 on unless "
+        "NCCL_MULTI_RANK_GPU_ENABLE=1). Give each rank its own GPU, with torch.cuda.set_device(local_rank) or "
+        "CUDA_VISIBLE_DEVICES, or use fewer ranks"
     )
 
 
@@ -193,14 +193,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def nccl_variables(rank: int, version: int) -> dict[str, str]:
-    """Returns what NCCL of a version (as NCCL_VERSION_CODE) must be told by a rank that shares its GPU.
+    """Returns the variables that NCCL needs on a rank that shares its GPU. `version`: as NCCL_VERSION_CODE.
 
-    One block of threads for each kernel: those of all ranks have to fit on the GPU together.
+    One thread block (CTA) per kernel, because the kernels of all ranks must fit on the GPU together.
     """
     if version >= nccl_library.MULTI_RANK_GPU:
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
     return {
-        "NCCL_HOSTID": f"{socket.gethostname()}-rank-{rank}",  # ranks of other hosts have the same numbers
+        "NCCL_HOSTID": f"{socket.gethostname()}-rank-{rank}",  # with the host: other hosts use the same numbers
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",
@@ -209,14 +209,14 @@ def nccl_variables(rank: int, version: int) -> dict[str, str]:
 
 
 def describe_sharing(version: int) -> str:
-    """Returns how ranks share a GPU with a version of NCCL, in words."""
+    """Describes how ranks share a GPU with a version of NCCL."""
     if version >= nccl_library.MULTI_RANK_GPU:
         return "NCCL_MULTI_RANK_GPU_ENABLE=1"
     return "a NCCL_HOSTID for each rank, over sockets of the loopback interface"
 
 
 def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for a rank that sees its GPU alone: in turns over those visible now."""
+    """Returns CUDA_VISIBLE_DEVICES with one GPU for a rank: round robin over the visible ones."""
     visible = [each.strip() for each in (os.environ if environ is None else environ).get(VISIBLE, "").split(",")]
     visible = [each for each in visible if each]
     return visible[rank % gpus] if len(visible) >= gpus else str(rank % gpus)
@@ -225,7 +225,7 @@ def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> s
 def variables_of(
     rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns a rank's variables on a host with `gpus`; `version` is NCCL's. Empty if each has a GPU of its own."""
+    """Returns a rank's variables on a host with `gpus` GPUs; `version` is NCCL's. {} if each rank has its own GPU."""
     if ranks <= gpus:
         return {}
     return {VISIBLE: own_gpu(rank, gpus, environ), settings.SHARE_GPUS.name: "on", **nccl_variables(rank, version)}
@@ -234,9 +234,9 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Sets `variables_of` in this process, where it is not too late: before CUDA or NCCL start. Returns what it set.
+    """Sets `variables_of` in this process, except NCCL variables that are already set. Returns the new ones.
 
-    What somebody has set for NCCL stays.
+    Call it before CUDA and NCCL start.
     """
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)

@@ -1,10 +1,7 @@
-"""The only place where NVML is asked, through pynvml: questions with plain answers, or the reason why there is none.
+"""Queries NVML through pynvml, in this file only. `topology` interprets the answers.
 
-What the answers mean is `topology`'s business. Everything there goes through `Reader.ask`, so a recorded machine can
-stand in for a real one: `Recorder` writes down what a machine answers, `Recording` gives it again. The tests and
-`python -m parallel_state topology --replay` work on such records.
-
-A test has pynvml ask a library that stands in for NVML.
+`topology` uses only `Reader.ask`, so a recorded machine can replace a real one: `Recorder` records the answers of a
+machine, and `Recording` replays them. Tests and `python -m parallel_state topology --replay` use such records.
 """
 
 from __future__ import annotations
@@ -22,23 +19,23 @@ _ALL = "*"
 
 
 class NoAnswerError(Exception):
-    """NVML doesn't say; the text is its reason. Never leaves this package."""
+    """NVML has no answer; the text is the reason. Callers in this package handle it."""
 
 
 class RecordError(Exception):
-    """A text is no record. Never leaves this library: the command tells it."""
+    """A text is not a valid record. The command handles it."""
 
 
 class Reader(Protocol):
     """Answers the questions of `topology`."""
 
     def ask(self, question: str, *where: int) -> Any:
-        """Returns the answer for a GPU's index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
+        """Returns the answer for a GPU index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """Opens this machine's NVML. Raises NoAnswerError where there is no driver, no library, or no pynvml."""
+    """Opens this machine's NVML. Raises NoAnswerError without a driver, its library, or pynvml."""
     try:
         import pynvml
     except ImportError as error:
@@ -48,7 +45,7 @@ def open_nvml() -> Iterator[Nvml]:
     except pynvml.NVMLError_LibraryNotFound as error:
         raise NoAnswerError("there is no libnvidia-ml.so.1, so no NVIDIA driver is installed here") from error
     except pynvml.NVMLError as error:
-        raise NoAnswerError(f"NVML doesn't start: {error}") from error
+        raise NoAnswerError(f"NVML failed to start: {error}") from error
     try:
         yield Nvml(pynvml)
     finally:
@@ -57,7 +54,7 @@ def open_nvml() -> Iterator[Nvml]:
 
 
 def _text(value: str | bytes) -> str:
-    """Decodes the bytes that older versions of pynvml give."""
+    """Decodes bytes, which older versions of pynvml return."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
@@ -76,11 +73,11 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
     "common_ancestor": ("nvmlDeviceGetTopologyCommonAncestor", 2, int),
     "p2p_status": ("nvmlDeviceGetP2PStatus", 2, int),
 }
-"""Question → function, how many of its first arguments are GPUs, and the form of its answer."""
+"""Question -> function, how many of its first arguments are GPUs, and the conversion of its answer."""
 
 
 class Nvml:
-    """Asks NVML itself; a question is a row of `_CALLS`, or a method below."""
+    """Queries NVML. A question is a row of `_CALLS`, or a method `_QUESTION`."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
@@ -95,7 +92,7 @@ class Nvml:
         except self._pynvml.NVMLError as error:
             raise NoAnswerError(str(error)) from error
         except (AttributeError, ctypes.ArgumentError, OSError, ValueError) as error:
-            # An older pynvml lacks a function, an older driver fills a structure otherwise.
+            # An older pynvml lacks a function, or an older driver has another structure layout.
             raise NoAnswerError(f"{type(error).__name__}: {error}") from error
 
     def _max_links(self) -> int:
@@ -107,17 +104,16 @@ class Nvml:
         return self._handles[gpu]
 
     def _numa_nodes(self, gpu: int) -> list[int]:
-        """Returns nodes of the CPU memory next to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
+        """Returns the NUMA nodes nearest to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
         pynvml = self._pynvml
         return _bits(pynvml.nvmlDeviceGetMemoryAffinity(self._handle(gpu), 16, pynvml.NVML_AFFINITY_SCOPE_NODE))
 
     def _sysfs_numa_node(self, gpu: int) -> int:
-        """Returns the node that the kernel knows, for drivers that don't."""
+        """Returns the kernel's NUMA node of the GPU (-1: unknown), for drivers that report none."""
         domain, bus, device = self.ask("pci_id", gpu).lower().split(":")
         return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text(encoding="utf-8"))
 
     def _cores(self, gpu: int) -> list[int]:
-        """Returns the cores of the CPU next to the GPU."""
         words = -(-(os.cpu_count() or 1) // 64)
         return _bits(self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), words))
 
@@ -148,7 +144,7 @@ class Nvml:
 
 
 class Recorder:
-    """Asks another reader, and keeps what it said in `record`, which is JSON."""
+    """Queries another reader, and records its answers in `record`, which is JSON-compatible."""
 
     def __init__(self, reader: Reader) -> None:
         self.record: dict[str, Any] = {}
@@ -165,19 +161,18 @@ class Recorder:
         return answers[key]
 
     def text(self) -> str:
-        """Formats the record as JSON, a line for each question."""
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(self.record[key])}" for key in self.record) + "\n}\n"
 
 
 class Recording:
-    """Gives the answers of a record: question to where ("0 5", or "*" for everywhere else) to answer."""
+    """Replays a record: question -> arguments ("0 5", or "*" for all others) -> answer."""
 
     def __init__(self, record: Mapping[str, Mapping[str, Any]]) -> None:
         self._record = record
 
     @classmethod
     def parse(cls, text: str) -> Recording:
-        """Parses what `Recorder.text` gave. Raises RecordError."""
+        """Parses the text of `Recorder.text`. Raises RecordError."""
         try:
             record = json.loads(text)
         except ValueError as error:
@@ -197,5 +192,4 @@ class Recording:
 
 
 def _bits(words: Any) -> list[int]:
-    """Returns the numbers of the set bits of 64-bit words."""
     return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]

@@ -1,10 +1,7 @@
-"""The connections of this machine's GPUs, as the driver tells: NVLink, NVSwitch, PCIe, NUMA nodes, fabrics, P2P.
+"""The connections of this machine's GPUs as the driver reports them: NVLink, NVSwitch, PCIe, NUMA, fabrics, P2P.
 
-Asks NVML through a `Reader`, and says what the answers mean. Which of the GPUs a process sees is `visible_devices`'
-business, what the ranks of a group make of it together `group_topology`'s, the drawing `topology_text`'s.
-
-A question that a driver, a GPU or a virtual machine doesn't answer leaves None, and `unknown` holds the reason: nothing
-here raises because NVML can't do something. Where there is no driver, a topology has no GPUs and a `problem`.
+If a driver, a GPU or a virtual machine has no answer, the fact is None and `unknown` holds the reason. Nothing here
+raises because NVML lacks something. Without a driver, a topology has no GPUs and a `problem`.
 """
 
 from __future__ import annotations
@@ -19,15 +16,15 @@ PCIE_PATHS = {
     0: ("BRD", "both on one board"),
     10: ("PIX", "over one PCIe switch at most"),
     20: ("PXB", "over several PCIe switches, not through the CPU"),
-    30: ("PHB", "through a PCIe host bridge, which is the CPU"),
+    30: ("PHB", "through a PCIe host bridge (the CPU)"),
     40: ("NODE", "between host bridges of one NUMA node"),
     50: ("SYS", "between NUMA nodes"),
 }
-"""NVML's levels: the words of `nvidia-smi topo -m`, and what they mean."""
+"""NVML's level -> label of `nvidia-smi topo -m`, meaning."""
 
 P2P_STATUS = ("OK", "chipset not supported", "GPU not supported", "topology not supported", "disabled by registry key",
               "not supported", "unknown")  # fmt: skip
-"""NVML's states of a capability between two GPUs."""
+"""State of a capability between two GPUs, by NVML's number."""
 
 P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 """By NVML's number."""
@@ -47,13 +44,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class Link:
-    """An active NVLink of a GPU, by what is at its other end."""
+    """An active NVLink of a GPU."""
 
     number: int
     kind: str
-    """gpu, switch or other."""
+    """Type of the other end: gpu, switch or other."""
     pci_id: str | None
-    """Of the other end; None where it isn't told, as for switches that a virtual machine doesn't show."""
+    """Of the other end; None if unknown, such as for switches that a virtual machine hides."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,15 @@ class Fabric:
     """The NVLink domain that a GPU belongs to, which may span several hosts (MNNVL)."""
 
     cluster: str
-    """32 hexadecimal digits; all 0 where NVLink ends at the host, as in an HGX H100."""
+    """32 hexadecimal digits; all 0 if NVLink doesn't leave the host, as in an HGX H100."""
     clique: int
-    """GPUs of one cluster reach each other within a clique."""
+    """GPUs with equal cluster and clique can reach each other."""
     state: str
     """One of FABRIC_STATES."""
 
     @property
     def problem(self) -> str | None:
-        """Returns why this GPU can't reach those of other hosts over NVLink, or None."""
+        """Returns why this GPU can't reach GPUs of other hosts over NVLink, or None."""
         if self.state != "completed":
             return f"registration with the fabric is {self.state}"
         return None if self.cluster.strip("0") else "it belongs to no NVLink domain beyond its host"
@@ -77,7 +74,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of this machine; `index` is NVML's, in the order of PCI ids."""
+    """One GPU of this machine. `index` is NVML's, in the order of PCI ids."""
 
     index: int
     uuid: str
@@ -86,14 +83,14 @@ class Gpu:
     name: str | None = None
     memory_bytes: int | None = None
     numa_node: int | None = None
-    """Of the CPU memory next to it: where a process that drives it should run."""
+    """The nearest NUMA node: a process that uses the GPU should run there."""
     cores: tuple[int, ...] | None = None
-    """Of the CPU next to it."""
+    """The nearest CPU cores."""
     links: tuple[Link, ...] | None = None
-    """Active NVLinks; empty where there are none."""
+    """Active NVLinks."""
     fabric: Fabric | None = None
     mig: bool | None = None
-    """True if it is divided into slices, so that CUDA shows those instead of it."""
+    """True in MIG mode: CUDA then shows slices instead of the GPU."""
     slices: tuple[Slice, ...] = ()
     unknown: dict[str, str] = field(default_factory=dict)
     """Unknown facts, each with the reason."""
@@ -105,15 +102,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Path:
-    """The way from one GPU to another, as the driver tells."""
+    """The path from one GPU to another, as the driver reports it."""
 
     nvlinks: int | None
-    """Links between the two, or of each into the switches: the fewer of both. 0: none."""
+    """Number of NVLinks between the two; through switches, the lower number of the two GPUs."""
     switched: bool = False
     pcie: str | None = None
     """PIX, PXB, PHB, NODE or SYS: see PCIE_PATHS."""
     p2p: dict[str, str] = field(default_factory=dict)
-    """Capability to state, of P2P_CAPABILITIES and P2P_STATUS; what isn't told is missing."""
+    """P2P_CAPABILITIES -> P2P_STATUS; unknown ones are missing."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -123,15 +120,17 @@ class Path:
 
     @property
     def peer_problem(self) -> str | None:
-        """Returns why one can't read and write the other's memory, as the driver tells, or None."""
+        """Returns why one GPU can't read and write the other's memory, as the driver reports it, or None."""
         return self._problem("read") or self._problem("write")
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Returns why NVLink doesn't connect the two, or None. Links that are up can still be of no use, as without the
-        switches' manager."""
+        """Returns why NVLink doesn't connect the two, or None.
+
+        Active links can be unusable, for example if the fabric manager of the switches doesn't run.
+        """
         if self.nvlinks is None:
-            return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not told')}"
+            return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
         if not self.nvlinks:
             return "there is no NVLink"
         return self._problem("nvlink") if "nvlink" in self.p2p else None
@@ -140,7 +139,7 @@ class Path:
         state = self.p2p.get(capability)
         if state == "OK":
             return None
-        return f"P2P {capability} is {state or 'unknown: ' + self.unknown.get(f'p2p {capability}', 'not told')}"
+        return f"P2P {capability} is {state or 'unknown: ' + self.unknown.get(f'p2p {capability}', 'not reported')}"
 
 
 @dataclass(frozen=True)
@@ -149,40 +148,40 @@ class Topology:
 
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """By the indices of two different GPUs, in both orders."""
+    """Indices of two different GPUs, in both orders -> path."""
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None
-    """The reason that there is none."""
+    """Why there are no GPUs."""
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> tuple[Gpu, Slice | None] | None:
-        """Returns the GPU, and the slice of it, with this UUID, with or without the prefix that torch leaves out."""
+        """Returns the GPU, or GPU and slice, with this UUID. Its prefix (GPU-, MIG-) is optional: torch omits it."""
         for gpu in self.gpus:
-            if _is(uuid, gpu.uuid):
+            if _same_uuid(uuid, gpu.uuid):
                 return gpu, None
             for part in gpu.slices:
-                if _is(uuid, part.uuid):
+                if _same_uuid(uuid, part.uuid):
                     return gpu, part
         return None
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """Returns the path between two GPUs by UUID; None if one isn't of this machine, or both are the same."""
+        """Returns the path between two GPUs by UUID; None if one isn't on this machine, or both are the same."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one[0].index, two[0].index))
 
 
-def _is(uuid: str, known: str) -> bool:
+def _same_uuid(uuid: str, known: str) -> bool:
     return uuid in (known, known.partition("-")[2])
 
 
 _GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…
 _NO_LINK = {"not supported", "invalid argument"}
-"""The answers of NVML for a link that a GPU doesn't have, and of any link of a GPU without NVLink."""
+"""NVML's answers for a link that doesn't exist."""
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
-    """Returns what this machine's driver tells, or `reader`. Never raises for what the driver can't do."""
+    """Returns this machine's topology, or that of `reader`. Never raises for missing features of the driver."""
     try:
         if reader is not None:
             return _read(reader)
@@ -215,7 +214,7 @@ def _read(reader: Reader) -> Topology:
 
 
 class _Facts:
-    """Asks, and keeps the reason where there is no answer."""
+    """Queries a reader, and collects the reasons of missing answers in `unknown`."""
 
     def __init__(self, reader: Reader) -> None:
         self.unknown: dict[str, str] = {}
@@ -260,14 +259,14 @@ def _numa_node(facts: _Facts, gpu: int) -> int | None:
     why = facts.unknown.get("numa_node", "NVML names no node")
     node = facts.get("numa_node", gpu, question="sysfs_numa_node")
     if node is None or node < 0:
-        facts.unknown["numa_node"] = why if node is None else f"{why}; the kernel knows none, as with one node only"
+        facts.unknown["numa_node"] = why if node is None else f"{why}; nor does the kernel, as on a one-node machine"
         return None
     facts.unknown.pop("numa_node", None)
     return int(node)
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """Returns the active links. If one link is answered for, those that aren't don't exist."""
+    """Returns the active links. If NVML answers for any link, links without an answer don't exist."""
     links: list[Link] = []
     reasons: set[str] = set()
     answered = False
@@ -295,7 +294,7 @@ def _link(facts: _Facts, gpu: int, number: int) -> Link:
         facts.unknown.pop("link_ends", None)
     kind = {_GPU: "gpu", _SWITCH: "switch"}.get(remote, "other")
     if remote is None and pci_id is None:
-        # An active link to something that nobody names: a switch that a virtual machine doesn't show (NCCL issue 1182).
+        # An active link to an unknown device is a switch that the virtual machine hides (NCCL issue 1182).
         kind = "switch"
     return Link(number, kind, pci_id)
 
@@ -315,7 +314,7 @@ def _slices(facts: _Facts, gpu: int) -> tuple[Slice, ...]:
     for number in range(facts.get("slices", gpu, question="max_slices") or 0):
         answer = facts.get(f"slice {number}", gpu, number, question="slice")
         if answer is None:
-            del facts.unknown[f"slice {number}"]  # no slice of that number is there
+            del facts.unknown[f"slice {number}"]  # there is no slice with this number
         else:
             found.append(Slice(answer["uuid"], answer["name"], answer["gpu_instance"], answer["compute_instance"]))
     return tuple(found)
@@ -325,7 +324,7 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) ->
     facts = _Facts(reader)
     level = facts.get("pcie", one.index, two.index, question="common_ancestor")
     if level is not None and level not in PCIE_PATHS:
-        facts.unknown["pcie"] = f"NVML's level {level} isn't known"
+        facts.unknown["pcie"] = f"NVML's level {level} is unknown"
     p2p = {}
     for number, capability in enumerate(P2P_CAPABILITIES):
         state = facts.get(f"p2p {capability}", one.index, two.index, number, question="p2p_status")
@@ -333,12 +332,12 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) ->
             p2p[capability] = P2P_STATUS[state] if state < len(P2P_STATUS) else f"state {state}"
     links, switched = _count_links(one, two, by_pci_id)
     if links is None:
-        facts.unknown["nvlinks"] = (one if one.links is None else two).unknown.get("links", "not told")
+        facts.unknown["nvlinks"] = (one if one.links is None else two).unknown.get("links", "not reported")
     return Path(links, switched, PCIE_PATHS.get(level, (None, ""))[0], p2p, facts.unknown)
 
 
 def _count_links(one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> tuple[int | None, bool]:
-    """Returns NVLinks between two GPUs, and whether they go through switches."""
+    """Returns the number of NVLinks between two GPUs, and True if they lead through switches."""
     if one.links is None or two.links is None:
         return None, False
     direct = [_links_to(one, two.index, by_pci_id), _links_to(two, one.index, by_pci_id)]

@@ -1,4 +1,4 @@
-"""A topology as text: the matrix that `nvidia-smi topo -m` draws, a line per GPU, and what is worth a remark."""
+"""Formats a topology as text: one line per GPU, the matrix of `nvidia-smi topo -m`, and remarks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _heading(topology: Topology) -> list[str]:
 
 def _gpu_lines(topology: Topology, visible: Visible) -> list[str]:
     places = {device.uuid: place for place, device in enumerate(visible.devices)}
-    alike = len({gpu.name for gpu in topology.gpus}) == 1  # the heading says which
+    alike = len({gpu.name for gpu in topology.gpus}) == 1  # the heading then has the model
     lines = []
     for gpu in topology.gpus:
         facts = [gpu.uuid, gpu.pci_id or "PCI id unknown", *([] if alike else [gpu.name or "unknown model"])]
@@ -90,7 +90,6 @@ def _matrix(topology: Topology) -> list[str]:
 
 
 def _peers(topology: Topology) -> list[str]:
-    """Formats peer access as the driver reports it; one word if all pairs are alike."""
     if len(topology.gpus) < 2:
         return []
     states = {key: _peer_state(path) for key, path in topology.paths.items()}
@@ -130,7 +129,7 @@ def _remarks(topology: Topology, visible: Visible) -> Iterator[str]:
 
 
 def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> Iterator[str]:
-    """Returns what isn't known, of those facts that this text shows, with the reason once."""
+    """Yields one line for each unknown fact and reason, with the GPUs or pairs. Only facts that this text shows."""
     found: dict[str, list[str]] = {}
     for name, unknown in holders:
         for fact, reason in unknown.items():

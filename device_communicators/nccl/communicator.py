@@ -1,14 +1,14 @@
-"""A device's tensors over communicators of NCCL that are the group's own, on the current stream.
+"""Collectives and transfers of GPU tensors over the group's own NCCL communicators, on the current stream.
 
-torch's NCCL group has streams of its own, between which and the caller's each call has to wait by events; here a call
-is a kernel among the caller's. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a stream beside.
-Transfers between two ranks have communicators of those two, one for each direction, so that no transfer waits
-for one that it has nothing to do with; they are made at the first transfer between the two, which both must come to.
-What only moves, moves as bytes; what is reduced is widened as `reductions` says: 8-bit floats, which NCCL would round
-at each hop, as it does with 16-bit ones.
+torch's NCCL group has its own streams, so each call needs events to and from the caller's stream. Here a call's kernel
+runs on the caller's stream itself. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a side stream.
+Transfers use communicators of the two ranks, one per direction, so that unrelated transfers don't wait for each other.
+They are made at the first transfer between the two ranks, which both must call.
 
-A single communicator of NCCL (its making, its deadline, its end) is `handle`'s business, memory that is registered with
-it `windows`'.
+Calls that only move data move bytes. Reductions convert dtypes as `reductions` defines; 8-bit floats are reduced in a
+wider dtype, because NCCL rounds at each hop (as it still does for 16-bit floats).
+
+`handle` makes and ends a single communicator; `windows` registers memory with it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _Transfers = Sequence[tuple[Tensor, int]]
 
 
 class NcclCommunicator(Communicator):
-    """Carries a group's collectives and transfers on GPUs."""
+    """Runs a group's collectives and transfers of GPU tensors over NCCL."""
 
     name = "nccl"
     carries_the_device = True
@@ -76,9 +76,9 @@ class NcclCommunicator(Communicator):
         self.library = library or load()
         self.streams = streams or CudaStreams(context.device, context.high_priority_stream)
         self._handle: Handle | None = None
-        """Of all ranks, which make it at the first call."""
+        """The communicator of all ranks. The first call makes it."""
         self._parent: Handle | None = None
-        """The non-blocking one that it was split from, where others will be."""
+        """The non-blocking communicator from which `divide` splits others; None unless `set_up(divisible=True)`."""
         self._watch: Watch | None = None
         self._links = Links(self.library, context, self.streams)
         self._windows = Windows(context, self.library, self.streams)
@@ -107,12 +107,12 @@ class NcclCommunicator(Communicator):
     # Set-up and end.
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes the group's communicator, if there is none yet, and proves it by a small all-reduce.
+        """Makes the group's communicator, unless it exists, and tests it with a small all-reduce.
 
-        Every rank of the group calls it. `divisible`: `divide` will be called.
+        Every rank of the group calls it. With `divisible`, `divide` can split the communicator later.
 
-        Raises PeerDiedError, CollectiveTimeoutError, ConfigMismatchError where ranks have different versions,
-        CommunicationError; GroupNotInitializedError within a capture, where it can't be.
+        Raises PeerDiedError, CollectiveTimeoutError, CommunicationError; ConfigMismatchError if ranks have different
+        versions of NCCL; GroupNotInitializedError during a capture.
         """
         with self._making:
             if self._handle is None:
@@ -132,7 +132,7 @@ class NcclCommunicator(Communicator):
             self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits the parts' communicators from this one's. Without `set_up(divisible=True)` they make their own."""
+        """Splits the communicator of `part` from this one. Does nothing without `set_up(divisible=True)`."""
         with self._making, self.streams.guard():
             if self._parent is None:
                 return
@@ -153,7 +153,7 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """Adds up `one`, a one on each rank, in place, and waits for the sum. `advice`: for a wrong one."""
+        """Sums `one`, which is 1 on each rank, in place, and checks the result. `advice` is for a wrong result."""
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")
@@ -172,12 +172,12 @@ class NcclCommunicator(Communicator):
     def _refuse_capture(self, why: str) -> None:
         if self.streams.is_capturing():
             raise GroupNotInitializedError(
-                f"{self.context} was not used before the capture of this CUDA graph, but {why}, which can't be "
-                "captured; make the same calls once before it, or initialize_model_parallel(warm_up=True)"
+                f"{self.context} was not used before the capture of this CUDA graph: {why}, which can't be captured. "
+                "Make the same calls once before the capture, or use initialize_model_parallel(warm_up=True)"
             )
 
     def connect(self, peer: int) -> None:
-        """Makes the communicators for transfers with a rank of the group, which calls it as well: before a capture."""
+        """Makes the communicators for transfers with `peer`, which calls it as well. Needed before a capture."""
         self._link(peer)
 
     def _link(self, peer: int) -> Link:
@@ -189,19 +189,19 @@ class NcclCommunicator(Communicator):
     def _begin_link(self, peer: int) -> Link:
         link = self._links.get(peer)
         if link is None or not link.is_made:
-            self._refuse_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
+            self._refuse_capture(f"ranks {self.context.rank} and {peer} must first make their communicators together")
             self._watched()
             link = self._links.begin(peer, self._put)
         return link
 
     def wait_for_links(self) -> None:
-        """Waits for the communicators of two that are being made."""
+        """Waits until all links that are being made are ready."""
         for link in self._links.all():
             link.wait(self._raise_failure)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        if not self.streams.is_capturing():  # else it is too late, which the first call will say
+        if not self.streams.is_capturing():  # else the first call of a cold group raises
             if not self._is_warm:
                 call_each_once(self)
                 size = self.context.size
@@ -211,7 +211,7 @@ class NcclCommunicator(Communicator):
         yield
 
     def close(self) -> None:
-        """Ends all communicators: in order once the device is done, else, after a while, by an abort. Twice is fine."""
+        """Ends all communicators. Waits at most 10 s for the device, then aborts them. Twice is fine."""
         if self._closed:
             return
         self._closed = self._links.closed = True
@@ -229,7 +229,6 @@ class NcclCommunicator(Communicator):
         return [*own, *self._links.handles()]
 
     def _find_failure(self, operation: str, since: float) -> CommunicationError | None:
-        """Returns the error of a communicator that failed in the background."""
         for handle in self._handles():
             state = handle.state()
             if state not in (SUCCESS, IN_PROGRESS):
@@ -237,16 +236,15 @@ class NcclCommunicator(Communicator):
         return None
 
     def _raise_failure(self) -> None:
-        """Raises what the watch, or the making of a link, has found."""
         if self._watch is not None and self._watch.failure is not None:
             raise self._watch.failure
         if self._links.failure is not None:
             raise self._links.failure
 
     def suspend(self) -> None:
-        """Gives NCCL's memory on the device back until `resume`; the device must be done. Every rank calls it.
+        """Frees NCCL's device memory until `resume`. Every rank calls it, when the device has finished all calls.
 
-        Raises UnsupportedError where NCCL is older than 2.29.7.
+        Raises UnsupportedError if NCCL is older than 2.29.7.
         """
         function = self._function("ncclCommSuspend")
         self._ready()
@@ -256,7 +254,7 @@ class NcclCommunicator(Communicator):
         self._suspended = True
 
     def resume(self) -> None:
-        """Takes the memory again; every rank calls it. Without a `suspend` before it does nothing."""
+        """Reallocates the memory that `suspend` freed. Every rank calls it. Does nothing without a `suspend`."""
         function = self._function("ncclCommResume")
         if self._suspended:
             self._raise_failure()
@@ -270,26 +268,26 @@ class NcclCommunicator(Communicator):
             raise UnsupportedError(f"{self.context}: {self.library.missing[name]}")
         return getattr(self.library, name)
 
-    # Memory for tensors.
+    # Symmetric memory.
 
     @property
     def has_memory(self) -> bool:
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns bytes in a window of the communicator: see `windows`. The first one is proven by an all-reduce."""
+        """Returns bytes in a window of the communicator (see `windows`). Tests the first one with an all-reduce."""
         handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:
             with self._watching("empty", self.streams.current()):
                 problem = handle.register(address, window_bytes)
-            self._raise_failure()  # the watch has aborted a call that took too long
+            self._raise_failure()  # the watch aborts a call that misses its deadline
             return problem
 
         made = self._windows.allocate(size_bytes, register, watch.streams)
         if made is not None and not self._has_proven_window and size_bytes >= 4:
             one = made[:4].view(torch.float32).fill_(1)
-            self._prove(one, started, f"{settings.SYMMETRIC_BYTES.name}=0 does without registered memory")
+            self._prove(one, started, f"{settings.SYMMETRIC_BYTES.name}=0 turns off registered memory")
             self._has_proven_window = True
         return made
 
@@ -298,7 +296,7 @@ class NcclCommunicator(Communicator):
         if memory is not None and memory.debug:
             self._windows.compare(operation, symmetric, own)
 
-    # One call into NCCL.
+    # Calls into NCCL.
 
     def _check(self, *tensors: Tensor) -> None:
         for x in tensors:
@@ -317,14 +315,14 @@ class NcclCommunicator(Communicator):
             self._raise_failure()
             self.set_up()
         self._check_awake()
-        return self._handle  # type: ignore[return-value]  # set_up has made it, or raised
+        return self._handle  # type: ignore[return-value]  # set_up makes it or raises
 
     def _call(self, operation: str, function: Any, *args: Any, stream: int | None = None) -> None:
-        """Calls `function(*args, comm, stream)` of NCCL; on the current stream unless another is given."""
+        """Calls NCCL's `function(*args, comm, stream)` on `stream` (default: the current one)."""
         handle = self._ready()
         stream = self.streams.current() if stream is None else stream
         watch = self._watched()
-        watch.begin(operation)  # as _watching, which would cost a microsecond
+        watch.begin(operation)  # the code of _watching, inlined: the context manager costs 1 µs
         try:
             with handle.lock:
                 result = function(*args, handle.comm, stream)
@@ -337,7 +335,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _launch(self, operation: str) -> Iterator[Callable[..., None]]:
-        """Makes all calls of what it gives, `add(function, *args)`, one launch on the current stream."""
+        """Yields `add(function, *args)`. All calls that the body adds become one launch on the current stream."""
         handle, stream = self._ready(), self.streams.current()
 
         def add(function: Any, *args: Any) -> None:
@@ -350,7 +348,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Bounds a call into NCCL. Where the watch has aborted the call, raises what the watch has found."""
+        """Applies the deadline to a call into NCCL. If the watch aborted the call, raises the watch's failure."""
         watch = self._watched()
         watch.begin(operation)
         try:
@@ -366,7 +364,6 @@ class NcclCommunicator(Communicator):
             raise watch.failure from error
 
     def _run_beside(self, enqueue: Callable[[int], None], *tensors: Tensor) -> Work:
-        """Starts what `enqueue(stream)` puts on a stream beside the current one."""
         self._ready()
         if self._side is None:
             self._side = self.streams.side()
@@ -443,7 +440,7 @@ class NcclCommunicator(Communicator):
             self._finish(wide_out, op, narrow)
         return out.movedim(0, dim).contiguous()
 
-    # What only moves.
+    # Calls that only move data.
 
     def _all_gather(self, out: Tensor, x: Tensor, stream: int | None = None) -> None:
         self._check(x)
@@ -490,13 +487,13 @@ class NcclCommunicator(Communicator):
         self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        """Sends and receives in one launch, in which nothing waits for another. Copies this rank's own block."""
+        """Runs all sends and receives in one launch, so that none waits for another. Copies this rank's own block."""
         rank = self.context.rank
         own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]
         receives = [(x, src) for x, src in receives if x.numel() and src != rank]
         self._check(*(x for x, _ in (*sends, *receives)))
-        # Empty on this rank, it may not be on others, which must not wait for this one to make the communicator.
+        # Even if there is nothing to transfer here: peers with data wait for this rank to make the communicator.
         self.set_up()
         if sends or receives:
             with self._launch(operation) as add:
@@ -506,7 +503,7 @@ class NcclCommunicator(Communicator):
                     add(self.library.ncclRecv, x.data_ptr(), x.nbytes, BYTE, src)
         for out, x in own:
             if x.numel():
-                as_bytes(out).copy_(as_bytes(x))  # of any dtype
+                as_bytes(out).copy_(as_bytes(x))
 
     # Between two ranks.
 
@@ -561,17 +558,17 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Waits over gloo: it is the hosts that wait."""
+        """Runs over gloo: a barrier blocks the host, not the device."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
-    """Returns NCCL's op. An average is a sum, divided afterwards, except for integers in their own dtype."""
+    """Returns NCCL's op. Averages become sums that `_finish` divides, except for integers in their own dtype."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 
 def _blocks(wide: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Returns each rank's rows of `wide`, which holds `rows` in a dtype that is reduced."""
+    """Returns each rank's rows of `wide`, which has the elements of `rows` in the dtype of the reduction."""
     row = wide.numel() // len(rows)
     return wide.view(-1).split([size * row for size in sizes])
 

@@ -1,9 +1,9 @@
-"""A thread that looks after the streams of one group: what the device can't tell its caller, who is long gone.
+"""A thread that detects failures of a group's NCCL calls, on the host and on the device.
 
-A call only puts work on a stream. That a rank has ended, that the library below has failed in the background, that the
-device doesn't get on: all of this shows later, and nobody may be asking. Then the thread calls its `abort`, so that the
-kernels end and whoever waits for the device goes on; the group's next call raises what was found. Replays of a captured
-call aren't seen here, so they have no deadline.
+A call only enqueues work on a stream and returns. If later a rank exits, NCCL fails in the background or the work
+misses its deadline, no caller may be waiting. The thread detects this and calls `abort`: the kernels end, and waits for
+the device return. The group's next call raises the failure. Replays of a captured call have no deadline, because the
+thread isn't notified of them.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""The time for an orderly end before it becomes an abort, and for an abort."""
-_LOOK_S = 0.2
+"""Timeout of an orderly end, after which communicators are aborted; also the timeout of an abort."""
+_POLL_S = 0.2
 _PAUSE_S = 0.001
 
-Began = tuple[str, float]
-"""An operation, and when."""
+PendingCall = tuple[str, float]
+"""An operation and its start time."""
 FindFailure = Callable[[str, float], "CommunicationError | None"]
-"""Of the oldest operation that isn't done, and when that began."""
+"""Takes the oldest pending operation and its start time."""
 
 
-class _Line:
-    """The calls that were put on one stream: the oldest one that isn't known to be done, and the last one."""
+class _StreamCalls:
+    """The oldest and the last pending call on one stream."""
 
     def __init__(self, make_marker: Callable[[], Marker]) -> None:
         self._markers = (make_marker(), make_marker())
-        self._began: list[Began | None] = [None, None]
-        """Of each marker; None: nothing is behind it. The first one stays until it is reached: a host that goes on
-        putting work on a device that is stuck doesn't move its deadline."""
+        self._pending: list[PendingCall | None] = [None, None]
+        """The call before each marker, or None. The oldest call keeps its marker until it is done, so further calls on
+        a stuck stream don't extend its deadline."""
         self._oldest = 0
         self._lock = threading.Lock()
 
-    def note(self, stream: int, began: Began) -> None:
+    def add(self, stream: int, call: PendingCall) -> None:
         with self._lock:
-            at = self._oldest if self._began[self._oldest] is None else 1 - self._oldest
+            at = self._oldest if self._pending[self._oldest] is None else 1 - self._oldest
             self._markers[at].record(stream)
-            self._began[at] = began
+            self._pending[at] = call
 
-    def oldest(self) -> Began | None:
-        """Returns the oldest call that isn't known to be done; None if all are."""
+    def oldest(self) -> PendingCall | None:
+        """Returns the oldest pending call, or None if all are done."""
         with self._lock:
             for _ in self._markers:
-                began = self._began[self._oldest]
-                if began is not None and not self._markers[self._oldest].is_reached():
-                    return began
-                self._began[self._oldest] = None
-                if self._began[1 - self._oldest] is not None:
+                call = self._pending[self._oldest]
+                if call is not None and not self._markers[self._oldest].is_reached():
+                    return call
+                self._pending[self._oldest] = None
+                if self._pending[1 - self._oldest] is not None:
                     self._oldest = 1 - self._oldest
             return None
 
 
 class Watch:
-    """The thread, from its making until `close`."""
+    """The thread that watches one group's calls. It runs until `close` or until it finds a failure."""
 
     def __init__(
         self,
@@ -74,50 +74,50 @@ class Watch:
         find_failure: FindFailure = lambda operation, since: None,
         abort: Callable[[], None] = lambda: None,
     ) -> None:
-        """`find_failure` looks for errors that came up in the background; `abort` ends the kernels that wait."""
+        """`find_failure` returns an error of NCCL's background work, if any. `abort` ends waiting kernels."""
         self.failure: CommunicationError | None = None
-        """The failure that was found; `abort` is called then."""
+        """The detected failure. The thread calls `abort` after setting it."""
         self._context = context
         self._find_failure, self._abort = find_failure, abort
         self._make_marker = make_marker
-        self._lines: dict[int, _Line] = {}
-        self._inside: dict[int, Began] = {}
-        """By thread."""
+        self._streams: dict[int, _StreamCalls] = {}
+        self._in_nccl: dict[int, PendingCall] = {}
+        """Calls that haven't returned from NCCL, by thread."""
         self._enter_relaxed = enter_relaxed
-        self._news = threading.Event()
+        self._wake = threading.Event()
         self._closed = False
         self._started = time.monotonic()
         self._thread = HelperThread("nccl", self._run)
         if context.watcher is not None:
-            context.watcher.on_death.append(self._news.set)
+            context.watcher.on_death.append(self._wake.set)
         self._thread.start()
 
     def begin(self, operation: str) -> None:
-        """Begins the deadline of a call into NCCL."""
-        self._inside[threading.get_ident()] = operation, time.monotonic()
+        """Starts the deadline of this thread's call into NCCL."""
+        self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """Ends a call; its deadline goes on for what it put on `stream`, if it did."""
-        began = self._inside.pop(threading.get_ident(), None)
-        if stream is not None and began is not None:
-            line = self._lines.get(stream)
-            if line is None:
-                line = self._lines.setdefault(stream, _Line(self._make_marker))
-            line.note(stream, began)
+        """Ends this thread's call into NCCL. Its deadline still applies to the work that it put on `stream`, if any."""
+        call = self._in_nccl.pop(threading.get_ident(), None)
+        if stream is not None and call is not None:
+            calls = self._streams.get(stream)
+            if calls is None:
+                calls = self._streams.setdefault(stream, _StreamCalls(self._make_marker))
+            calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the streams that calls were put on, outside of captures."""
-        return list(self._lines)
+        """Returns the streams of all calls outside of captures."""
+        return list(self._streams)
 
     def device_is_done(self) -> bool:
-        """Returns True if all that was put on streams has run. False where the device can't be asked any more."""
+        """Returns True if the work of all calls is done. False also if CUDA fails."""
         try:
-            return all(line.oldest() is None for line in list(self._lines.values()))
+            return all(calls.oldest() is None for calls in list(self._streams.values()))
         except RuntimeError:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """Waits until all that was put on streams has run: before the end. False where it doesn't, or has failed."""
+        """Waits until the work of all calls is done. Returns False after a failure, after `limit_s` or the timeout."""
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():
             if time.monotonic() > deadline:
@@ -128,12 +128,12 @@ class Watch:
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
         self._closed = True
-        # The group's methods would keep it, and its process groups, until the collector comes.
+        # The group's methods would keep the group and its process groups alive until a garbage collection.
         self._find_failure, self._abort = (lambda operation, since: None), (lambda: None)
-        self._news.set()
+        self._wake.set()
         if self._context.watcher is not None:
             with contextlib.suppress(ValueError):
-                self._context.watcher.on_death.remove(self._news.set)
+                self._context.watcher.on_death.remove(self._wake.set)
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
@@ -141,17 +141,17 @@ class Watch:
         may_query = self._enter_relaxed()
         if not may_query:
             logger.warning(
-                "%s has no deadline on the device: the CUDA runtime has no cudaThreadExchangeStreamCaptureMode",
+                "%s has no deadline for work on the device: the CUDA runtime lacks cudaThreadExchangeStreamCaptureMode",
                 self._context,
             )
         while not self._closed:
-            self._news.wait(_LOOK_S)
-            self._news.clear()
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
             if self._closed:
                 return
             try:
-                failure = self._look(may_query)
-            except Exception as error:  # of CUDA, whose context is lost
+                failure = self._poll(may_query)
+            except Exception as error:  # an error of CUDA: its context is lost
                 failure = self._lost(error)
             if failure is not None:
                 self.failure = failure
@@ -163,12 +163,12 @@ class Watch:
         context = self._context
         return context.failure(
             CommunicationError,
-            f"the device of {context} can't be asked how far it is: {str(error).splitlines()[0]}. The group can't be "
-            "used further; a kernel before it may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+            f"CUDA failed on the device of {context}: {str(error).splitlines()[0]}. This group is unusable now; an "
+            "earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1",
             "nccl",
         )
 
-    def _look(self, may_query: bool) -> CommunicationError | None:
+    def _poll(self, may_query: bool) -> CommunicationError | None:
         context = self._context
         operation, since = self._oldest(may_query) or ("nccl", self._started)
         if context.deaths():
@@ -181,17 +181,17 @@ class Watch:
             return None
         return context.failure(
             CollectiveTimeoutError,
-            f"{operation} of {context} was not done on the device within {context.timeout_s:g} s. The group "
-            "can't be used further; look at the ranks that are not in this call (their logs, `py-spy dump`), or raise "
-            "the timeout",
+            f"{operation} of {context} was not done on the device within {context.timeout_s:g} s. This group is "
+            "unusable now; check the ranks that are missing from this call (their logs, `py-spy dump`), or raise the "
+            "timeout",
             operation,
             elapsed_s=elapsed_s,
             timeout_s=context.timeout_s,
         )
 
-    def _oldest(self, may_query: bool) -> Began | None:
-        """Returns the operation that is under way for longest, in NCCL or on the device, and since when."""
-        under_way: list[Began | None] = list(self._inside.values())
+    def _oldest(self, may_query: bool) -> PendingCall | None:
+        """Returns the oldest pending call, inside NCCL or on the device."""
+        pending: list[PendingCall | None] = list(self._in_nccl.values())
         if may_query:
-            under_way += [line.oldest() for line in list(self._lines.values())]
-        return min((began for began in under_way if began), key=lambda began: began[1], default=None)
+            pending += [calls.oldest() for calls in list(self._streams.values())]
+        return min((call for call in pending if call), key=lambda call: call[1], default=None)

@@ -1,12 +1,11 @@
-"""One ncclComm_t: agreed on, made with a deadline, proven, split, used by one thread at a time, ended or aborted; and
-the windows that are registered with it.
+"""`Handle`, one ncclComm_t with its registered windows: made with a deadline, split, ended or aborted.
 
-Ranks first gather a record of each: its version, and where NCCL meets.
+Before that, all ranks exchange a record: their version of NCCL, and NCCL's unique id.
 
-NCCL makes a communicator in the background where it is *non-blocking*, which is the only way to have a deadline, to
-hear of a rank's end and to give up. But a non-blocking communicator starts a thread for every later call, too, and a
-capture doesn't like what another thread launches (nccl's src/group.cc, ncclGroupEndInternal). So ranks meet in a
-non-blocking one, and work in a blocking one that is split from it: a split goes by its parent's mode until it is done.
+NCCL makes *non-blocking* communicators in the background. Only these allow a deadline, detection of a rank's exit and
+an abort during set-up. But for a non-blocking communicator NCCL starts a thread for each later call, too, and a CUDA
+graph capture doesn't allow launches of other threads (nccl's src/group.cc, ncclGroupEndInternal). So ranks make a
+non-blocking communicator and split a blocking one from it: the split itself runs in the parent's mode.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from device_communicators.routing.waiting import WatchedByThread
 
 _KINDS: dict[int, type[CommunicationError]] = {REMOTE_ERROR: PeerDiedError, TIMEOUT: CollectiveTimeoutError}
 _ADVICE = {
-    UNHANDLED_CUDA_ERROR: "a kernel before it may have failed: run with CUDA_LAUNCH_BLOCKING=1",
-    INVALID_USAGE: "do two ranks use one GPU? NCCL from 2.30.3 on takes them with NCCL_MULTI_RANK_GPU_ENABLE=1",
+    UNHANDLED_CUDA_ERROR: "an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+    INVALID_USAGE: "do two ranks use one GPU? NCCL 2.30.3 and later supports it with NCCL_MULTI_RANK_GPU_ENABLE=1",
 }
 logger = logging.getLogger("parallel_state")
 
@@ -59,7 +58,7 @@ _END_S = 1.0
 
 
 class Deadline:
-    """Bounds a wait by a timeout, and ends it early when a rank of the group dies."""
+    """Limits a wait by the group's timeout and ends it early if a rank of the group exits."""
 
     def __init__(self, context: GroupContext, operation: str) -> None:
         self.context = context
@@ -67,15 +66,15 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps a little. Raises PeerDiedError or CollectiveTimeoutError where waiting on is no use."""
+        """Sleeps for at most 2 ms. Raises PeerDiedError after an exit, CollectiveTimeoutError after the timeout."""
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
         if elapsed_s > self.context.timeout_s:
             raise self.context.failure(
                 CollectiveTimeoutError,
-                f"{self.operation} of {self.context} was not done within {self.context.timeout_s:g} s. The group can't "
-                "be used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise "
+                f"{self.operation} of {self.context} was not done within {self.context.timeout_s:g} s. This group is "
+                "unusable now; check the ranks that are missing from this call (their logs, NCCL_DEBUG=INFO), or raise "
                 "the timeout",
                 self.operation,
                 elapsed_s=elapsed_s,
@@ -85,24 +84,24 @@ class Deadline:
 
 
 class Handle:
-    """Holds one communicator of NCCL, of all ranks of the group or of some."""
+    """Owns one NCCL communicator, of all or some ranks of the group."""
 
     def __init__(self, library: NcclLibrary, context: GroupContext) -> None:
         self.library = library
         self.context = context
         self.comm: int | None = None
-        """ncclComm_t; None once it is no more."""
+        """ncclComm_t; None before it is made and after its end."""
         self.lock = threading.RLock()
         self.ended_in_order = False
-        """True once NCCL has ended it, with its windows, in order: the memory of the windows may be freed."""
+        """True once windows were deregistered and the communicator destroyed: their memory may be freed."""
         self._windows: list[int] = []
-        self._kept: list[object] = []  # what NCCL may read or write while it works in the background
+        self._kept: list[object] = []  # NCCL may access these in the background
 
     @classmethod
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
-        """Makes a non-blocking communicator of the `size` ranks that call it with one id, for the current device.
+        """Makes a non-blocking communicator of `size` ranks on the current device. All ranks pass the same id.
 
-        Raises PeerDiedError, CollectiveTimeoutError or CommunicationError; then nothing of it is left.
+        Raises PeerDiedError, CollectiveTimeoutError or CommunicationError after freeing the communicator.
         """
         made = cls(library, context)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
@@ -114,9 +113,10 @@ class Handle:
         return made
 
     def split(self, context: GroupContext, color: int, key: int) -> Handle:
-        """Makes a blocking communicator of the ranks of one color, ordered by key; every rank of this one calls it.
+        """Makes a blocking communicator of the ranks with the same color, ordered by key.
 
-        It shares nothing with this one. What it is made for goes by `context`. Raises as `meet`.
+        Every rank of this communicator calls it. The two share no resources. `context` is that of the new communicator.
+        Raises the errors of `meet`, after aborting this communicator.
         """
         made = Handle(self.library, context)
         name = context.name.encode()
@@ -126,7 +126,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in a `split` without being in any part."""
+        """Takes part in a `split` without getting a communicator."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:
@@ -141,7 +141,7 @@ class Handle:
                     stands_aside=color == NO_COLOR,
                 )
             except BaseException:
-                self.abort()  # which also ends what is left of the split
+                self.abort()  # also ends an unfinished split
                 raise
 
     def _make(
@@ -159,7 +159,7 @@ class Handle:
         try:
             if result not in (SUCCESS, IN_PROGRESS):
                 raise self.error(deadline.operation, result, deadline.started)
-            if parent is not None:  # a split's state is its parent's until the child is there
+            if parent is not None:  # the parent has the state of a split until the child exists
                 self._wait(parent, deadline)
                 if stands_aside:
                     return
@@ -174,7 +174,6 @@ class Handle:
             raise
 
     def _wait(self, comm: int, deadline: Deadline) -> None:
-        """Waits while NCCL works in the background."""
         while (state := self._state(comm)) == IN_PROGRESS:
             deadline.step()
         if state != SUCCESS:
@@ -186,7 +185,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """Returns SUCCESS, IN_PROGRESS, or what failed in the background. From any thread, never waits."""
+        """Returns SUCCESS, IN_PROGRESS or the error of background work. Callable from any thread; never blocks."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -198,29 +197,29 @@ class Handle:
         if self.comm is None:
             raise self.context.failure(
                 CommunicationError,
-                f"NCCL's communicator of {self.context} was closed or aborted; look for the first failure",
+                f"the NCCL communicator of {self.context} was closed or aborted; see the log for the first failure",
                 None,
             )
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Raises the error of a call's result, once NCCL has done with it. The caller has the lock."""
+        """Waits for a call that is in progress and raises its error. The caller must hold the lock."""
         if result == SUCCESS:
             return
         self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Does what `check` does, for calls that go on in the background: all of them under NCCL_COMM_BLOCKING=0."""
+        """Works as `check`, for any communicator. With NCCL_COMM_BLOCKING=0 all calls continue in the background."""
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
             raise self.error(operation, result, deadline.started)
         self._wait(comm, deadline)
 
     def register(self, address: int, size_bytes: int) -> str | None:
-        """Registers memory for symmetric kernels. Every rank of the communicator calls it with as many bytes.
+        """Registers memory for symmetric kernels. Every rank of the communicator passes the same size.
 
-        Returns the reason if NCCL refuses; other ranks then may wait in their call until its deadline. The windows are
-        deregistered at the communicator's end.
+        Returns the reason if NCCL refuses; other ranks may then block until their deadline. The communicator's end
+        deregisters its windows.
         """
         window = ctypes.c_void_p()
         self._kept.append(window)
@@ -239,40 +238,40 @@ class Handle:
 
     @contextlib.contextmanager
     def group(self, operation: str) -> Iterator[None]:
-        """Makes the calls within it one launch. The caller has the lock."""
+        """Combines the calls of the body into one launch. The caller must hold the lock."""
         self.check(operation, self.library.ncclGroupStart())
         try:
             yield
         except BaseException:
-            self.library.ncclGroupEnd()  # NCCL counts them per thread
+            self.library.ncclGroupEnd()  # NCCL counts open groups per thread
             raise
         self.check(operation, self.library.ncclGroupEnd())
 
     def error(self, operation: str, result: int, started: float) -> CommunicationError:
         kind = _KINDS.get(result, CommunicationError)
         text = self.library.text_of(result)
-        advice = _ADVICE.get(result, "look for the first rank that failed, and at what NCCL_DEBUG=WARN prints")
+        advice = _ADVICE.get(result, "find the first rank that failed, or run with NCCL_DEBUG=WARN")
         failure = self.context.failure(
             kind,
-            f"{operation} of {self.context} failed in NCCL {self.library.version}: {text}. The group can't be used "
-            f"further; {advice}",
+            f"{operation} of {self.context} failed in NCCL {self.library.version}: {text}. This group is unusable now; "
+            f"{advice}",
             operation,
             started=started,
         )
         return attributed(self.context, operation, started, failure)
 
     def abort(self) -> None:
-        """Ends it and whatever runs in it, on the device too, whose results are then worthless. Twice is fine."""
+        """Aborts the communicator and its kernels, whose results are then invalid. Twice is fine."""
         end_all([self], in_order=False)
 
     def close(self) -> None:
-        """Ends it in order, once the device has done with it. Twice is fine."""
+        """Ends the communicator in order; the device must have finished its calls. Twice is fine."""
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
-        """Starts a thread that ends it; None where there is nothing to end. From any thread.
+        """Starts a thread that ends the communicator, or returns None if it is ended. Callable from any thread.
 
-        A thread that is inside of a call after `_END_S` is aborted there: NCCL's calls then return.
+        If another thread is still in a call after 1 s, the communicator is aborted, and that call returns.
         """
         if self.comm is None:
             return None
@@ -308,21 +307,25 @@ class Handle:
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
-    """Ends communicators, all at once, with an end to the wait for them: NCCL doesn't let go of one that a CUDA graph
-    still uses, and the kernels of another one may be what everyone waits for."""
+    """Ends communicators in parallel, and waits at most 10 s for all of them.
+
+    In parallel, because a communicator's end may wait for kernels of another one. With a timeout, because NCCL doesn't
+    release a communicator that a CUDA graph still uses.
+    """
     threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
     deadline = time.monotonic() + GOODBYE_S
     for handle, thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             logger.warning(
-                "NCCL didn't %s its communicator of %s within %g s and is left to it; CUDA graphs that use a group "
-                "must be gone before it is destroyed", "end" if in_order else "abort", handle.context, GOODBYE_S,
+                "NCCL didn't %s its communicator of %s within %g s; it continues in the background. Delete CUDA graphs "
+                "that use a group before destroying the group",
+                "end" if in_order else "abort", handle.context, GOODBYE_S,
             )  # fmt: skip
 
 
 class SetUpRecord(ctypes.Structure):
-    """Holds what a rank tells the others before NCCL meets."""
+    """The data that ranks exchange before they make a communicator."""
 
     version: int
     unique_id: UniqueId
@@ -330,22 +333,22 @@ class SetUpRecord(ctypes.Structure):
 
 
 def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> SetUpRecord:
-    """Returns this rank's record; `makes_id` on the rank that opens the place where NCCL meets."""
+    """Returns this rank's record. With `makes_id` it has a unique id, for which NCCL opens a socket on this rank."""
     unique_id = UniqueId()
     if makes_id:
         result = library.ncclGetUniqueId(ctypes.byref(unique_id))
         if result != SUCCESS:
             raise context.failure(
                 CommunicationError,
-                f"NCCL can't open a place for the ranks of {context} to meet: {library.text_of(result)}. Is the "
-                "interface right (NCCL_SOCKET_IFNAME)?",
+                f"NCCL can't make a unique id for {context}: {library.text_of(result)}. Check the network interface "
+                "(NCCL_SOCKET_IFNAME)",
                 "ncclGetUniqueId",
             )
     return SetUpRecord(library.version, unique_id)
 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
-    """Returns every rank's record; every rank calls it. Raises ConfigMismatchError where versions differ."""
+    """Returns the records of all ranks. Every rank calls it. Raises ConfigMismatchError if versions differ."""
     everyones = context.gather(bytes(mine), "nccl set-up")
     records = [SetUpRecord.from_buffer_copy(each) for each in everyones]
     _compare(context, context.ranks, records)
@@ -353,7 +356,7 @@ def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord
 
 
 def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: int) -> SetUpRecord:
-    """Returns the peer's record, which calls it as well. Raises ConfigMismatchError where versions differ."""
+    """Returns the record of `peer`, which calls it as well. Raises ConfigMismatchError if versions differ."""
     record = SetUpRecord()
     x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, record))
     sending = WatchedByThread(context.cpu_group.send([x], peer, tag), context, "nccl set-up")
@@ -367,19 +370,19 @@ def _compare(context: GroupContext, ranks: Sequence[int], records: Sequence[SetU
     for rank, each in zip(ranks, records, strict=True):
         if each.version != records[0].version:
             raise ConfigMismatchError(
-                f"all ranks of {context} must have one version of NCCL, but global rank {ranks[0]} has "
-                f"{version_text(records[0].version)} and global rank {rank} {version_text(each.version)}; give all "
-                "of them the same torch, or one library by PARALLEL_STATE_NCCL_LIBRARY"
+                f"all ranks of {context} must have the same version of NCCL, but global rank {ranks[0]} has "
+                f"{version_text(records[0].version)} and global rank {rank} has {version_text(each.version)}; install "
+                "the same torch everywhere, or set PARALLEL_STATE_NCCL_LIBRARY to the same library"
             )
 
 
 def expect_sum(context: GroupContext, total: float, started: float, advice: str) -> None:
-    """Raises CommunicationError unless the first all-reduce, of a one from each rank, gave the group's size."""
+    """Raises CommunicationError unless the first all-reduce, of 1 from each rank, returned the group's size."""
     if total != context.size:
         raise context.failure(
             CommunicationError,
-            f"the first all-reduce of {context} over NCCL gave {total:g}, not {context.size}. The group can't be used; "
-            f"NCCL_DEBUG=INFO tells which way the bytes went: {advice}",
+            f"the first all-reduce of {context} over NCCL returned {total:g} instead of {context.size}. This group is "
+            f"unusable. NCCL_DEBUG=INFO logs the transports in use; {advice}",
             "all_reduce",
             elapsed_s=time.monotonic() - started,
         )

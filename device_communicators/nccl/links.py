@@ -1,10 +1,10 @@
-"""Communicators for transfers between two ranks of a group: one for each direction.
+"""Links: NCCL communicators of two ranks of a group, one per direction, for transfers.
 
-What is on one communicator goes in its order, so two ranks that send to each other first, and a ring in which everyone
-does, would wait for each other for ever if both directions, or all pairs, had one.
+A communicator runs its transfers in order. With one communicator for both directions, or for all pairs, two ranks that
+both send first (or a ring of them) would deadlock.
 
-Two ranks make theirs at the first transfer between them, to which both must come; a thread does that, as a transfer
-that is started must not wait for the other rank to start its own. What is started meanwhile is put behind it.
+Two ranks make their link at the first transfer between them, which both must call. A thread makes it, because a started
+transfer must not wait for the peer. Transfers that are started meanwhile are queued until the link is ready.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from device_communicators.cuda.streams import CudaStreams
 from device_communicators.nccl.handle import Handle, end_all, exchange_records, make_record
 from device_communicators.routing.communicator import GroupContext
 
-_MEETING = 3
-"""The kind of tag of what two ranks tell each other; that of sends within a host, whose groups have no device."""
-_LOOK_S = 0.5
+_SET_UP_TAG = 3
+"""Tag namespace of link set-up. Sends within a host have the same one, but those groups have no GPU."""
+_CHECK_S = 0.5
 
 Transfer = Callable[["Link", str, Tensor, int], None]
-"""Puts `send` or `recv` of a tensor on a stream, once the link is made."""
+"""Enqueues a transfer on a stream: link, `send` or `recv`, tensor, stream."""
 
 
 class Link:
-    """Connects two ranks: `send` goes to the peer, `recv` comes from it."""
+    """Two communicators with one peer: `send` for sends to it, `recv` for receives from it."""
 
-    def __init__(self, library: NcclLibrary, streams: CudaStreams, place: int) -> None:
-        """`place`: this rank's among the two."""
+    def __init__(self, library: NcclLibrary, streams: CudaStreams, rank: int) -> None:
+        """`rank`: this rank's in the communicators, 0 or 1."""
         self.handles: dict[str, Handle] = {}
         self.failure: BaseException | None = None
         self._functions = {"send": library.ncclSend, "recv": library.ncclRecv}
-        self._peer = 1 - place
+        self._peer = 1 - rank
         self._sides = {operation: streams.side() for operation in self._functions}
         self._waiting: list[_Started] = []
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """Returns True once transfers go straight into it."""
+        """Returns True once the communicators exist and no queued transfer is left."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, x: Tensor, stream: int) -> None:
@@ -59,7 +59,7 @@ class Link:
                 handle.check(operation, result)
 
     def put_list(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """Transfers contiguous tensors to or from the peer, which has as many, in one launch."""
+        """Transfers contiguous tensors to or from the peer in one launch. The peer must have the same number."""
         handle = self.handles[operation]
         with handle.lock, handle.group(operation):
             for x in tensors:
@@ -69,7 +69,7 @@ class Link:
                 )
 
     def start(self, operation: str, x: Tensor, transfer: Transfer) -> Work:
-        """Puts it on the stream beside for this direction, behind what the current stream does now."""
+        """Starts a transfer on this direction's side stream, after the current stream's work so far."""
         begun = self._sides[operation].begin((x,))
         started = _Started(self, lambda: begun.finish(functools.partial(transfer, self, operation, x)))
         with self._lock:
@@ -80,8 +80,8 @@ class Link:
         return started.go()
 
     def wait(self, check: Callable[[], None] = lambda: None) -> None:
-        """Waits until it is made. Raises what went wrong, here or by `check`."""
-        while not self._done.wait(_LOOK_S):
+        """Waits until the link is made. Raises its failure, or an error of `check`, which is called every 0.5 s."""
+        while not self._done.wait(_CHECK_S):
             check()
         self._raise_failure()
 
@@ -90,11 +90,11 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Makes it, and sends a byte each way: NCCL connects ranks at their first transfer, and the host waits."""
+        """Makes the link and sends a byte each way: NCCL's first transfer connects the ranks and blocks the host."""
         try:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            for operation in self.handles:  # in an order in which both ranks are in the same communicator at a time
+            for operation in self.handles:  # `meet` orders them so that both ranks use the same communicator first
                 put = functools.partial(transfer, self, operation, byte)
                 self._sides[operation].begin((byte,)).finish(put)
             while not self._is_drained():
@@ -105,7 +105,7 @@ class Link:
             self._done.set()
 
     def _is_drained(self) -> bool:
-        """Starts what waits; True where nothing did, and nothing will."""
+        """Starts queued transfers. If there are none, marks the link as made and returns True."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             if not waiting:
@@ -116,7 +116,7 @@ class Link:
 
 
 class _Started:
-    """A started transfer, which may have to wait for its link."""
+    """A started transfer, possibly queued until its link is made."""
 
     def __init__(self, link: Link, put: Callable[[], Work]) -> None:
         self._link = link
@@ -147,9 +147,9 @@ class Links:
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
-        """Of the first link that could not be made."""
+        """The error of the first link that could not be made."""
         self.closed = False
-        """True once the group has ended; a link that is still being made ends with its making."""
+        """True once the group is closed. A link that is made after that is ended at once."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)
@@ -161,19 +161,21 @@ class Links:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
     def begin(self, peer: int, transfer: Transfer) -> Link:
-        """Starts to make the link to a peer, which calls it as well. `transfer` isn't kept."""
+        """Returns the link to a peer; starts to make it if it doesn't exist. The peer must call it as well.
+
+        The link doesn't keep `transfer`.
+        """
         context = self._context
         context.check_cpu_group("a transfer")
         with self._lock:
             link = self._links.get(peer)
             if link is None:
-                place = int(context.rank > peer)
-                link = self._links[peer] = Link(self._library, self._streams, place)
+                link = self._links[peer] = Link(self._library, self._streams, int(context.rank > peer))
                 HelperThread("nccl-link", self._make, link, peer, transfer).start()
             return link
 
     def _make(self, link: Link, peer: int, transfer: Transfer) -> None:
-        self._streams.enter_relaxed()  # a capture of another thread's is not disturbed by what NCCL does here
+        self._streams.enter_relaxed()  # NCCL's calls here must not disturb a capture of another thread
         link.make(lambda: self._meet(peer), self._context.device, transfer)
         self.failure = self.failure or link.failure
         if self.closed:
@@ -183,10 +185,10 @@ class Links:
         context = self._context
         lower = context.rank < peer
         mine = make_record(self._library, context, makes_id=lower)
-        theirs = exchange_records(context, mine, peer, context.tag(_MEETING))
-        place = int(not lower)
+        theirs = exchange_records(context, mine, peer, context.tag(_SET_UP_TAG))
+        rank = int(not lower)
         with self._streams.guard():
-            parent = Handle.meet(self._library, context, (mine if lower else theirs).unique_id, 2, place)
-            up, down = (parent.split(context, 0, place) for _ in range(2))
+            parent = Handle.meet(self._library, context, (mine if lower else theirs).unique_id, 2, rank)
+            up, down = (parent.split(context, 0, rank) for _ in range(2))
             parent.close()
         return {"send": up, "recv": down} if lower else {"recv": up, "send": down}

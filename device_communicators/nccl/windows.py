@@ -1,13 +1,13 @@
 """Memory for tensors that NCCL's symmetric kernels read and write in place: `group.empty` on a GPU.
 
 NCCL maps a *window* of every rank's memory into each rank's address space. A symmetric kernel uses the offset of its
-own rank's tensor for all ranks. NCCL doesn't compare the offsets, and different ones give wrong sums. So the ranks
-agree on each allocation over gloo, which takes some 100 µs: every rank calls `allocate` with as many bytes, and all
-take the same part of the same window. A part is free once all ranks have let go of it. Memory stays registered until
-the group ends.
+own rank's tensor for all ranks. NCCL doesn't compare the offsets, and different offsets give wrong sums. So the ranks
+agree on each allocation over gloo, which takes about 100 µs: every rank calls `allocate` with the same size, and all
+ranks take the same block of the same window. A block is free once all ranks have released it. Memory stays registered
+until the group is closed.
 
-Where a rank can't register memory, all ranks have ordinary memory from then on. Where NCCL registers memory but the
-ranks are not in one NVLink domain, NCCL's other kernels carry the tensors as they carry any.
+If a rank can't register memory, all ranks use ordinary memory from then on. If NCCL registers memory but the ranks are
+not in one NVLink domain, NCCL uses its other kernels.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ logger = logging.getLogger("parallel_state")
 
 FUNCTIONS = ("ncclMemAlloc", "ncclMemFree", "ncclCommWindowRegister", "ncclCommWindowDeregister")
 MOST_BLOCKS = 1024
-"""With so many tensors alive, the next ones are in ordinary memory."""
+"""If this many tensors are alive, further tensors are in ordinary memory."""
 WINDOW_BYTES = 16 << 20
-"""A window has at least this size."""
+"""Minimum size of a window, unless the limit leaves less."""
 _GRANULE_BYTES = 2 << 20
-"""ncclMemAlloc rounds up to as much."""
+"""ncclMemAlloc rounds sizes up to a multiple of this."""
 _ALIGNMENT_BYTES = 512
 _RECORD = struct.Struct(f"<QQQ{MOST_BLOCKS // 8}s")
 
 
 class Block(NamedTuple):
-    """A part of a window."""
+    """A range of bytes of a window."""
 
     window: int
     begin: int
@@ -54,18 +54,18 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Which parts of a group's windows are taken. Equal on all ranks: they make the same changes in one order."""
+    """Records the used blocks of a group's windows. Equal on all ranks, which make the same changes in one order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        """The bytes of each window."""
+        """Bytes of each window."""
         self.blocks: dict[int, Block] = {}
-        """The parts that are taken, by number."""
+        """Used blocks, by number."""
         self.digest = 0
-        """Of all changes so far. If a rank missed one, digests differ at the next allocation."""
+        """Digest of all changes. If a rank missed one, digests differ at the next allocation."""
 
     def take(self, size_bytes: int) -> int | None:
-        """Takes the first free part that is large enough, and returns its number. None if there is none."""
+        """Takes the first free block that is large enough. Returns its number, or None if there is none."""
         number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)
         if number is None:
             return None
@@ -94,7 +94,7 @@ class Ledger:
         self.digest = zlib.crc32(change.to_bytes(8, "little", signed=True), self.digest)
 
     def next_window(self, size_bytes: int, limit_bytes: int) -> int | None:
-        """Returns the size of a new window for so many bytes. None if all windows together would exceed the limit."""
+        """Returns the size of a new window for `size_bytes`, or None if all windows would exceed the limit."""
         left_bytes = limit_bytes - sum(self.sizes)
         least_bytes = _rounded(size_bytes, _GRANULE_BYTES)
         window_bytes = max(least_bytes, min(WINDOW_BYTES, left_bytes // _GRANULE_BYTES * _GRANULE_BYTES))
@@ -106,14 +106,14 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Keeps a block taken on this rank for as long as the memory of a tensor refers to it."""
+    """Releases a block on this rank when no tensor refers to its memory any more."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append(self._number)  # from any thread, at any time: nothing else may happen here
+        self._returned.append(self._number)  # __del__ runs in any thread at any time, so it does nothing else
 
 
 class Windows:
@@ -121,20 +121,20 @@ class Windows:
 
     def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
         self.problem: str | None = None
-        """The reason that no rank registers memory, known to all ranks."""
+        """Why no rank registers memory (equal on all ranks), or None."""
         self._context = context
         self._library = library
         self._streams = streams
         self._limit_bytes = settings.SYMMETRIC_BYTES.get()
         self._ledger = Ledger()
         self._addresses: list[int] = []
-        """Of each window, on this rank."""
+        """This rank's address of each window."""
         self._refused: list[int] = []
-        """Memory that isn't in a window of all ranks, as one of them couldn't register its own."""
+        """Memory of failed windows, which some rank couldn't register."""
         self._returned: deque[int] = deque()
-        """Blocks that this rank has let go of since it last looked."""
+        """Blocks that this rank released after the last `_collect`."""
         self._free: set[int] = set()
-        """Blocks that this rank has let go of, and another one may not have yet."""
+        """Blocks that this rank released, but perhaps not all ranks."""
         self._allocated_on: set[int] = set()
         """Streams that were current at an allocation."""
         self._warned = False
@@ -147,7 +147,6 @@ class Windows:
         return f"tensors of empty in registered memory, {size >> 20} MiB in {len(self._ledger.sizes)} windows"
 
     def _own_problem(self) -> str:
-        """Returns the reason that this rank can't register memory; empty if it can."""
         missing = [self._library.missing[name] for name in FUNCTIONS if name in self._library.missing]
         if missing:
             return missing[0]
@@ -156,10 +155,10 @@ class Windows:
     def allocate(
         self, size_bytes: int, register: Callable[[int, int], str | None], used_streams: Callable[[], list[int]]
     ) -> Tensor | None:
-        """Returns uninitialised bytes on the device, or None on all ranks. Every rank of the group calls it.
+        """Returns uninitialized bytes on the device, or None on all ranks. Every rank of the group calls it.
 
-        `register(address, size)` makes a window, or returns the reason that it can't; `used_streams` returns those that
-        the group had calls on. Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
+        `register(address, size)` makes a window, or returns the reason why it can't. `used_streams` returns the streams
+        of the group's calls. Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
         """
         self._collect()
         agreed = self._exchange(size_bytes)
@@ -186,7 +185,7 @@ class Windows:
             self._free.add(self._returned.popleft())
 
     def _exchange(self, size_bytes: int) -> int | None:
-        """Frees what all ranks have let go of. Returns the lowest limit of a rank; None if memory is ordinary."""
+        """Frees blocks that all ranks released. Returns the lowest limit of all ranks, or None for ordinary memory."""
         mine = sum(1 << number for number in self._free).to_bytes(MOST_BLOCKS // 8, "little")
         own = _RECORD.pack(size_bytes, self._limit_bytes, self._ledger.digest, mine)
         records = self._context.gather(own + self._own_problem().encode(), "empty")
@@ -208,11 +207,13 @@ class Windows:
         return min(limits)
 
     def _add_window(self, size_bytes: int, limit_bytes: int, register: Callable[[int, int], str | None]) -> bool:
-        """Makes a window on all ranks, or on none."""
+        """Makes a window on all ranks, or on none. Returns True if it was made."""
         free_closed()
         window_bytes = self._ledger.next_window(size_bytes, limit_bytes)
         if window_bytes is None:
-            self._warn(f"{settings.SYMMETRIC_BYTES.name}, {limit_bytes} bytes, or {MOST_BLOCKS} tensors are used up")
+            self._warn(
+                f"the limit of {settings.SYMMETRIC_BYTES.name}={limit_bytes} or of {MOST_BLOCKS} tensors is reached"
+            )
             return False
         address = ctypes.c_void_p()
         with self._streams.guard():
@@ -222,14 +223,14 @@ class Windows:
                 result = self._library.ncclMemAlloc(ctypes.byref(address), window_bytes)
             why = "" if result == SUCCESS else f"no {window_bytes >> 20} MiB: {self._library.text_of(result)}"
             problem = self._agree(why)
-            if problem is not None:  # another tensor's memory may be freed by then, so the next call tries again
+            if problem is not None:  # the next call tries again: memory of other tensors may be free then
                 self._warn(problem)
                 if not why:
                     self._library.ncclMemFree(address)
                 return False
             why = register(address.value or 0, window_bytes) or ""
         problem = self._agree(why)
-        if problem is not None:  # it may be registered here, until the communicator ends
+        if problem is not None:  # this rank may have registered it: freed only after the communicator's end
             self._refused.append(address.value or 0)
             self._give_up(problem)
             return False
@@ -238,7 +239,6 @@ class Windows:
         return True
 
     def _agree(self, problem: str) -> str | None:
-        """Returns the first rank's problem, or None if no rank has one."""
         return self._first_problem(self._gather(problem))
 
     def _gather(self, text: str) -> list[bytes]:
@@ -253,13 +253,13 @@ class Windows:
         self._warn(problem)
 
     def _warn(self, why: str) -> None:
-        """Logs once why a tensor is in ordinary memory."""
+        """Logs once, on rank 0, why a tensor is in ordinary memory."""
         if not self._warned and self._context.rank == 0:
             logger.warning("%s: a tensor of empty is in ordinary memory: %s", self._context, why)
         self._warned = True
 
     def _order(self, used_streams: list[int], is_new: bool) -> None:
-        """Orders the current stream behind what the device may still do with memory that is used again."""
+        """Makes the current stream wait for the earlier uses of reused memory."""
         current = self._streams.current()
         if not is_new:
             for stream in {*used_streams, *self._allocated_on} - {current}:
@@ -267,10 +267,10 @@ class Windows:
         self._allocated_on.add(current)
 
     def compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
-        """Raises CollectiveMismatchError if NCCL would take another offset for this rank's. Every rank calls it.
+        """Raises CollectiveMismatchError unless all ranks pass tensors at the same offsets. Every rank calls it.
 
-        `symmetric`: tensors that other ranks read or write; `own`: those that only need to be registered on all ranks
-        or on none. It takes an exchange over gloo: see PARALLEL_STATE_DEBUG.
+        Other ranks read or write `symmetric` tensors. Tensors in `own` must be registered on all ranks or on none. The
+        check needs an exchange over gloo (see PARALLEL_STATE_DEBUG).
         """
         if not self._ledger.sizes:
             return
@@ -283,7 +283,7 @@ class Windows:
                 raise self._context.mismatch(
                     operation,
                     f"this rank's tensors are in {mine}, those of global rank {rank} in {text}. All ranks must pass "
-                    "the same part of the same tensor of empty",
+                    "the same slice of the same tensor of group.empty",
                     [rank],
                 )
 
@@ -294,20 +294,19 @@ class Windows:
         return ""
 
     def close(self, deregistered: bool) -> None:
-        """Frees unused windows. Those with live tensors are freed when a later group closes or needs a window.
+        """Frees unused windows. Windows with live tensors are freed when a later group closes or needs a window.
 
-        Unless `deregistered`, kernels that were aborted may still use the memory: it is left to the process. Twice is
-        fine.
+        Unless `deregistered`, aborted kernels may still use the memory, so it is never freed. Twice is fine.
         """
         self.problem = self.problem or "the group was closed"
-        is_open = vars(self).pop("_context", None) is not None  # process groups, which mustn't outlive the group
+        is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group
         if is_open and deregistered:
             with _LOCK:
                 _CLOSED.append(self)
         free_closed()
 
     def free_unused(self) -> bool:
-        """Frees windows that no tensor of this rank uses; the group has ended. Returns True if none is left."""
+        """Frees the windows of a closed group that no tensor of this rank uses. Returns True if none is left."""
         self._collect()
         used = {block.window for number, block in self._ledger.blocks.items() if number not in self._free}
         unused = [at for at, address in enumerate(self._addresses) if address and at not in used]
@@ -324,10 +323,10 @@ class Windows:
 
 _LOCK = threading.Lock()
 _CLOSED: list[Windows] = []
-"""Of groups that have ended while tensors were using their memory."""
+"""Windows of closed groups whose memory tensors still use."""
 
 
 def free_closed() -> None:
-    """Frees the memory of closed groups that no tensor uses any more."""
+    """Frees memory of closed groups that no tensor uses any more."""
     with _LOCK:
         _CLOSED[:] = [each for each in _CLOSED if not each.free_unused()]

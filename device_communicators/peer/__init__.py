@@ -1,4 +1,4 @@
-"""Kernels over GPU memory that peers have mapped, and their CUDA in `csrc/`.
+"""Collectives by kernels in GPU memory that all ranks of a host have mapped. `csrc/` has the CUDA code.
 
-May import `machine`, `cuda`, `routing` and what is below them.
+May import `machine`, `cuda`, `routing` and the packages below them.
 """

@@ -1,10 +1,10 @@
-"""Small tensors of GPUs within one host, over kernels in memory that all ranks map: all-reduces of a decode step.
+"""Collectives of small GPU tensors within one host, by kernels in peer memory: for example in a decode step.
 
-Sums are taken in float32, in rank order, and rounded once, by whichever kernel: all ranks have the same bits, and an
-element's sum doesn't depend on which kernel, which size or which place in the tensor it had. What is larger than the
-thresholds, and all that the kernels don't know, is refused: the next communicator carries it.
+All kernels sum in float32, in rank order, and round once. So all ranks get the same bits, and an element's sum doesn't
+depend on the kernel, the size or its position in the tensor. Tensors above the thresholds and unsupported calls are
+refused; the route uses its next communicator for them.
 
-Set-up, failures and launches are in `peer.group`, admission and thresholds in `peer.thresholds`.
+`peer.group` has set-up, failures and launches; `peer.thresholds` has admission and thresholds.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.communicator import COMPOSED, GroupContext, PartialCommunicator, Request
 
 ALIGNMENT = 16
-"""Bytes at whose multiples the kernels' tensors begin."""
+"""Alignment of the kernels' tensors, in bytes."""
 
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
-    """all_reduce, all_gather and reduce_scatter of up to 8 ranks, each on the current stream and in one launch.
+    """Runs all_reduce, all_gather and reduce_scatter of up to 8 ranks, each in one launch on the current stream.
 
-    So is all_reduce with an add and an RMS norm up to a size of its own, where a row fits on the device; else it goes
-    over the all_reduce, as in the base class.
+    all_reduce_add_rms_norm and its float8 variants are one launch up to a threshold, if the device has enough blocks
+    for a row. Larger ones are composed of an all_reduce and a norm, as in the base class.
     """
 
     name = "peer_memory"
@@ -40,7 +40,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def __init__(
         self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
     ) -> None:
-        """`thresholds`: instead of the table's."""
+        """`thresholds` replace the table's."""
         super().__init__(context)
         self._thresholds = thresholds
         self._at = context.device
@@ -57,7 +57,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     @property
     def group(self) -> PeerGroup:
-        """Returns the group that `admit` has made."""
+        """Returns the group that `admit` made. Raises UnsupportedError without one."""
         if self._made is None:
             raise UnsupportedError(f"{self.context} has no peer memory: it was not admitted, or closed")
         return self._made
@@ -70,8 +70,6 @@ class PeerMemoryCommunicator(PartialCommunicator):
         if made is not None:
             made.close()
 
-    # What is carried.
-
     def refusal(self, request: Request) -> str | None:
         if request.device_type != self.context.device.type:
             return f"a tensor on {request.device_type}"
@@ -80,9 +78,9 @@ class PeerMemoryCommunicator(PartialCommunicator):
         if request.operation not in _SUMS:
             return f"it has no {request.operation}"
         if request.reduce_op not in (None, "sum"):
-            return f"its kernels sum, and know no {request.reduce_op}"
+            return f"its kernels support only sum, not {request.reduce_op}"
         if request.dtype not in DTYPES:
-            return f"its kernels are for {', '.join(DTYPES.values())}, not {request.dtype}"
+            return f"its kernels support {', '.join(DTYPES.values())}, not {request.dtype}"
         if self.group.admission.pinned is not None:
             return None
         thresholds = self.group.admission.thresholds
@@ -94,15 +92,15 @@ class PeerMemoryCommunicator(PartialCommunicator):
         size_bytes = request.numel * (1 if request.dtype is None else request.dtype.itemsize)
         if size_bytes <= limit:
             return None
-        return f"{size_bytes} bytes, and {request.operation} is preferred up to {limit} here"
+        return f"{size_bytes} bytes exceed its limit of {limit} for {request.operation}"
 
     def algorithm(self, size_bytes: int) -> str:
-        """Returns the kernel that all-reduces a tensor of this size."""
+        """Returns the algorithm for an all_reduce of `size_bytes`."""
         admission = self.group.admission
         return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
 
     def _placed(self, x: Tensor) -> Tensor:
-        """Returns `x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
+        """Returns `x`, or a copy if `x` isn't contiguous or aligned to 16 bytes."""
         if x.device != self._at:
             raise InvalidArgumentError(f"tensors of {self.context} must be on {self._at}, but one is on {x.device}")
         if not x.is_contiguous():
@@ -137,7 +135,10 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if the fused kernel is taken; for every size if pinned, as the composed norm has other bits."""
+        """Returns True if the fused kernel is used. With a pinned algorithm it is used for every size.
+
+        The composed norm rounds differently, so results would otherwise depend on the size.
+        """
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
         return is_small and self.group.has_norm(x, residual, weight)

@@ -1,6 +1,6 @@
-"""One GPU as the peer-memory communicator needs it: its one seam to CUDA, beside the kernels.
+"""`PeerDevice`: all that the peer-memory communicator needs from a GPU, except the kernels.
 
-Tests without a GPU put a stand-in with the same methods in its place.
+Tests without a GPU replace it by a class with the same methods.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from device_communicators.cuda.streams import CudaStreams
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, uuid_of
 from device_communicators.machine.topology import read_topology
 from device_communicators.peer.kernels import Launcher, PeerKernels
-from device_communicators.peer.memory import IpcSharing, SymmetricSharing, Way, together
+from device_communicators.peer.memory import IpcSharing, SharingMethod, SymmetricSharing, run_on_all_ranks
 from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what measured times depend on."""
+    """Returns the versions of driver, NCCL and torch, on which measured times depend."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:
@@ -35,7 +35,7 @@ def arch_of(device: torch.device) -> str:
 
 
 class HostWords:
-    """64-bit words in pinned memory, which the GPU reads and writes at the same address as the host."""
+    """64-bit words in pinned host memory. The GPU reads and writes them at the same address."""
 
     def __init__(self, count: int, *, pinned: bool = True) -> None:
         self._memory = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -50,9 +50,7 @@ class HostWords:
 
 
 class PeerDevice:
-    """A CUDA device."""
-
-    ways: Sequence[Way] = (SymmetricSharing, IpcSharing)
+    ways: Sequence[SharingMethod] = (SymmetricSharing, IpcSharing)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,21 +63,21 @@ class PeerDevice:
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """Returns what the ranks know together; every rank of the group calls it."""
+        """Returns the topology on which all ranks agree. Every rank of the group calls it."""
         read: list[Any] = []
-        together(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
+        run_on_all_ranks(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)
 
     def words(self, count: int) -> HostWords:
         return HostWords(count)
 
     def kernels(self) -> Launcher:
-        """Compiles the kernels for this device and loads them. Raises KernelError."""
+        """Compiles the kernels for this device, unless they are cached, and loads them. Raises KernelError."""
         return PeerKernels.load(torch.cuda.current_device() if self._device.index is None else self._device.index)
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """Starts this rank's device; every rank of the group calls it. Raises NotSharedError on all alike."""
+    """Initializes this rank's device. Every rank of the group calls it. If it fails, all ranks raise NotSharedError."""
     found: list[PeerDevice] = [] if device is None else [device]
-    together(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
+    run_on_all_ranks(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
     return found[0]

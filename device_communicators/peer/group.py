@@ -1,17 +1,16 @@
-"""The kernels in peer memory for one group: made together, proven, launched, looked after, and ended.
+"""`PeerGroup`: set-up, self-test, launches, failures and end of a group's kernels in peer memory.
 
-Set-up is a row of steps that all ranks take together; where one fails on any rank, all ranks undo what they have and
-the group goes on without (`NotSharedError`, whose text `explain()` shows). What is made then serves every later call,
-so that a call does nothing but launch, and may be captured.
+Set-up is a sequence of steps that all ranks take together. If a step fails on any rank, all ranks undo the earlier
+steps and raise NotSharedError; the group then works without peer memory, and `explain()` shows the error's text. After
+set-up a call only launches a kernel, so it can be captured.
 
-A kernel waits for its peers on the device, where no exception can be raised. It writes a *report* into host memory and
-ends when its deadline passes; it ends, too, when the host writes the *abort* word, which a rank's death does at once.
-The next call raises what happened. What was launched before has undefined results then. Where no call follows, or only
-replays of a captured one, a thread that looks at the report says in the log what happened: all that CUDA says then is
-that a launch failed.
+A kernel waits for its peers on the device, where it can't raise. When its deadline passes it writes a *report* into
+host memory and ends. It also ends when the host sets the *abort* word, as it does at once if a rank exits. The next
+call then raises the failure; calls that were launched before have undefined results. A thread polls the report and logs
+it, because there may be no next call, or only replays, for which CUDA just reports a failed launch.
 
-Two calls at once on one rank would mix. Calls on several streams wait for each other; calls and replays, or replays
-beside each other, are ordered by whoever replays.
+Two calls of one rank must not run at the same time. Calls on several streams wait for each other. The program must
+order replays of captured calls with calls and with other replays.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from device_communicators.peer.kernels import (
     norm_grid,
     read_report,
 )
-from device_communicators.peer.memory import NotSharedError, PeerMemory, hold, release, share, together
+from device_communicators.peer.memory import NotSharedError, PeerMemory, hold, release, run_on_all_ranks, share
 from device_communicators.peer.thresholds import ALGORITHMS, Admission, Thresholds, agree
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
@@ -58,21 +57,21 @@ _PROOFS = (
 )
 _NORM = "all_reduce_add_rms_norm"
 _MOST_PREPARED = 4096
-"""Calls that are kept ready: sizes may come and go, as those of prompts."""
+"""Maximum number of prepared calls. When it is reached, all are dropped: sizes, such as those of prompts, vary."""
 
-_What = tuple[str, str, "torch.dtype | None", int, int]
-"""Operation, how (of a norm: its kind), dtype (None: bytes), number of elements, of a norm those of a row, else 0."""
+_CallKey = tuple[str, str, "torch.dtype | None", int, int]
+"""Operation, algorithm (kind for a norm), dtype (None for bytes), number of elements, row length of a norm (else 0)."""
 
 _REPORT, _ABORT, _WORDS = 0, 16, 32
-"""Places among the words, in cache lines of their own: the device writes the one and reads the other."""
+"""Indices of the words and their number. Each has its own cache line: the device writes one and reads the other."""
 _PROOF_S = 30.0
 _GOODBYE_S = 10.0
 _STEP_S = 0.0005
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class PeerGroup:
-    """Made by `set_up`, on every rank of the group; `close` ends it."""
+    """The peer-memory kernels of one group. Every rank makes it by `set_up`."""
 
     def __init__(self, context: GroupContext, device: PeerDevice, admission: Admission, memory: PeerMemory) -> None:
         self.context = context
@@ -82,9 +81,9 @@ class PeerGroup:
         self._kernels: Launcher | None = None
         self._words: HostWords
         self._deadline_ns = int(1e9 * context.timeout_s)
-        self._prepared: dict[_What, tuple[str, int, int, Call]] = {}
+        self._prepared: dict[_CallKey, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
-        """The number of blocks of any kernel that are on the device at once, on every rank."""
+        """Number of blocks of any kernel that can be resident at once on every rank's device."""
         self._order = StreamOrder(device.streams)
         self._failure: CommunicationError | None = None
         self._closed = threading.Event()
@@ -99,15 +98,15 @@ class PeerGroup:
 
     @classmethod
     def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
-        """Makes the group; every rank calls it. Raises NotSharedError on all ranks alike, or CommunicationError."""
+        """Makes the group. Every rank calls it. Raises NotSharedError on all ranks, or CommunicationError."""
         started = time.monotonic()
         is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
         admission = agree(context, device, thresholds, is_auto=is_auto)
         memory = share(context, REGION_BYTES, device.ways)
         group = cls(context, device, admission, memory)
         try:
-            group.max_blocks = min(together(context, "load kernels", lambda: group._load(device)))
-            together(context, "prove kernels", group.prove)
+            group.max_blocks = min(run_on_all_ranks(context, "load kernels", lambda: group._load(device)))
+            run_on_all_ranks(context, "prove kernels", group.prove)
         except BaseException:
             group.close()
             raise
@@ -115,7 +114,7 @@ class PeerGroup:
         return group
 
     def _load(self, device: PeerDevice) -> int:
-        """Returns how many blocks of a kernel this rank has room for."""
+        """Loads the kernels. Returns how many blocks of any kernel can be resident for this rank."""
         context = self.context
         self._words = device.words(_WORDS)
         hold(self._words)
@@ -123,18 +122,19 @@ class PeerGroup:
             context.watcher.on_death.append(self._abort_on_death)
         HelperThread("peers", self._watch_words).start()
         self._kernels = kernels = device.kernels()
-        sharers = len(self.admission.topology.sharers(context.rank)) or 1  # under MPS they are on it at once
+        sharers = len(self.admission.topology.sharers(context.rank)) or 1  # with MPS, all ranks of a GPU run at once
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Makes every kind of call once: nothing is first done within a capture, and what can't work shows here.
+        """Tests each kind of call once, so that captures need no first-time work and failures show up early.
 
-        Raises NotSharedError: at once where a call doesn't end, behind the last one where a result is wrong, as the
-        other ranks go on. PeerDiedError where a rank has ended. The host gives up before the kernels' own deadline,
-        whose trap would cost the process its CUDA context; where a launch itself waits, the vote behind has time.
+        Raises NotSharedError at once if a call doesn't finish, or after the last call if a result is wrong (peers need
+        this rank's calls). Raises PeerDiedError if a rank exited. The host's timeout is below the kernels' deadline,
+        because a kernel's trap destroys the process's CUDA context.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        self._deadline_ns = int(0.6e9 * self.context.timeout_s)  # below the 0.75 after which `together` may end
+        # A launch itself may block. After 0.75 of the timeout `run_on_all_ranks` may time out.
+        self._deadline_ns = int(0.6e9 * self.context.timeout_s)
         wrong = []
         with self.streams.guard():
             for what, attempt in self._proofs():
@@ -151,18 +151,19 @@ class PeerGroup:
                     wrong.append(what)
         if wrong:
             self._raise_death()
-            raise NotSharedError(f"the first {wrong[0]} gave a wrong result: is peer access as it should be?")
+            raise NotSharedError(f"the first {wrong[0]} gave a wrong result; check peer access between the GPUs")
         self._deadline_ns = int(1e9 * self.context.timeout_s)
 
     def _proofs(self) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
-        """Returns small calls by name; each launches something, and gives the result and what it must be."""
+        """Yields names and functions of small calls. Each function launches a call; returns its result and the correct
+        one."""
         for number, (name, how) in enumerate(_PROOFS, 1):
             yield f"{name} ({how})", functools.partial(self._try, name, how, number)
-        # Of the norms results are exact, too: y is 1, the norm is the weight.
+        # Results of the norms are exact: y is 1, so the norm is the weight.
         rows, hidden = 3, 96
         x = torch.arange(rows * hidden, dtype=torch.float32, device=self.context.device).view(rows, hidden)
         residual, weight = 1 - x * self.context.size, (x[0] % 8 + 1) * 64  # 64 … 512, exact in float8 up to 448
-        quantised = (weight - (weight == 512) * 64).expand(rows, hidden)
+        quantized = (weight - (weight == 512) * 64).expand(rows, hidden)
         one = torch.ones(1, device=self.context.device)
 
         def plain() -> tuple[Tensor, Tensor]:
@@ -170,16 +171,16 @@ class PeerGroup:
             return torch.cat([normed, y]), torch.cat([weight.expand(rows, hidden), torch.ones_like(x)])
 
         def static_fp8() -> tuple[Tensor, Tensor]:
-            return self.norm_static_fp8(x, residual, weight, one, 0.0)[0].float(), quantised
+            return self.norm_static_fp8(x, residual, weight, one, 0.0)[0].float(), quantized
 
         def token_fp8() -> tuple[Tensor, Tensor]:
             found, scales, _ = self.norm_token_fp8(x, residual, weight.clamp(max=448), 0.0)
-            return found.float() * scales, quantised
+            return found.float() * scales, quantized
 
         yield from ((_NORM, plain), (f"{_NORM}_static_fp8", static_fp8), (f"{_NORM}_token_fp8", token_fp8))
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
-        """Returns a small call, and what it must give; `number` keeps one call's figures apart from another's."""
+        """Launches a small call; returns its result and the correct one. `number` makes each call's data different."""
         size, rank = self.context.size, self.context.rank
         counts = torch.arange(1000 * size, dtype=torch.float32, device=self.context.device)
         x, total = counts + number * rank, counts * size + number * sum(range(size))
@@ -200,9 +201,9 @@ class PeerGroup:
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
-        """Lets go of the regions once this rank's calls are over, or leaves them. Twice is fine.
+        """Waits at most 10 s for this rank's calls, then releases the regions, or leaks them. Twice is fine.
 
-        Replays of captured calls aren't seen: they must have ended, and their graphs mustn't be replayed again.
+        It can't detect replays of captured calls: they must be finished, and their graphs mustn't be replayed again.
         """
         if self._closed.is_set():
             return
@@ -216,13 +217,13 @@ class PeerGroup:
                 release(self._words)
             return
         logger.warning(
-            "%s: what was put on the device was not done within %g s, or failed: its memory stays mapped",
+            "%s: calls in peer memory were not done within %g s, or failed; their memory stays mapped",
             self.context, _GOODBYE_S,
         )  # fmt: skip
-        self.memory.leave()
+        self.memory.leak()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Returns True if the calls so far have run; after `timeout_s` they are told to end."""
+        """Waits for all calls so far; returns True if they are done. After `timeout_s` it aborts them."""
         if self._order.last is None:
             return True
         try:
@@ -234,23 +235,23 @@ class PeerGroup:
                     return True
                 time.sleep(_STEP_S)
             self._words[_ABORT] = 1
-        except RuntimeError:  # the CUDA context is gone, by a trap most likely
+        except RuntimeError:  # the CUDA context is lost, most likely by a kernel's trap
             return False
         return False
 
     # Failures.
 
     def _abort_on_death(self) -> None:
-        """Ends kernels after a rank's death, in the thread that noticed it."""
+        """Aborts kernels after a rank's exit. Runs in the thread that detected the exit."""
         if self.context.deaths() and not self._words[_ABORT]:
             self._words[_ABORT] = 1
             logger.error(
-                "%s: a rank has ended, so its kernels in peer memory end; their results are void", self.context
+                "%s: a rank has exited, so calls in peer memory are aborted; their results are invalid", self.context
             )
 
     def _watch_words(self) -> None:
-        """Watches the words in a thread: they are the host's memory, so CUDA isn't asked."""
-        while not self._closed.wait(_LOOK_S):
+        """Polls the report in a thread and logs it. The words are in host memory, so this needs no call of CUDA."""
+        while not self._closed.wait(_POLL_S):
             if self._words[_REPORT] and not self._words[_ABORT]:
                 logger.error("%s", self._failed("peer memory"))
                 return
@@ -262,49 +263,49 @@ class PeerGroup:
 
     def _find_failure(self, operation: str) -> CommunicationError:
         context, report, started = self.context, read_report(self._words[_REPORT]), time.monotonic()
-        self._words[_ABORT] = 1  # what is still in the stream waits for nobody
+        self._words[_ABORT] = 1  # kernels that are still in the stream end at once
         if context.deaths():
             return died(context, operation, started)
         if report is None or report.reason != "deadline":
             return context.failure(
                 CommunicationError,
-                f"{operation} of {context} was given up on the device. The group can't be used further; look for the "
-                "first rank that failed",
+                f"{operation} of {context} was aborted on the device. This group is unusable now; find the first rank "
+                "that failed",
                 operation,
                 timeout_s=context.timeout_s,
             )
         late = tuple(context.ranks[report.peer : report.peer + 1])
-        who = f"global rank {late[0]}" if late else "a rank that isn't known"
+        who = f"global rank {late[0]}" if late else "an unknown rank"
         return context.failure(
             CollectiveTimeoutError,
-            f"{report.kernel} of {context} waited on the device for {who}, which did "
-            f"not come within {context.timeout_s:g} s (block {report.block}, epoch {report.epoch}). The group can't be "
-            "used further, nor CUDA in this process; look at what that rank does instead (its log, `py-spy dump`), or "
-            "raise the timeout",
+            f"{report.kernel} of {context} waited on the device for {who}, which didn't make this call within "
+            f"{context.timeout_s:g} s (block {report.block}, epoch {report.epoch}). This group, and CUDA in this "
+            "process, are unusable now; check what that rank does instead (its log, `py-spy dump`), or raise the "
+            "timeout",
             report.kernel,
             suspect_ranks=late,
             elapsed_s=context.timeout_s,
             timeout_s=context.timeout_s,
         )
 
-    # Calls; tensors are contiguous, on the group's device, and begin at 16 bytes.
+    # Calls. Tensors must be contiguous, on the group's device, and aligned to 16 bytes.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Reduces by `how`, one of ALGORITHMS. `out` may be `x`."""
+        """Sums `x` over the ranks into `out`, which may be `x`. `how` is one of ALGORITHMS."""
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Gathers bytes by `how`: push or pull."""
+        """Gathers the bytes of `x`. `how` is push or pull."""
         self._launch(("all_gather", how, None, x.nbytes, 0), x, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Reduces and scatters by `how`: push or pull."""
+        """Writes this rank's part of the sum into `out`. `how` is push or pull."""
         self._launch(("reduce_scatter", how, out.dtype, out.numel(), 0), x, out)
 
-    # With an add and a norm: `x`, `residual` and `weight` are of one dtype; see the coordinator's for what they give.
+    # Calls with an add and a norm. `x`, `residual` and `weight` have the same dtype. Results are the coordinator's.
 
     def has_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if there is a kernel for these; the same on all ranks."""
+        """Returns True if there is a kernel for these tensors. The result is the same on all ranks."""
         if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
             return False
         if residual.shape != x.shape or weight.shape != x.shape[-1:]:
@@ -341,9 +342,9 @@ class PeerGroup:
         (x, residual, weight, scale), (out, y, scales) = inputs, outputs
         if self._words[_REPORT] or self._words[_ABORT]:
             raise self._failed(f"{_NORM}{kind}_{DTYPES[x.dtype]}")
-        what = (_NORM, kind, x.dtype, x.numel(), x.shape[-1])
+        key = (_NORM, kind, x.dtype, x.numel(), x.shape[-1])
         with self._lock:
-            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
+            kernel, blocks, threads, call = self._prepared.get(key) or self._prepare(key)
             call.input, call.residual, call.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
             call.output, call.residual_out = out.data_ptr(), y.data_ptr()
             call.scale = 0 if scale is None else scale.data_ptr()
@@ -351,18 +352,18 @@ class PeerGroup:
             call.eps = eps
             self._start(kernel, blocks, threads, call)
 
-    def _launch(self, what: _What, x: Tensor, out: Tensor) -> None:
+    def _launch(self, key: _CallKey, x: Tensor, out: Tensor) -> None:
         if self._words[_REPORT] or self._words[_ABORT]:
-            raise self._failed(what[0])
+            raise self._failed(key[0])
         with self._lock:  # a prepared call is filled in and launched by one thread at a time
-            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
+            kernel, blocks, threads, call = self._prepared.get(key) or self._prepare(key)
             call.input, call.output = x.data_ptr(), out.data_ptr()
             self._start(kernel, blocks, threads, call)
 
-    def _prepare(self, what: _What) -> tuple[str, int, int, Call]:
+    def _prepare(self, key: _CallKey) -> tuple[str, int, int, Call]:
         if len(self._prepared) >= _MOST_PREPARED:
             self._prepared.clear()
-        operation, how, dtype, numel, hidden = what
+        operation, how, dtype, numel, hidden = key
         call = self._new_call(numel)
         if dtype is None:
             made = (f"{operation}_{how}", *grid(how, numel, self.context.size, self.max_blocks), call)
@@ -372,7 +373,7 @@ class PeerGroup:
         else:
             call.rows, call.hidden = numel // hidden, hidden
             made = (f"{operation}{how}_{DTYPES[dtype]}", *self._norm_grid(dtype, numel, hidden), call)
-        self._prepared[what] = made
+        self._prepared[key] = made
         return made
 
     def _norm_grid(self, dtype: torch.dtype, numel: int, hidden: int) -> tuple[int, int]:
@@ -380,7 +381,7 @@ class PeerGroup:
 
     def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
         call.deadline_ns = self._deadline_ns
-        stream = self._order.next()  # two calls at once on one rank would share an epoch
+        stream = self._order.next()  # two calls at the same time on one rank would use the same epoch
         try:
             if self.streams.is_current_device():
                 self._loaded().launch(kernel, blocks, threads, call, stream)
@@ -392,13 +393,12 @@ class PeerGroup:
                 raise self._failed(kernel) from error
             raise self.context.failure(
                 CommunicationError,
-                f"{kernel} of {self.context} could not be launched: {error}. The other ranks wait for it; look at what "
-                "ran on this device before (CUDA_LAUNCH_BLOCKING=1)",
+                f"{kernel} of {self.context} could not be launched: {error}. The other ranks wait for it; an earlier "
+                "kernel on this device may have failed: run with CUDA_LAUNCH_BLOCKING=1",
                 kernel,
             ) from error
 
     def _new_call(self, numel: int) -> Call:
-        """Returns a call with what all launches share."""
         call = Call()
         for rank, address in enumerate(self.memory.addresses):
             call.regions[rank] = address

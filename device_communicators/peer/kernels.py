@@ -1,11 +1,12 @@
-"""The kernels of `csrc` on a GPU: what a launch is told, how they are compiled, loaded once for a device, and launched.
+"""Compiles, loads and launches the kernels of `csrc` on a GPU.
 
-The structure of a call, its constants and names mirror `call.cuh`, with which a test compares them. NVRTC compiles
-through `cuda.core` to a cubin for one architecture, kept in the user's cache; it needs no GPU, no driver, no nvcc,
-but the packages of the extra `cuda`. The driver is called through ctypes: one call with everything prepared, a few
-microseconds less than any wrapper that looks at each argument. All is loaded and resolved in `load`, as nothing
-may be loaded while a graph is captured, and as a load may wait for kernels that run, which may wait for this rank. Who
-launches what when is `group`'s. Tests without a GPU give it a libcuda of their own.
+`Call`, the constants and the names mirror `call.cuh`; a test compares them. NVRTC compiles, through `cuda.core`, to a
+cubin for one architecture, which is kept in the user's cache. It needs the packages of the extra `cuda`, but no GPU,
+driver or nvcc. Launches call the driver through ctypes with prepared arguments, a few µs faster than any wrapper that
+checks each argument.
+
+`load` loads and resolves everything: nothing may be loaded during a capture, and a load may wait for running kernels,
+which may wait for this rank. `group` decides what to launch. Tests without a GPU provide their own libcuda.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ MAX_RANKS = 8
 MAX_BLOCKS = 128
 MAX_THREADS = 512
 PART_PACKETS = 256
-"""Packets (8 bytes of data each) that a block sends to a rank in one epoch."""
+"""Packets, of 8 data bytes each, that a block sends to each rank in one epoch."""
 STAGE_BYTES = 32 << 10
-"""The bytes that a block stages in one epoch."""
+"""Bytes that a block stages in one epoch."""
 REGION_ALIGNMENT = 256
 PACKETS_OFFSET = 64 << 10
 STAGES_OFFSET = PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16
 REGION_BYTES = STAGES_OFFSET + 2 * MAX_BLOCKS * STAGE_BYTES
-"""Of each rank's region, whatever the size of the tensors: all zero before any rank's first launch."""
+"""Size of each rank's region, for tensors of any size. Must be zeroed before any rank's first launch."""
 
 
 class Call(ctypes.Structure):
-    """The one argument of every kernel, by value. Addresses are the device's; 0 where a kernel doesn't use one."""
+    """The only argument of every kernel, passed by value. Addresses are the device's; unused ones are 0."""
 
     _fields_: ClassVar = [
         ("regions", c_uint64 * MAX_RANKS),
@@ -66,47 +67,47 @@ KERNELS: tuple[str, ...] = (
     "all_gather_pull",
     *(f"{what}_{dtype}" for what in _NORMS for dtype in _DTYPES),
 )
-"""By number: `operation` of a call. The last one to be added comes last."""
+"""Kernel names. The index is `Call.operation`; append new ones at the end."""
 OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 
 class Launcher(Protocol):
-    """Something that runs the kernels: a GPU, or what stands in for one in tests."""
+    """Runs the kernels: on a GPU, or in tests on a stand-in."""
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Enqueues a kernel on a stream (a cudaStream_t as a number) of the current device, which is the launcher's.
+        """Enqueues a kernel on a stream (a cudaStream_t as an int). The current device must be the launcher's.
 
-        The call is copied; it may be changed and used again at once. Capturable. Raises KernelError.
+        Copies the call, so it can be changed at once. Capturable. Raises KernelError.
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns how many blocks a launch may have: they wait for peers, so the device must hold all at once.
+        """Returns the maximum number of blocks of a launch. Blocks wait for peers, so all must be resident at once.
 
-        On a GPU as many as half of its multiprocessors: the other half is left to kernels that wait as well, NCCL's or
-        another group's, as two that each have half of their blocks on the device wait for ever. Take the least over all
-        ranks of a group, and divide it by the number of ranks on one GPU, which under MPS are on it at once.
+        On a GPU it is at most half the number of multiprocessors. The other half is for other kernels that wait, of
+        NCCL or another group: two such kernels with only part of their blocks resident would deadlock. Use the minimum
+        over all ranks of a group, divided by the number of ranks on one GPU, which run at the same time under MPS.
         """
 
 
 class KernelError(RuntimeError):
-    """A kernel can't be loaded or launched; the text says why."""
+    """A kernel can't be compiled, loaded or launched."""
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The report of a kernel that gave up."""
+    """The report of a kernel that ended early."""
 
     reason: str
     """"deadline" or "abort"."""
     peer: int
-    """The rank in the group that it was waiting for; 255: another of its own blocks, so this doesn't say."""
+    """The rank, in the group, for which it waited; 255 if it waited for another of its own blocks."""
     kernel: str
     block: int
     epoch: int
 
 
 def read_report(word: int) -> KernelReport | None:
-    """Returns what the word says; None where nothing was reported."""
+    """Decodes a report word; returns None for 0."""
     if word == 0:
         return None
     operation = word >> 40 & 0xFF
@@ -120,26 +121,26 @@ def read_report(word: int) -> KernelReport | None:
 
 
 THREADS = {"push": 256, "pull": 512, "two_shot": 512}
-"""Of a block, by how a kernel moves the data."""
+"""Threads per block, by algorithm."""
 _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns blocks and threads for a kernel ("push", "pull", "two_shot") that moves `nbytes` of each rank or row.
+    """Returns blocks and threads for an algorithm ("push", "pull", "two_shot") that moves `nbytes` of each rank or row.
 
-    So many that each thread has one thing to move, as long as there are blocks; what is left is taken in turns. From
-    what is equal on all ranks only, so the blocks of all ranks match: `limit` is the least `resident_blocks` of any
-    rank. No blocks: there is nothing to do, and nothing may be launched.
+    Each thread moves one item, if there are enough blocks; else blocks loop. All inputs are equal on all ranks, so
+    blocks of all ranks match: `limit` is the minimum `resident_blocks` of all ranks. With 0 blocks there is nothing to
+    do, and nothing may be launched.
     """
-    shards = size if how == "two_shot" else 1  # a block's threads sum a shard of what it stages
+    shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
     return min(-(-nbytes // each), limit, MAX_BLOCKS), THREADS[how]
 
 
 def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
-    """Returns the `grid` of kernels with a norm: as many blocks to a row as a push carries at once, for some rows.
+    """Returns blocks and threads of a kernel with a norm. Each row gets as many blocks as a push needs in one epoch.
 
-    No blocks: a row (of the input's dtype) is too long, or there is none.
+    Returns 0 blocks if a row, in the input's dtype, needs more than `limit` blocks, or if there are no rows.
     """
     members = -(-row_bytes // (8 * PART_PACKETS))
     if members == 0:
@@ -152,7 +153,7 @@ logger = logging.getLogger("parallel_state")
 SOURCES = Path(__file__).with_name("csrc")
 _UNIT = "kernels.cu"
 _STANDARD = "c++17"
-_INSTALL = "`pip install parallel-state[cuda]` brings cuda-core, cuda-bindings and NVRTC"
+_INSTALL = "`pip install parallel-state[cuda]` installs cuda-core, cuda-bindings and NVRTC"
 
 
 def source_files() -> tuple[Path, ...]:
@@ -164,18 +165,18 @@ def nvrtc_version() -> tuple[int, int]:
     _, nvrtc = _packages()
     try:
         error, major, minor = nvrtc.nvrtcVersion()
-    except Exception as problem:  # what the library's finder raises is not public
+    except Exception as problem:  # the error types of cuda-bindings' library finder are not public
         raise KernelError(f"NVRTC can't be loaded: {_first_line(problem)}; {_INSTALL}") from problem
     if int(error) != 0:
-        raise KernelError(f"NVRTC doesn't tell its version: error {int(error)}")
+        raise KernelError(f"nvrtcVersion failed: error {int(error)}")
     return int(major), int(minor)
 
 
 def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) -> Any:
     """Returns cuda.core's options for the kernels.
 
-    NVRTC before 13.3 takes a generic lambda for host code and refuses what it calls, unless told that all is for the
-    device. torch 2.11 to 2.14 bring 13.0.
+    NVRTC before 13.3 treats a generic lambda as host code and rejects its calls of device functions, unless the option
+    makes all code device code. torch 2.11 to 2.14 have NVRTC 13.0.
     """
     return core.ProgramOptions(
         name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), device_as_default_execution_space=True, **more
@@ -185,9 +186,9 @@ def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) 
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
     """Compiles the kernels for `arch` ("sm_90") to a cubin. Raises KernelError.
 
-    `log` takes what the assembler says of each kernel's registers and memory.
+    The assembler's report of each kernel's registers and memory is written to `log`.
     """
-    nvrtc_version()  # the clearer message where the library is missing
+    nvrtc_version()  # raises a clearer error if the library is missing
     core, _ = _packages()
     try:
         options = program_options(core, arch, sources, **({} if log is None else {"ptxas_options": ["-v"]}))
@@ -199,18 +200,18 @@ def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None 
 
 
 def cubin(arch: str) -> bytes:
-    """Returns the kernels for `arch`, cached, or compiled by one of the processes that ask. Raises KernelError."""
+    """Returns the cubin for `arch` from the cache; one process compiles it if missing. Raises KernelError."""
     target = build_cache.cache_folder() / f"cuda_{arch}_{_digest(arch, nvrtc_version())}.cubin"
     try:
         flaw = _flaw_of(target)
         if flaw is not None and settings.BUILD.get() == "never":
-            raise KernelError(f"the kernels can't be had: {flaw}, and {settings.BUILD.name} is never")
+            raise KernelError(f"the CUDA kernels are unavailable: {flaw}, and {settings.BUILD.name} is never")
         if flaw is not None:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             build_cache.check_owner(target.parent)
             with build_cache.locked(target.with_suffix(".lock")):
                 if _flaw_of(target) is not None:
-                    logger.info("compiling the CUDA kernels, once for %s (%s=never forbids)", arch, settings.BUILD.name)
+                    logger.info("compiling the CUDA kernels once for %s (%s=never disables)", arch, settings.BUILD.name)
                     build_cache.write_sealed(target, compile_kernels(arch))
         return build_cache.read_sealed(target)
     except (OSError, CacheError) as problem:
@@ -218,7 +219,7 @@ def cubin(arch: str) -> bytes:
 
 
 def _flaw_of(target: Path) -> str | None:
-    """Returns why the kernels must be compiled first; None where the cache has them whole."""
+    """Returns why the kernels must be compiled, or None if the cache has a valid cubin."""
     build_cache.check_owner(target.parent)
     return build_cache.flaw_of(target) if target.exists() else "they aren't compiled"
 
@@ -231,7 +232,7 @@ def _digest(arch: str, version: tuple[int, int]) -> str:
 
 
 def _packages() -> tuple[Any, Any]:
-    """Imports cuda.core and NVRTC's binding; the oldest tried is 0.7, as those before need a driver to compile."""
+    """Imports cuda.core and NVRTC's binding. Needs cuda.core 0.7: earlier versions need a driver to compile."""
     try:
         from cuda import core
         from cuda.bindings import nvrtc
@@ -241,7 +242,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _first_line(problem: BaseException) -> str:
-    """Returns the line of a compiler's output with the first error."""
+    """Returns the first line of a compiler's output with an error, else the first line."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
     return next((line for line in lines if "error" in line and ":" in line), lines[0])
 
@@ -282,11 +283,11 @@ class LaunchConfig(ctypes.Structure):
 
 
 class _Prepared(threading.local):
-    """The structures that a launch fills in: a thread's own, as the call into the driver lets other threads run.
+    """The structures that a launch fills in. One per thread, because the call of the driver releases the GIL.
 
-    A thread that made no CUDA call yet has device 0 and no context, in which no kernel can be launched; neither
-    torch.cuda.device nor set_device makes one for the device that is the current one already (pytorch #152667, triton
-    #3729; autograd's threads are such). Made for each thread at its first launch, so a launch asks no more.
+    Made at a thread's first launch, which also sets a CUDA context. A thread without a CUDA call has device 0 and no
+    context, so it can't launch kernels. torch.cuda.device and set_device don't set one for the device that is already
+    current (pytorch #152667, triton #3729); autograd's threads are an example.
     """
 
     def __init__(self, driver: _Driver, context: c_void_p) -> None:
@@ -298,10 +299,10 @@ class _Prepared(threading.local):
 
 
 class PeerKernels:
-    """The loaded kernels of one device: a `Launcher`. Never unloaded, as a graph may hold them."""
+    """The loaded kernels of one device: a `Launcher`. Never unloaded, because CUDA graphs may use them."""
 
     def __init__(self, driver: _Driver, device: int) -> None:
-        """Loads them for a device, by CUDA's number. Raises KernelError."""
+        """Loads the kernels for a device, by the driver's number. Raises KernelError."""
         self._driver = driver
         self._functions: dict[str, tuple[c_void_p, int]] = {}
         self._resident: dict[tuple[str, int], int] = {}
@@ -315,25 +316,25 @@ class PeerKernels:
             module = driver.get("cuModuleLoadData", c_void_p, image)
             for name in KERNELS:
                 function = driver.get("cuModuleGetFunction", c_void_p, module, name.encode())
-                driver.get("cuFuncGetAttribute", c_int, _REGISTERS, function)  # loads it, if loading is lazy
+                driver.get("cuFuncGetAttribute", c_int, _REGISTERS, function)  # forces lazy loading
                 self._functions[name] = (function, OPERATIONS[name])
                 self.resident_blocks(name, MAX_THREADS)
 
     @staticmethod
     @functools.cache
     def load(device: int) -> PeerKernels:
-        """Returns a device's kernels, by torch's number, compiled at the first use here. Raises KernelError."""
+        """Returns the kernels of a device, by torch's number. Compiles them unless cached. Raises KernelError."""
         driver = _load_driver()
         nvrtc = nvrtc_version()
         if nvrtc[0] > driver.version[0]:
             raise KernelError(
-                f"the driver is for CUDA {driver.version[0]}.{driver.version[1]}, which can't load what NVRTC "
-                f"{nvrtc[0]}.{nvrtc[1]} makes; update the driver, or install what matches it: {_PACKAGES}"
+                f"the driver is for CUDA {driver.version[0]}.{driver.version[1]}, which can't load kernels of NVRTC "
+                f"{nvrtc[0]}.{nvrtc[1]}; update the driver, or install packages that match it: {_PACKAGES}"
             )
         return PeerKernels(driver, device)
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Launches as Launcher says. The current device must be this one's, which a stream of 0 wouldn't tell."""
+        """See Launcher. The current device must match: stream 0 exists on every device."""
         function, call.operation = self._functions[name]
         prepared = self._prepared
         config = prepared.config
@@ -356,7 +357,6 @@ class PeerKernels:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the device's context this thread's within a block."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -365,7 +365,7 @@ class PeerKernels:
 
 
 class _Driver:
-    """libcuda's functions; each failure raises KernelError."""
+    """The functions of libcuda. Each failure raises KernelError."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
@@ -383,7 +383,7 @@ class _Driver:
             raise KernelError(f"{name} failed: {self.name_of(error)}")
 
     def get(self, name: str, kind: type[Any], *arguments: Any) -> Any:
-        """Returns a function's result, which it gives through its first argument."""
+        """Calls a function that writes its result through its first argument; returns the result."""
         result = kind()
         self.call(name, byref(result), *arguments)
         return result

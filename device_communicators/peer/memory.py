@@ -1,14 +1,13 @@
-"""Memory of each rank's GPU that all ranks of a group have mapped: the *regions* in which peer-memory kernels meet.
+"""*Regions*: memory on each rank's GPU that all ranks of the group have mapped, for peer-memory kernels.
 
-A group has one region per rank, all of one size, made once when the group is made, zeroed once, and never grown: what
-doesn't fit is another communicator's business. There are several ways to share memory; each is tried by all ranks
-together, in one order, and one rank for which it fails has all ranks go on to the next. What lies in a region is the
-kernels' business (`csrc`), who may use them `peer.thresholds`'s.
+A group has one region per rank, all of the same size. Regions are allocated and zeroed when the group is made, and
+never grow. There are several ways to share memory. All ranks try them together in the same order; if one fails on any
+rank, all ranks try the next. The kernels (`csrc`) define the contents of a region; `peer.thresholds` decides which
+groups use them.
 
-Either way keeps a region's memory until its owner *and* all who have mapped it have let go, so ranks may close in any
-order: a peer that is behind reads memory that still is there. Over CUDA IPC that holds while the owner's process lives;
-what a mapping of a dead process's memory is, CUDA doesn't say. What must be over is only this rank's own work with the
-mappings, which is the caller's to see to.
+A region's memory is freed when its owner *and* all ranks that mapped it have closed it, so ranks may close in any
+order. Over CUDA IPC this holds only while the owner's process is alive: CUDA doesn't define mappings of an exited
+process's memory. Before it closes, a rank must only finish its own work with the mappings, which the caller ensures.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import ByThread, until
 
 _RENDEZVOUS_S = 60.0
-"""The limit of torch's rendezvous: where one rank has failed in it, the others notice in no other way."""
+"""Timeout of torch's rendezvous. If one rank fails in it, the others have no other way to detect that."""
 
 
 ALIGNMENT = 256
-"""Of a region's address."""
+"""Alignment of a region's address, in bytes."""
 
 
 class NotSharedError(Exception):
-    """Memory that can't be shared among the ranks of a group; raised on all of them alike, and never to a user."""
+    """Memory can't be shared, or peer memory can't be used, in this group. Internal: all ranks raise it together."""
 
 
 class Sharing(Protocol):
-    """This rank's memory of one way, on its way to be shared."""
+    """This rank's memory and its mappings of the other ranks' memory, for one way to share."""
 
     def offer(self) -> Any:
-        """Returns what the other ranks must be told, as JSON has it. Raises any error where it can't be shared."""
+        """Returns JSON data with which other ranks can map this memory. Raises any error if it can't be shared."""
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
-        """Maps every rank's offer; returns the addresses of all regions, as this process sees them."""
+        """Maps the memory of every rank's offer. Returns the addresses of all regions in this process."""
 
     def close(self) -> None:
-        """Lets go of the mappings and of the memory. Twice is fine."""
+        """Releases the mappings and the memory. Twice is fine."""
 
 
-class Way(Protocol):
-    """A way to share memory. A call allocates zeroed memory on this rank's device, and may raise any exception."""
+class SharingMethod(Protocol):
+    """A way to share memory. Calling it allocates zeroed memory on this rank's device; it may raise any exception."""
 
     @property
     def name(self) -> str: ...
@@ -63,9 +62,9 @@ class Way(Protocol):
 
 
 class SymmetricSharing:
-    """torch's symmetric memory: CUDA's virtual memory, exchanged as file descriptors or fabric handles.
+    """torch's symmetric memory: CUDA's virtual memory, shared by file descriptors or fabric handles.
 
-    torch's rendezvous exchanges by itself, over the CPU group's store; what is offered is compared only.
+    torch's rendezvous exchanges these over the CPU group's store. Offers are only used for a check.
     """
 
     name = "torch symmetric memory"
@@ -74,7 +73,7 @@ class SymmetricSharing:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self._context = context
-        # Not `empty` of the module: newer versions take that from a pool that keeps what is freed.
+        # Not the module's `empty`: in newer versions it uses a pool that never frees memory.
         self.tensor: Any = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, context.device)
         self.handle: Any = None
         _zero(self.tensor)
@@ -86,8 +85,8 @@ class SymmetricSharing:
         for (one, (number, uuid)), (other, (number_there, uuid_there)) in combinations(enumerate(offers), 2):
             if number == number_there and uuid != uuid_there:
                 raise NotSharedError(
-                    f"the GPUs of ranks {one} and {other} are both cuda:{number} to their processes, which torch takes "
-                    "for one GPU; let every rank see all GPUs, and choose by torch.cuda.set_device"
+                    f"the GPUs of ranks {one} and {other} are both cuda:{number} in their processes, so torch takes "
+                    "them for one GPU; make all GPUs visible to every rank and use torch.cuda.set_device"
                 )
         rendezvous = _Rendezvous(self._context, self.tensor)
         rendezvous.wait()
@@ -99,9 +98,9 @@ class SymmetricSharing:
 
 
 class _Rendezvous(ByThread):
-    """torch's rendezvous, in a thread, which is left behind at a deadline.
+    """torch's rendezvous with a deadline. It runs in a thread, which is abandoned at the deadline.
 
-    torch waits for a rank that failed in it, or that has made another number of them before, as long as its store does.
+    torch itself waits for the store's timeout if a rank failed, or took part in a different number of rendezvous.
     """
 
     def __init__(self, context: GroupContext, tensor: torch.Tensor) -> None:
@@ -125,7 +124,7 @@ class _Rendezvous(ByThread):
 
 
 class IpcSharing:
-    """CUDA IPC: handles of ordinary device memory, by torch, which keeps the memory until its receivers let go."""
+    """CUDA IPC handles of ordinary device memory, by torch, which keeps the memory until all receivers release it."""
 
     name = "CUDA IPC"
 
@@ -136,7 +135,7 @@ class IpcSharing:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """Returns a handle for each rank: torch counts one receiver for each, and frees when that has let go."""
+        """Returns a handle for each peer. torch counts one receiver per handle; all must release before it frees."""
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
             None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
@@ -147,7 +146,7 @@ class IpcSharing:
         if self._tensor is None:
             raise NotSharedError("it is closed")
         addresses = []
-        # A rank need not see its peers' devices: what is mapped is reached from its own.
+        # Map for this rank's device: peers' devices needn't be visible to this process.
         own = _index(self._context.device)
         new_shared: Any = torch.UntypedStorage._new_shared_cuda
         for peer, offer in enumerate(offers):
@@ -174,13 +173,13 @@ def _index(device: torch.device) -> int:
 
 
 def _zero(tensor: torch.Tensor) -> None:
-    """Zeroes memory, and waits for it, before anybody else has it."""
+    """Zeroes memory and waits for the device, before peers can map it."""
     tensor.zero_()
     torch.cuda.synchronize(tensor.device)
 
 
 class PeerMemory:
-    """The regions of a group: `addresses[r]` is where this process sees rank r's, of `size_bytes` each."""
+    """The regions of a group. `addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
@@ -193,21 +192,21 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """Lets go of all regions; this rank's work with them must be over. Twice is fine."""
+        """Releases all regions. This rank's work with them must be finished. Twice is fine."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
             release(sharing)
 
-    def leave(self) -> None:
-        """Leaves the regions mapped until the process ends, as work with them may not be over."""
+    def leak(self) -> None:
+        """Leaves the regions mapped until the process exits, because work with them may be unfinished."""
         self._sharing = None
 
 
 def hold(what: object) -> None:
-    """Keeps an object that the device uses until `release`, or until the process ends.
+    """Keeps an object that the device uses alive until `release` or the process's exit.
 
-    Without it the interpreter frees it at its end, which waits for the device, or ends the process if CUDA has failed.
+    Otherwise the interpreter frees it at exit. That waits for the device, or aborts the process if CUDA has failed.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
@@ -217,11 +216,11 @@ def release(what: object) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 
-def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMemory:
-    """Shares memory by the first way that works for all ranks, each of which calls it with the same ways and size.
+def share(context: GroupContext, size_bytes: int, ways: Sequence[SharingMethod]) -> PeerMemory:
+    """Shares memory by the first way that works on all ranks. Every rank passes the same ways and size.
 
-    Raises NotSharedError on all ranks where none does, with every way's reason; PeerDiedError, CollectiveTimeoutError
-    and CommunicationError where the ranks can't tell each other.
+    If none works, all ranks raise NotSharedError with the reason of each way. Raises PeerDiedError,
+    CollectiveTimeoutError or CommunicationError if the ranks can't exchange data.
     """
     reasons = []
     for way in ways:
@@ -232,7 +231,7 @@ def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMe
     raise NotSharedError("; ".join(reasons) or "there is no way to share memory")
 
 
-def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
+def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMemory:
     made: list[Sharing] = []
     mapped: list[int] = []
 
@@ -243,13 +242,11 @@ def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
     def map_all() -> None:
         mapped.extend(made[0].map(offers))
         if len(mapped) != context.size or not all(mapped) or any(address % ALIGNMENT for address in mapped):
-            raise NotSharedError(
-                f"the addresses are {mapped}: one for each rank, a multiple of {ALIGNMENT}, was expected"
-            )
+            raise NotSharedError(f"expected one address per rank, each a multiple of {ALIGNMENT}, but got {mapped}")
 
     try:
-        offers = together(context, "offer memory", offer)
-        together(context, "map memory", map_all)
+        offers = run_on_all_ranks(context, "offer memory", offer)
+        run_on_all_ranks(context, "map memory", map_all)
     except BaseException:
         for sharing in made:
             sharing.close()
@@ -257,17 +254,16 @@ def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
     return PeerMemory(made[0], mapped, size_bytes, way.name)
 
 
-def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """Runs `step()` on each rank, all of which call it, and returns all results, as JSON has them.
+def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
+    """Runs `step()` and returns the results of all ranks, which must be JSON data. Every rank calls it.
 
-    Raises NotSharedError on all ranks where it raised on one of them, so that none goes on alone; SettingError where
-    a variable can't be read.
+    If `step()` raises on any rank, all ranks raise NotSharedError, or SettingError if that was the error.
     """
     outcome: dict[str, Any] = {}
     try:
         outcome["value"] = step()
     except CommunicationError:
-        raise  # a rank has ended: the others find out for themselves
+        raise  # a rank has exited: the other ranks detect that themselves
     except Exception as error:
         outcome = {"problem": _one_line(error), "is_setting": isinstance(error, SettingError)}
     everyone = exchange_facts(context, outcome, what)
@@ -278,7 +274,7 @@ def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[
 
 
 def _one_line(error: Exception) -> str:
-    """Returns the first line that says something, of bounded length."""
+    """Returns the first non-empty line of the error, at most 300 characters."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     with contextlib.suppress(AttributeError):
         text = text or type(error).__qualname__

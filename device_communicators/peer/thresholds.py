@@ -1,16 +1,15 @@
-"""Decides if a group uses the kernels in peer memory, and up to which size: a table by GPU and ranks.
+"""Decides if a group uses the kernels in peer memory, and up to which sizes, by a table of GPUs and numbers of ranks.
 
-The table is data: `python -m parallel_state tune` measures a node and writes the user's rows;
-PARALLEL_STATE_PEER_MEMORY_TABLE puts another file in their place. The package brings no rows.
+`python -m parallel_state tune` measures a node and writes the user's table; PARALLEL_STATE_PEER_MEMORY_TABLE selects
+another file. The package contains no rows.
 
-A row counts for `auto` where it was measured under the very conditions that the group finds: GPU architecture, number
-of ranks, a GPU for each, kind of link, versions of driver, NCCL and torch. Rows of ranks that shared a GPU are evidence
-and never count: no byte went over a link. What a measured row switches on is still proven by the group at its start.
-Until there is a row, `auto` is off, and the log says once how to get one. `on` needs no measured row: without one for
-the architecture it has the bounds of `cited`.
+With `auto`, a row applies only if it was measured under the group's conditions: GPU architecture, number of ranks, one
+GPU per rank, kind of link, versions of driver, NCCL and torch. Rows of ranks that shared a GPU never apply, because no
+byte went over a link. The group still tests the kernels when it is made. Without a row `auto` is off, and the log says
+once how to get one. `on` needs no measured row: without one for the architecture it uses the thresholds of `cited`.
 
-All ranks agree whether they use them, with the reason where they can't. Ranks that share a GPU are admitted: slow, but
-right, as their kernels wait for each other in turns of the device.
+All ranks agree on the decision and its reason. Ranks may share a GPU: results are correct, but slow, because the
+device's time slicing alternates between their kernels, which wait for each other.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from device_communicators.base.errors import SettingError
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, exchange_facts, uuid_of
 from device_communicators.machine.topology import read_topology
 from device_communicators.peer.device import PeerDevice, arch_of, versions
-from device_communicators.peer.memory import NotSharedError, together
+from device_communicators.peer.memory import NotSharedError, run_on_all_ranks
 from device_communicators.routing.communicator import GroupContext
 
 ALGORITHMS = ("push", "pull", "two_shot")
-"""Of all_reduce, from small messages to large."""
+"""Algorithms of all_reduce, from small to large messages."""
 
 FORMAT = 1
-_FORMER = ("symmetric", "multimem")
-"""Columns of rows that 0.2.0 and earlier versions wrote; ignored."""
+_OBSOLETE = ("symmetric", "multimem")
+"""Columns that versions up to 0.2.0 wrote; ignored."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """One row: the largest message in bytes for each algorithm and operation; 0: never."""
+    """One row: the largest message in bytes for each algorithm and operation. 0 disables it."""
 
     arch: str
     """CUDA's compute capability, as `9.0`."""
@@ -52,33 +51,33 @@ class Thresholds:
     pull: int
     two_shot: int
     all_gather: int
-    """Of a rank's input."""
+    """Bytes of a rank's input."""
     all_gather_push: int
-    """Up to here by push, then by pull; likewise below."""
+    """Up to this size by push, above it by pull; `reduce_scatter_push` likewise."""
     reduce_scatter: int
-    """Of a rank's output."""
+    """Bytes of a rank's output."""
     reduce_scatter_push: int
     fused: int
-    """all_reduce_add_rms_norm in one kernel, which pushes; beyond it an all_reduce and a norm."""
+    """Limit of the fused all_reduce_add_rms_norm kernel, which pushes. Larger ones are an all_reduce and a norm."""
     measured: bool
     source: str
-    # The conditions of a measurement, as `Conditions`; empty where the figures are cited.
+    # The conditions of the measurement, see `Conditions`; empty for cited thresholds.
     one_gpu_each: bool = False
     link: str = ""
     driver: str = ""
     nccl: str = ""
     torch: str = ""
     proven_calls: int = 0
-    """Calls with random delays, each checked, after which the row was written."""
+    """Number of calls with random delays and checked results before the row was written."""
     own_nccl: bool = False
     """True if NCCL communicators of our own were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
-        """Returns the algorithm that all-reduces a message; None if it is too large for all."""
+        """Returns the algorithm for an all_reduce, or None if the message is too large for all."""
         return next((name for name in ALGORITHMS if size_bytes <= getattr(self, name)), None)
 
     def most(self) -> int:
-        """Returns the largest message that is all-reduced here."""
+        """Returns the largest size of an all_reduce."""
         return max(getattr(self, name) for name in ALGORITHMS)
 
     def __str__(self) -> str:
@@ -93,19 +92,19 @@ class Table:
     rows: tuple[Thresholds, ...]
     path: Path
     digest: str
-    """Of its content: ranks with different tables would choose differently."""
+    """Digest of the content. All ranks must have the same table."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
-        """Returns the row for so many ranks, or for the next larger number, whose bounds are lower."""
+        """Returns the row for `world_size` ranks, or that for the next larger number, whose limits are lower."""
         rows = [row for row in self.rows if row.arch == arch and row.world_size >= world_size]
         return min(rows, key=lambda row: row.world_size, default=None)
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads the table at `path`. The default is that of PARALLEL_STATE_PEER_MEMORY_TABLE, else the user's rows without
-    those of shared GPUs. Without either the table is empty.
+    """Loads the table at `path`, which defaults to PARALLEL_STATE_PEER_MEMORY_TABLE, else to the user's table.
 
-    Raises SettingError where it can't be read or isn't such a table.
+    Leaves out the user's rows of shared GPUs. Returns an empty table if there is none. Raises SettingError if it can't
+    be read or has another format.
     """
     named = settings.PEER_MEMORY_TABLE.get()
     if path is None and named is None:
@@ -122,23 +121,24 @@ def load(path: Path | None = None) -> Table:
         rows = tuple(_row(each) for each in facts["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
-            f"{settings.PEER_MEMORY_TABLE.name} must name a table of thresholds of format {FORMAT}, but {path} is none "
-            f"({type(error).__name__}: {error}); a tuning writes one; unset the variable, or remove the file"
+            f"{settings.PEER_MEMORY_TABLE.name} must name a table of thresholds of format {FORMAT}, but {path} isn't "
+            f"one ({type(error).__name__}: {error}); `python -m parallel_state tune` writes one. Or unset the "
+            "variable, or remove the file"
         ) from error
     return Table(rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
-"""The largest number of ranks of a row, and its bounds of pull and of two_shot."""
+"""Maximum number of ranks, limit of pull, limit of two_shot."""
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns bounds from other libraries, for `on` without a measured row; None for more than 8 ranks.
+    """Returns limits of other libraries, for `on` without a measured row, or None for more than 8 ranks.
 
-    MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM pulls on 2 ranks, below 512 KiB on 4 and below 256 KiB on
-    8 (csrc/custom_all_reduce.cuh). The bound of two_shot is the least that vLLM has for any architecture
+    MSCCL++ pushes up to 16 KiB (algorithm_selector.cpp). vLLM always pulls on 2 ranks, below 512 KiB on 4 ranks and
+    below 256 KiB on 8 (csrc/custom_all_reduce.cuh). The limit of two_shot is vLLM's lowest for any architecture
     (all_reduce_utils.py at b250ac3dd5ef, CUSTOM_ALL_REDUCE_MAX_SIZES). all_gather and reduce_scatter move as many bytes
-    as a pull. The fused kernel pushes twice the bytes to every rank: at most 1 MiB is a guess.
+    as a pull. The fused kernel pushes twice the bytes to every rank; its limit of 1 MiB is a guess.
     """
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
@@ -151,7 +151,6 @@ def cited(arch: str, world_size: int) -> Thresholds | None:
 
 
 def user_path() -> Path:
-    """Returns where the user's own rows are, if there are any."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(base) / "parallel_state" / "measured.json"
 
@@ -167,7 +166,7 @@ def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
 
 
 def _row(facts: dict[str, Any]) -> Thresholds:
-    row = Thresholds(**{name: value for name, value in facts.items() if name not in _FORMER})
+    row = Thresholds(**{name: value for name, value in facts.items() if name not in _OBSOLETE})
     for field in fields(row):
         value = getattr(row, field.name)
         if type(value).__name__ != field.type or (isinstance(value, int) and value < 0):
@@ -184,7 +183,7 @@ def _text(size_bytes: int) -> str:
 
 logger = logging.getLogger("parallel_state")
 
-HOW = "`python -m parallel_state tune` measures this machine, proves the kernels on it and writes the user's row"
+HOW = "`python -m parallel_state tune` measures this machine, tests the kernels on it and writes the user's row"
 
 
 @dataclass(frozen=True)
@@ -195,13 +194,13 @@ class Conditions:
     world_size: int
     one_gpu_each: bool
     link: str
-    """Of `link_of`."""
+    """A result of `link_of`."""
     driver: str
     nccl: str
     torch: str
 
     def __str__(self) -> str:
-        gpus = "a GPU for each" if self.one_gpu_each else "GPUs that are shared"
+        gpus = "a GPU for each" if self.one_gpu_each else "shared GPUs"
         return (
             f"{self.world_size} ranks with {gpus} of architecture {self.arch} over {self.link}, driver {self.driver}, "
             f"NCCL {self.nccl}, torch {self.torch}"
@@ -209,7 +208,7 @@ class Conditions:
 
 
 def link_of(topology: GroupTopology) -> str:
-    """Returns NV18 and the like where NVLink connects all GPUs, by the fewest links between two; none or PCIe else."""
+    """Returns NVn if NVLink connects all GPUs (n is the fewest links of a pair), "none" for one GPU, else PCIe."""
     if len(topology.sharers(0)) == len(topology.gpus) > 1:
         return "none"
     if not topology.nvlink_full_mesh:
@@ -222,7 +221,7 @@ def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> 
 
 
 def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
-    """Returns the row that was measured, and proven, under these conditions."""
+    """Returns the row that was measured and tested under these conditions, or None."""
     wanted = asdict(conditions).items()
     for row in rows:
         if _counts(row) and all(getattr(row, name) == value for name, value in wanted):
@@ -235,15 +234,15 @@ def _counts(row: Thresholds) -> bool:
 
 
 def auto_refusal(conditions: Conditions | None, setting: str) -> str:
-    """Says why `auto` is off."""
+    """Returns the reason why `auto` is off."""
     where = "this machine" if conditions is None else str(conditions)
     return f"{setting} is auto, and no measured row covers {where}: {HOW}"
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why `auto` is off by what this rank knows alone, or None where the group has to look together.
+    """Returns why `auto` is off, or None if that needs data of all ranks (`agreed_row`). Local: no other rank calls it.
 
-    Asks nothing of the driver unless a measured row has this number of ranks.
+    Doesn't call the driver unless a measured row has this number of ranks.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
@@ -258,7 +257,7 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
-    """Returns the row that covers the group, or why there is none: the same on all ranks, each of which calls it."""
+    """Returns the row that covers the group, or the reason why none does. Every rank calls it; results are equal."""
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")
     difference = _difference(facts)
@@ -269,7 +268,6 @@ def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
 
 
 def _difference(facts: Sequence[dict[str, Any]]) -> str | None:
-    """Returns the first fact that isn't the same on all ranks, in words, or None."""
     for rank, each in enumerate(facts):
         for name, value in facts[0].items():
             if each.get(name) != value:
@@ -279,40 +277,41 @@ def _difference(facts: Sequence[dict[str, Any]]) -> str | None:
 
 @functools.cache
 def warn_once(setting: str) -> None:
-    """Tells the user of an NVIDIA machine what measuring would give."""
+    """Warns that `tune` may enable faster kernels."""
     logger.warning(
-        "this machine's GPUs go by torch's NCCL, since no measured row covers them: %s (%s=off: no such line)",
+        "this machine's GPUs use torch's NCCL, because no measured row covers them: %s (%s=off disables this warning)",
         HOW, setting,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The agreement of all ranks."""
+    """The decision on which all ranks agreed."""
 
     thresholds: Thresholds
     pinned: str | None
-    """The algorithm for every size; None: by size."""
+    """The algorithm for all sizes, or None to choose by size."""
     topology: GroupTopology
 
 
 def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
-    """Agrees on the kernels' use; every rank calls it. `thresholds`: instead of the table's, to measure them.
-    `is_auto`: only a row that was measured under this group's conditions will do.
+    """Agrees on the use of the kernels. Every rank calls it.
 
-    Raises NotSharedError with the same reason on all ranks; CommunicationError where they can't tell each other.
+    `thresholds` replace the table's, to measure them. With `is_auto`, the table must have a row that was measured under
+    this group's conditions. Raises NotSharedError with the same reason on all ranks, or CommunicationError if ranks
+    can't exchange data.
     """
     tables: list[Table] = []
-    facts = together(context, "peer memory", lambda: _facts(device, tables, is_auto))
+    facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))
     difference = _difference(facts)
     if difference is not None:
         raise NotSharedError(difference)
     arch = facts[0]["GPU architecture"]
     thresholds = thresholds or tables[0].find(arch, context.size) or cited(arch, context.size)
     if thresholds is None:
-        raise NotSharedError(f"no thresholds are known for {context.size} ranks: {HOW}")
+        raise NotSharedError(f"there are no thresholds for {context.size} ranks: {HOW}")
     topology = device.topology(context)
     problem = _problem(topology, context.size)
     if problem is not None:
@@ -328,7 +327,7 @@ def agree(
 
 
 def _facts(device: PeerDevice, tables: list[Table], is_auto: bool) -> dict[str, Any]:
-    """Returns what must be the same on every rank, by the name under which a difference is reported."""
+    """Returns values that must be equal on all ranks. Keys are names for reports of differences."""
     tables.append(load())
     return {
         "GPU architecture": device.arch(),
@@ -342,7 +341,7 @@ def _facts(device: PeerDevice, tables: list[Table], is_auto: bool) -> dict[str, 
 def _problem(topology: GroupTopology, size: int) -> str | None:
     if not topology.peer_access:
         return f"no peer access: {topology.peer_access.reason}"
-    # Over PCIe each rank's traffic to all others goes through one link, in which these kernels gain nothing.
+    # Over PCIe a rank's traffic to all peers shares one link, so these kernels aren't faster.
     if size > 2 and not topology.nvlink_full_mesh:
         return f"NVLink doesn't connect all GPUs, which more than 2 ranks need: {topology.nvlink_full_mesh.reason}"
     return None

@@ -1,4 +1,4 @@
-"""torch's process groups as communicators: gloo, NCCL by torch, torch's fake one.
+"""Communicators over torch's process groups: gloo, torch's NCCL, and torch's `fake` backend.
 
-May import `routing` and what is below it.
+May import `routing` and the packages below it.
 """

@@ -1,6 +1,6 @@
-"""A device's tensors over the group's torch process group, as torch has it: NCCL for CUDA; and over its `fake` backend.
+"""Tensors of a device over the group's torch process group (NCCL for CUDA), and tensors over torch's `fake` backend.
 
-Whether all ranks are in the same call is compared in debug mode only: it would cost a copy to the host.
+Ranks compare their calls in debug mode only, because a comparison would cost a copy to the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from device_communicators.routing.communicator import GroupContext, Request, cal
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):
-    """Every tensor that is not on the CPU."""
+    """Supports every tensor that is not on the CPU."""
 
     name = "device_group"
     carries_the_device = True
@@ -30,10 +30,10 @@ class DeviceGroupCommunicator(PlainProcessGroup):
         return "a CPU tensor" if request.device_type == "cpu" else super().refusal(request)
 
     def __str__(self) -> str:
-        return f"torch.distributed over {self.context.device_group.name()}, {self.context.device.type} tensors"
+        return f"torch.distributed over {self.context.device_group.name()}, for {self.context.device.type} tensors"
 
     def connect(self, peer: int) -> None:
-        """Makes the communicator that torch has for each pair of ranks, at their first transfer."""
+        """Creates the NCCL communicator of the pair, which torch creates at the first transfer."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
         steps = [self.send, self.recv] if self.context.rank < peer else [self.recv, self.send]
         for step in steps:
@@ -48,18 +48,18 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """Calls torch's FakeProcessGroup, whose works are done when it returns."""
+    """Calls torch's FakeProcessGroup, whose works are complete at once."""
 
     name = "fake"
 
     def __str__(self) -> str:
-        return "torch's fake backend, which imagines the other ranks"
+        return "torch's fake backend, without real peers"
 
     def _watched(self, work: object, *_: object) -> Work:
         return DONE
 
     def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
-        super()._finish(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # nothing was added up
+        super()._finish(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # no division: nothing was summed
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         return x.split(list(sizes), dim)[self.context.rank].contiguous().clone()
@@ -74,7 +74,7 @@ class FakeGroupCommunicator(PlainProcessGroup):
 
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
         if out.shape == x.shape and len({*output_splits, *input_splits}) == 1:
-            output_splits, input_splits = [], []  # torch copies then, and else repeats the first rows
+            output_splits, input_splits = [], []  # torch then copies `x`; with splits it repeats the first rows
         if x.numel() == 0:
             out.zero_()
         else:

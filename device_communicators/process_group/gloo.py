@@ -1,6 +1,6 @@
-"""CPU tensors over the group's gloo, last in every route: it carries them where a rank has no compiled library.
+"""CPU tensors over the group's gloo group. Last in every route: used if a rank lacks the native library.
 
-gloo takes it for granted that ranks are in the same call. They are compared in debug mode only, by the route.
+gloo doesn't check that ranks are in the same call. The route compares their calls in debug mode only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from device_communicators.routing.communicator import GroupContext, Request, red
 _GATHERED_BYTES = 4096
 _GATHERED_IN_LARGE_GROUPS_BYTES = 256
 _LARGE_GROUP = 16
-"""Above so many ranks a tensor must be smaller to be gathered and reduced by each rank, which takes one round."""
+"""Up to this number of ranks, tensors of up to 4096 bytes are gathered and reduced by each rank, in one round.
+
+In larger groups the limit is 256 bytes.
+"""
 _TURNS: dict[str, threading.Lock] = {}
-"""By process group: held by the thread whose collective is under way there."""
+"""Process group -> lock that a thread holds during its collective there."""
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Every CPU tensor. A started collective is done when its start returns."""
+    """Supports every CPU tensor. A started collective is complete when the start returns."""
 
     name = "process_group"
     tells_sending = True
@@ -44,11 +47,11 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return super().refusal(request)
 
     def __str__(self) -> str:
-        return f"torch.distributed over {self._name}, every CPU tensor"
+        return f"torch.distributed over {self._name}, for all CPU tensors"
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """Groups of the same ranks may share a process group, where gloo takes all calls in one order."""
+        """Locks the process group: groups of the same ranks may share it, and gloo matches calls by their order."""
         turn = _TURNS.setdefault(self.context.cpu_group.group_name, threading.Lock())
         if not turn.acquire(blocking=False):
             raise overlap_error(method, str(self.context), "of another group over the same gloo process group")
@@ -69,7 +72,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         flat = wide.view(-1)
         if wide.nbytes <= self._gathered_bytes:
             flat.copy_(reduce_in_rank_order(self._gathered(flat), wide_op))
-        elif in_rank_order or _is_extreme_of_floats(wide, wide_op):  # of which gloo loses a NaN of some ranks
+        elif in_rank_order or _is_extreme_of_floats(wide, wide_op):  # gloo's max and min lose the NaN of some ranks
             slices = list(flat.tensor_split(self.context.size))
             self.flat_all_gatherv(slices, self._reduced_slice(flat, [len(each) for each in slices], wide_op))
         else:
@@ -95,13 +98,12 @@ class ProcessGroupCommunicator(PlainProcessGroup):
             narrow.copy_(wide_out)
 
     def _gathered(self, flat: Tensor) -> Tensor:
-        """Returns the flat tensors of all ranks: `[size, numel]`."""
         blocks = flat.new_empty((self.context.size, flat.numel()))
         self.flat_all_gather(blocks, flat)
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Reduces this rank's slice of `flat`, which has slices of `lengths`, in rank order."""
+        """Reduces this rank's slice of `flat` in rank order. `lengths`: those of the slices."""
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))
         self.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)

@@ -1,11 +1,11 @@
-"""torch.distributed process groups (gloo, NCCL, any backend), called as they are.
+"""Operations over torch.distributed process groups (gloo, NCCL, any backend).
 
-Tensors of the group's device go over its device group, CPU tensors over its gloo group, so that a CPU tensor never
-meets NCCL. What only moves (gather, broadcast, send, …) moves as bytes, so every dtype travels; what is reduced is
-widened where no backend knows the dtype. Whether all ranks are in the same call is not asked here.
+Tensors of the group's device use its device group, CPU tensors its gloo group. Operations that only move data (gather,
+broadcast, send, …) move bytes, so they support every dtype. Reductions widen dtypes that no backend supports. Calls of
+ranks are not compared.
 
-`asyncOp` is set as torch's own functions set it: its default, true, has NCCL run even a call that is waited for at once
-on a stream of torch's, with events to and from the current one.
+`asyncOp` is set as torch's own functions set it. With its default, true, NCCL runs a blocking call on a stream of
+torch's, with events to and from the current stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from device_communicators.routing.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN, "product": ReduceOp.PRODUCT,
-    "avg": ReduceOp.SUM,  # divided afterwards: not every backend has AVG
+    "avg": ReduceOp.SUM,  # divided afterwards, because some backends lack AVG
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """Watches a work of the host; a device's is waited for by its stream, and there is none if synchronous."""
+        """Wraps a CPU work so that its wait ends at a death. A device's work needs none; None is complete already."""
         if work is None:
             return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
@@ -100,7 +100,7 @@ class PlainProcessGroup(Communicator):
         return self._watched(all_gather_base(self._group(x), as_bytes(out), as_bytes(x), options), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
+        # One broadcast per rank sends the exact bytes. An all-gather would need padded tensors.
         outs[self.context.rank].copy_(x)
         works = [self.ibroadcast_(out, src, is_async=False) for src, out in enumerate(outs)]
         for work in works:
@@ -164,7 +164,7 @@ class PlainProcessGroup(Communicator):
 
 
 def _options(kind: Callable[[], T], *, is_async: bool = False) -> T:
-    """Returns torch's options of a collective; `is_async`: its work is handed out, to be waited for later."""
+    """Returns torch's options of a collective. `is_async`: the caller waits for its work later."""
     options: Any = kind()
     options.asyncOp = is_async
     return options

@@ -1,4 +1,4 @@
-"""The way of one call: what a communicator is, a group's route over several, its records, and how its waits end.
+"""The path of a call: the communicator interface, a group's route over communicators, records, waits and failures.
 
-May import `cpu`, `calls`, `liveness` and `base`. The communicators lie in the rooms above.
+May import `cpu`, `calls`, `liveness` and `base`. The communicators are in the packages above.
 """

@@ -1,9 +1,9 @@
 """The interface of a communicator: one way to move the bytes of one group.
 
-A communicator implements the *flat* operations at the end of the class (contiguous tensors, the group along dim 0)
-and inherits the *public* ones, which handle dims, strides and fresh outputs; it overrides a public one where it can
-do better (a gather along any dim without a second pass, say). One that carries some operations only is a
-`PartialCommunicator`. Routing, counting and error translation are not its business: `routing.Route` does them for all.
+A communicator implements the *flat* operations at the end of the class: contiguous tensors, the group along dim 0. It
+inherits the *public* operations, which handle dims, strides and new outputs. It overrides a public operation that it
+can do faster, for example a gather along any dim without a second pass. A `PartialCommunicator` supports some
+operations only. `routing.Route` routes, counts and translates errors for all communicators.
 
 Ranks are ranks in the group. Public operations return contiguous tensors that share no memory with their inputs.
 """
@@ -41,7 +41,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """The facts by which a communicator is chosen. All of them are equal on every rank of the group."""
+    """The facts by which a route chooses a communicator. They are equal on every rank of the group."""
 
     operation: str
     dtype: torch.dtype | None
@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupContext(GroupMember):
-    """The facts of a group that a communicator may know."""
+    """The facts of a group that its communicators need."""
 
     name: str
     ranks: tuple[int, ...]
@@ -69,27 +69,27 @@ class GroupContext(GroupMember):
     device_group: Any = None
     """torch ProcessGroup for tensors of `device`; None in a simulated group."""
     make_cpu_group: Callable[[], Any] | None = None
-    """Gives the gloo group, always the same; what makes it at its first use must be called by every rank then."""
+    """Returns the gloo group, always the same. If it is created at first use, every rank must make that first call."""
     host_memory: HostMemory | None = None
-    """The memory that its ranks on this host share; None where the gloo group isn't made together with the group."""
+    """The shared memory of the group's ranks on this host; None if the gloo group is created later than the group."""
     watcher: Watcher | None = None
-    """Knows which ranks of the world have ended; None where nobody watches."""
+    """Detects deaths of ranks of the world; None if nothing watches them."""
     domain: FailureDomain | None = None
-    """The ranks whose death fails the group; None: its own."""
+    """The ranks whose death fails the group; None: the group's own ranks."""
     channel: int = 0
-    """Tells the users of one process group apart: their transfers have other tags."""
+    """Number of this group among those over the same process groups. It selects the tags of transfers."""
     given: str = ""
-    """Tells the caller's process groups of the same ranks apart; empty for one that was made here."""
+    """Label of the caller's process group, if the group was created over one; else empty."""
     simulated: bool = False
-    """True where all ranks but this one are imagined."""
+    """True if this rank is the only real one."""
     fake: bool = False
-    """True where torch's `fake` backend imagines them."""
+    """True if torch's `fake` backend simulates the other ranks."""
     custom_all_reduce: bool = True
-    """True if communicators with kernels of our own may be used."""
+    """True if communicators with the library's own kernels may be used."""
     high_priority_stream: bool = False
-    """True if streams that communicators make go before the others of the device."""
+    """True if streams of communicators have a higher priority than the device's other streams."""
     nccl_config: Mapping[str, int] = field(default_factory=dict)
-    """Fields of ncclConfig_t that the caller has chosen."""
+    """Fields of ncclConfig_t that the caller has set."""
 
     @property
     def size(self) -> int:
@@ -97,41 +97,38 @@ class GroupContext(GroupMember):
 
     @property
     def global_rank(self) -> int:
-        """Returns this process' rank in the world."""
         return self.ranks[self.rank]
 
     @property
     def other_ranks(self) -> list[int]:
-        """Returns the global ranks of the other processes, in group order."""
         return [rank for rank in self.ranks if rank != self.global_rank]
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns the group's compiled collectives, if there are any."""
         return None if self.host_memory is None else self.host_memory.collectives
 
     @property
     def cpu_group(self) -> Any:
-        """Returns the gloo group for CPU tensors and messages; the device group itself if `device` is the CPU."""
+        """Returns the gloo group for CPU tensors and messages, or the device group if `device` is the CPU."""
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
     def key(self) -> str:
-        """Returns the group's key in ops: its name and its size. Compiled code depends on the size.
+        """Returns the key by which ops name the group: its name and its size, on which compiled code depends.
 
-        Caches of compiled code outlive processes and are shared by ranks. Their keys have the arguments of ops, so
-        these must name all that the code depends on.
+        Caches of compiled code outlive processes and are shared by ranks. The arguments of ops are part of their keys,
+        so the arguments must contain all that the code depends on.
         """
         return f"{self.name}/{self.size}"
 
     @property
     def ranked_key(self) -> str:
-        """Returns the group's key in ops whose compiled code depends on the rank as well. No other rank shares it."""
+        """Returns the key for ops whose compiled code also depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
     def label(self) -> str:
-        """Returns what tells the groups of the same ranks apart, on all of them alike."""
+        """Returns a text that differs between groups of the same ranks. It is equal on all ranks of the group."""
         return f"{self.channel}/{self.given}" if self.given else str(self.channel)
 
     @property
@@ -140,13 +137,13 @@ class GroupContext(GroupMember):
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
-        """Returns the deaths that fail the group, in the order in which they came to be known."""
+        """Returns the deaths that fail the group, in the order of their detection."""
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
         """Returns the record of each rank of the group. Every rank calls it. Raises as `Watcher.gather` does.
 
-        Each operation has an order of its own. So if a rank missed one, other operations still fit together.
+        Each `operation` is numbered separately. If a rank misses a gather, gathers of other operations still match.
         """
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
@@ -161,15 +158,18 @@ class GroupContext(GroupMember):
         )
 
     def check_cpu_group(self, what: str) -> None:
-        """Refuses a transfer whose gloo group isn't made: two ranks can't make it, as the others would never come."""
+        """Raises GroupNotInitializedError if a transfer needs a gloo group that does not exist yet.
+
+        Two ranks can't create it, because every rank of the group must take part.
+        """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
-                f"{what} on {self} needs the gloo group beside the device group, which all ranks of the group make "
-                "together at its first use; call barrier() on every rank once before"
+                f"{what} on {self} needs the group's gloo group, which all its ranks must first create together; call "
+                "barrier() on every rank before"
             )
 
     def tag(self, kind: int) -> int:
-        """Returns the tag of a kind (0 … 3) of transfers, apart from other groups over the same process groups."""
+        """Returns the tag of a kind (0 … 3) of transfers. Groups over the same process groups have different tags."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
@@ -177,84 +177,90 @@ class GroupContext(GroupMember):
 
 
 class Communicator(ABC):
-    """One way to move the bytes of one group; see the module's text for what to implement."""
+    """The interface of communicators. The module's docstring lists what to implement."""
 
     name: str
     picks_by_size: ClassVar[bool] = False
-    """True if `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
+    """True if `refusal` depends on a request's `numel`; else it is called once for each kind of request."""
     carries_the_device: ClassVar[bool] = False
-    """True if no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
+    """True if it supports every tensor on the group's device, so that later communicators need no preparation."""
 
     sized_bytes: int = 0
-    """Up to this size it has `broadcast_sized`, and is fast at it; 0: it has none."""
+    """Largest size for which `broadcast_sized` is supported and fast; 0: unsupported."""
 
     tells_sending: ClassVar[bool] = False
-    """True if it calls `begin_sending` before anything leaves this rank: what fails earlier is of this rank only."""
+    """True if it calls `begin_sending` before it sends. A failure before that call leaves the group usable."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
     def admit(self) -> str | None:
-        """Returns why the group can't have this communicator, or None; the same on all ranks, which call it.
+        """Creates what the ranks must create together. Returns the reason why the group can't use it, or None.
 
-        Called once, when the group's route is built: what the ranks have to make together and may fail to is made here.
-        One that gives a reason has made nothing that it keeps.
+        Every rank calls it once, when the group's route is built, and gets the same result. If it returns a reason, it
+        has kept no resources.
         """
         return None
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Returns why this communicator doesn't carry `request`, or None if it does.
+        """Returns the reason why `request` is unsupported, or None if it is supported.
 
-        Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
+        The result must be the same on all ranks: it depends only on `request` and on facts that the ranks agreed on.
         """
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes now what the first call would make, and so that it can be divided. Every rank of the group calls it."""
+        """Creates in advance what the first call would create. Every rank of the group calls it.
+
+        `divisible`: `divide` follows.
+        """
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Makes what `part` would make at its first call, by dividing what this one has, where it can do that.
+        """Splits this communicator's resources to create those that `part` would create at its first call.
 
-        Every rank of this group calls it after `set_up(divisible=True)`: the ranks of one part with its number,
-        `color`, and their communicator of the part; who is in none with None.
+        Every rank of this group calls it after `set_up(divisible=True)`. Ranks of a part pass the part's number,
+        `color`, and their communicator of the part; ranks in no part pass None. Does nothing if it can't split.
         """
 
     def connect(self, peer: int) -> None:
-        """Makes what the first transfer between this rank and `peer` would make; that rank calls it as well."""
+        """Creates in advance what the first transfer with `peer` would create. That rank calls it as well."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepares and encloses the capture of a CUDA graph."""
+        """Prepares the capture of a CUDA graph, which takes place in the block."""
         yield
 
     @property
     def has_memory(self) -> bool:
-        """Returns True if `allocate` may give memory. The same on every rank of the group."""
+        """Returns True if `allocate` may return memory. The same on every rank of the group."""
         return False
 
     def allocate(self, size_bytes: int) -> Tensor | None:
         """Returns uninitialised bytes on the group's device, in memory that this communicator has registered.
 
-        None where ordinary memory has to do: on all ranks alike. Every rank of the group calls it.
+        Every rank of the group calls it. Returns None on all ranks if they must use ordinary memory.
         """
         raise UnsupportedError(f"{self.context}: {self.name} has no memory for tensors")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Encloses each collective that is waited for; raises UsageError if another thread is in the way."""
+        """Encloses each blocking collective. Raises UsageError if another thread is in a collective that conflicts."""
         return nullcontext()
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
+        """Returns the native collectives that registered ops may call without the route, or None.
+
+        Used only for the first communicator of a route.
+        """
         return None
 
     def abandon(self) -> None:
         """Ends this rank's transfers after a failure of the group, so that peers don't wait for it."""
 
     def close(self) -> None:
-        """Frees what the communicator made itself; process groups belong to `parallel_state.process_groups.pool`."""
+        """Frees the communicator's own resources. `parallel_state.process_groups.pool` owns the process groups."""
 
-    # Public operations. Each is called by every rank of the group, but send and recv.
+    # Public operations. Every rank of the group calls them, except send and recv.
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
         """Returns `x` reduced over all ranks."""
@@ -267,11 +273,11 @@ class Communicator(ABC):
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
-    # With `out`, contiguous and sharing no memory with `x`, the result goes there. It isn't copied if all dims before
-    # `dim` have length 1: each rank's block is then contiguous.
+    # `out`, if given, receives the result. It is contiguous and shares no memory with `x`. If all dims before `dim`
+    # have length 1, each rank's block is contiguous and no copy is needed.
 
     def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-        """Returns `[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
+        """Gathers `[…, d, …]` of each rank into `[…, size · d, …]`; 0-d tensors into `[size]`."""
         out = new_gathered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
@@ -282,18 +288,18 @@ class Communicator(ABC):
         return out
 
     def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
-        """Returns the bytes of `src`, of which the others don't know how many there are, but for `most_bytes`."""
+        """Broadcasts the bytes of `src`. Other ranks don't know their number, only the bound `most_bytes`."""
         raise UnsupportedError(f"{self.name} has no broadcast_sized")
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`."""
+        """Gathers as all_gather. `sizes[r]` is the length of rank r's `dim`."""
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sum(sizes), *rows.shape[1:]))
         self.flat_all_gatherv(list(out.split(list(sizes))), rows)
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
-        """Returns `[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`; `out` as in all_gather."""
+        """Reduces `[…, size · d, …]` over all ranks. Returns this rank's slice `[…, d, …]`; `out` as in all_gather."""
         out = new_scattered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
@@ -304,7 +310,7 @@ class Communicator(ABC):
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """Exchanges the slices, then reduces in rank order: the same bytes as a reduce-scatter."""
+        """Exchanges the slices, then reduces in rank order. Sends as many bytes as a reduce-scatter."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -313,7 +319,7 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
-        """Gathers on `dst` as all_gather does; an empty `[0]` tensor on the others."""
+        """Gathers on `dst` as all_gather does. Returns an empty `[0]` tensor on other ranks."""
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
@@ -330,16 +336,16 @@ class Communicator(ABC):
     def all_to_all(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        """Sends rows of dim 0: `input_splits[r]` to rank r; receives `output_splits[r]` from rank r, in rank order.
+        """Sends `input_splits[r]` rows of dim 0 to rank r, and receives `output_splits[r]` from it, in rank order.
 
-        They go into contiguous `out`, of `sum(output_splits)` rows, if it is given.
+        `out`: contiguous, with `sum(output_splits)` rows.
         """
         out = x.new_empty((sum(output_splits), *x.shape[1:])) if out is None else out
         self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Returns `src`'s tensor on every rank; the others' `x` has its shape and dtype."""
+        """Returns `src`'s tensor on every rank. `x` has the same shape and dtype on all ranks."""
         out = x.clone(memory_format=torch.contiguous_format)
         self.flat_broadcast_(out, src)
         return out
@@ -350,22 +356,22 @@ class Communicator(ABC):
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs `operation` (send, recv or broadcast_) of contiguous tensors that `refusal` lets through one by one.
+        """Runs `operation` (send, recv or broadcast_) of contiguous tensors, in order or in one launch.
 
-        One after the other, or in one launch.
+        `refusal` has accepted each of them.
         """
         for each in tensors:
             getattr(self, operation)(each, peer)
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Sends `x` to `dst`, and returns once it may be changed."""
+        """Sends `x` to `dst`. Returns once `x` may be changed."""
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
-        """Fills contiguous `out` with what `src` sends."""
+        """Receives a tensor from `src` into contiguous `out`."""
         self.irecv_(out, src, self.context.tag(0)).wait()
 
-    # Flat operations: every tensor is contiguous, the group's dim is 0.
+    # Flat operations: every tensor is contiguous, and the group is along dim 0.
 
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
@@ -381,32 +387,32 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """Reduces `x`, `[size · out.shape[0], *out.shape[1:]]`, and scatters it."""
+        """Reduces `x`, `[size · out.shape[0], *out.shape[1:]]`, and writes this rank's slice to `out`."""
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        """Gathers into `out`, `[size, *x.shape]` on `dst`, None elsewhere."""
+        """Gathers into `out`: `[size, *x.shape]` on `dst`, None on other ranks."""
 
     @abstractmethod
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        """Scatters `x`, `[size, *out.shape]` on `src`, None elsewhere."""
+        """Scatters `x`: `[size, *out.shape]` on `src`, None on other ranks."""
 
     @abstractmethod
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
 
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        """Starts a broadcast of `src`'s tensor into the others'; the caller keeps `x` alive until it is done."""
+        """Starts a broadcast of `src`'s `x` into that of other ranks. The caller keeps `x` alive until it is done."""
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
-        """Broadcasts `src`'s tensor into the others'."""
+        """Broadcasts `src`'s `x` into that of other ranks."""
         self.ibroadcast_(x, src).wait()
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Starts a send; the caller keeps `x` alive and unchanged until it is done.
+        """Starts a send. The caller keeps `x` alive and unchanged until it is done.
 
-        Transfers of different tags don't match each other where the transport knows tags (gloo does, NCCL doesn't).
+        Transfers with different tags don't match, if the transport supports tags: gloo does, NCCL doesn't.
         """
 
     @abstractmethod
@@ -433,7 +439,7 @@ def new_scattered(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def call_each_once(communicator: Communicator) -> None:
-    """Runs each kind of call once on the device: libraries connect ranks at the first, which can't be captured."""
+    """Runs each kind of call once on the device. Libraries connect ranks at the first call, which can't be captured."""
     size = communicator.context.size
     x = torch.zeros(size, device=communicator.context.device)
     out, parts = torch.empty_like(x), [1] * size
@@ -444,9 +450,9 @@ def call_each_once(communicator: Communicator) -> None:
     communicator.flat_all_to_all(out, x, parts, parts)
 
 
-# Compositions of operations that few communicators implement: a method of the same name takes precedence.
-# A composed operation with an `i` is done when it returns. Where a communicator implements it, it returns earlier, and
-# the caller keeps the tensors alive until it is done.
+# Fallbacks for operations that few communicators implement. A communicator's method of the same name takes precedence.
+# A fallback with an `i` is done when it returns. A communicator's method may return earlier; the caller then keeps the
+# tensors alive until it is done.
 
 
 def _add_rms_norm(
@@ -461,7 +467,6 @@ def _add_rms_norm(
 def _add_rms_norm_static(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(quantised, y)`, as GroupCoordinator's method does."""
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
         return static_fp8_quant(normed, scale), y
@@ -470,7 +475,6 @@ def _add_rms_norm_static(
 def _add_rms_norm_dynamic(
     communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(quantised, scales, y)`, as GroupCoordinator's method does."""
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
         return (*dynamic_per_token_fp8_quant(normed), y)
@@ -495,13 +499,13 @@ COMPOSED: Mapping[str, Callable[..., Any]] = {
 
 
 def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
-    """Returns the communicator's method of this name, else the composition."""
+    """Returns the communicator's method of this name, else the fallback."""
     own = getattr(communicator, operation, None)
     return partial(COMPOSED[operation], communicator) if own is None else own
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Reduces dim 0 of `[size, …]` to the bits that the kernels in C++ give (cpu/csrc/reduce.h).
+    """Reduces dim 0 of `[size, …]` with the same bits as the C++ kernels (cpu/csrc/reduce.h).
 
     16-bit and 8-bit floats are accumulated in float32 and rounded once.
     """
@@ -509,7 +513,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
     with default_state(wide):
         out = wide[0].clone()
-        for row in wide[1:]:  # torch's sum starts from +0, which loses -0, and has its own order
+        for row in wide[1:]:  # torch's sum starts from +0, which loses -0, and adds in another order
             combine_(out, row, reduce_op)
         if reduce_op == "avg":
             out = out.contiguous()
@@ -518,18 +522,18 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
-    """Returns `[size, *shape]` to shape with `dim` size times as long."""
+    """Merges `[size, *shape]` into `shape` with `dim` size times as long."""
     if x_dim == 0:
         return blocks
     if dim == 0:
         return blocks.flatten(0, 1)
-    # Where the dims are 1 long, flatten gives a view of other strides.
+    # If the dims have length 1, flatten returns a view with other strides.
     return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 @contextmanager
 def _contiguous(x: Tensor) -> Iterator[Tensor]:
-    """Returns `x` itself, or a contiguous copy that is written back."""
+    """Yields `x`, or a contiguous copy that is written back to `x` afterwards."""
     if x.is_contiguous():
         yield x
         return
@@ -546,7 +550,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Carries what its `refusal` lets through; the next communicator of the route carries the rest."""
+    """A communicator for the requests that its `refusal` accepts. The next one of the route takes the others."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

@@ -1,6 +1,6 @@
-"""Debug mode compares each collective with the other ranks' before it begins, over the control plane.
+"""Debug mode: compares each collective with those of peers before it begins, over the control plane.
 
-That works over NCCL, too, and names both calls with the lines that made them.
+It works over NCCL, too. The error contains both calls and the lines that made them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
-    """Raises CollectiveMismatchError on every rank where one of them is in another call."""
+    """Raises CollectiveMismatchError on every rank if the ranks are in different calls. Every rank calls it."""
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}
     texts = context.gather(json.dumps(call).encode(), "comparison of calls")
-    if len(set(texts)) == 1:  # as a rule
+    if len(set(texts)) == 1:  # the usual case
         return
     calls = [json.loads(each) for each in texts]
     own = calls[context.rank]

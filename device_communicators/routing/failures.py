@@ -1,4 +1,4 @@
-"""The meaning of a failure: torch.distributed's words, for all of which it raises RuntimeError, and who has died."""
+"""Classifies failures: by the texts of torch.distributed, which raises RuntimeError for all of them, and by deaths."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from device_communicators.routing.communicator import GroupContext
 ADVICE: dict[type[CommunicationError], str] = {
     CollectiveTimeoutError: "look at the ranks that are not in this call (their logs, `py-spy dump`), or raise the "
     "timeout",
-    PeerDiedError: "look for the first rank that ended",
-    CommunicationError: "look for the first rank that failed",
+    PeerDiedError: "find the first rank that exited, and see its log",
+    CommunicationError: "find the first rank that failed, and see its log",
 }
 
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
-"""Copies of the last errors raised through torch's C++. Copies don't keep the originals' frames alive."""
+"""Copies of the last errors raised through torch's C++. A copy doesn't keep the original's frames alive."""
 
 
 def note_error(error: CommunicationError) -> None:
-    """Keeps a copy for `error_of`."""
     if all(str(error) != str(kept) for kept in _RAISED):
         _RAISED.append(copy.deepcopy(error))
 
 
 @host_call(OUTSIDE)
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
-    """Returns this library's error behind `exception`, or None if there is none. Each rank for itself.
+    """Returns this library's error behind `exception`, or None. Involves no other rank.
 
-    It is the exception itself, or the nearest of its causes and contexts. Errors of the backend "parallel_state" are
-    also found by their text: torch's autograd, and so the backward of DDP and FSDP, raises them as a plain
-    DistBackendError. The last 16 of them in this process are kept, without tracebacks.
+    The result is the exception itself, or the nearest of its causes and contexts. Errors of the backend
+    "parallel_state" are also found by their text, because torch's autograd, and so the backward of DDP and FSDP, raises
+    them as a plain DistBackendError. The process keeps the last 16 of these errors, without tracebacks.
     """
     seen: set[int] = set()
     link = exception
@@ -65,7 +64,6 @@ def error_of(exception: BaseException | None) -> ParallelStateError | None:
 
 
 def kind_of_failure(text: str) -> type[CommunicationError]:
-    """Returns the error's type, by c10d's text."""
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
         return CollectiveTimeoutError
@@ -82,18 +80,18 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Returns True if torch.distributed raised it, by its type or its words; else it is a mistake of this rank."""
+    """Returns True if the error's type or text is of torch.distributed. Other errors are faults of this rank."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
+    """Returns the error for an operation that failed because ranks of the failure domain died."""
     deaths = context.deaths()
     return context.failure(
         kind_of_deaths(deaths, CollectiveTimeoutError),
         f"{operation} of {context} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. {LOST}; "
-        "look at that rank's log",
+        "see that rank's log for the cause",
         operation,
         started=started,
         suspect_ranks=[death.rank for death in deaths],
@@ -102,7 +100,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Makes communication errors of a method that starts ranks or groups count from its begin."""
+    """Makes `elapsed_s` of communication errors in a block count from the block's start."""
     started = time.monotonic()
     try:
         yield
@@ -113,7 +111,6 @@ def counted_from_begin() -> Iterator[None]:
 
 
 def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFailedError:
-    """Returns the error for a call that begins after the group's first failure."""
     return context.failure(
         GroupFailedError,
         f"{context} failed earlier ({first}); destroy it and initialise again",
@@ -123,19 +120,22 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure`, which names one dead rank; where others have died with it, the error that names them all."""
+    """Returns `failure`, which names one dead rank, or an error that names all dead ranks if there are more."""
     watcher = context.watcher
     if watcher is None:
         return failure
     deaths = watcher.await_death_of(context.failure_ranks)
-    if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
+    if not deaths and watcher.watches(failure.suspect_ranks):  # unwatched: its death may be detected later
         blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
     return failure if known else died(context, operation, started)
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Blames the dead: a rank that lives and left a group left it, most likely, because another rank has ended."""
+    """Adds the world's dead ranks to `failure` as its suspects.
+
+    A live rank that leaves a group usually does so because another rank died.
+    """
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)
@@ -145,9 +145,9 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
 def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
-    """Returns the error for a connection that broke: by whose death, where that comes to be known in a moment.
+    """Returns the error for a broken connection. Waits briefly for the report of a death that explains it.
 
-    Where all of the group's ranks are watched and none has ended, one of them closed the connection because it gave up.
+    If all ranks of the group are watched and none has died, a rank closed the connection because its own call failed.
     """
     watcher = context.watcher
     if watcher is None:
@@ -162,11 +162,11 @@ def attributed(
 
 
 def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure` by a connection that broke, where nobody has ended."""
+    """Returns `failure`, of a broken connection, as the error for a group without a death."""
     return context.failure(
         CommunicationError,
-        f"{failure.args[0]}. No rank of the group has ended: one gave up first, at its deadline or by an error of its "
-        "own",
+        f"{failure.args[0]}. All ranks of the group are alive: one of them failed first, at its deadline or by another "
+        "error",
         failure.operation,
         like=failure,
     )

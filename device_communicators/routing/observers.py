@@ -1,11 +1,9 @@
-"""Hooks on each operation of a group, and on each group's first failure: users' own, and this process' meters.
+"""Hooks on operations of groups and on each group's first failure: hooks of users, and the meters of this process.
 
-Nothing is called, and nothing costs anything, while there are none. A hook that raises is logged, and no operation
-fails by it.
+Without hooks there is no cost. An exception of a hook is logged; the operation doesn't fail.
 
-Meters add up what the calls of groups take, and how long they wait for others. What goes over shared memory is measured
-in C++, wherever it is called from (csrc/handle.h); of other ways it is known what a call took, and not what of it was
-waiting.
+Meters add up the time of calls, and of waits for peers. C++ measures all calls over shared memory (csrc/handle.h). For
+other transports only the time of a call is known, not its share of waiting.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ logger = logging.getLogger("parallel_state")
 
 @dataclass(frozen=True)
 class OperationEvent:
-    """One operation of a group that has ended on this rank."""
+    """A completed operation of a group on this rank."""
 
     group: str
     ranks: tuple[int, ...]
-    """Global, in group order."""
+    """Global ranks, in group order."""
     rank: int
-    """This one, global."""
+    """Global rank of this process."""
     operation: str
     """The method that was called."""
     sequence: int
-    """Its number in the group; of a transfer between two ranks that of the last operation of all."""
+    """Its number in the group. A transfer has the number of the group's last collective."""
     bytes: int
-    """Of this rank's tensor."""
+    """Size of this rank's tensor."""
     dtype: str
     shape: tuple[int, ...]
     peer: int
-    """The other global rank of a transfer, else -1."""
+    """Global rank of the peer of a transfer, else -1."""
     started_s: float
     """On the monotonic clock of this host."""
     ended_s: float
@@ -57,24 +55,23 @@ class FailureEvent:
     group: str
     ranks: tuple[int, ...]
     rank: int
-    """This one, global."""
+    """Global rank of this process."""
     error: CommunicationError
     at_s: float = field(default_factory=time.monotonic)
     """On the monotonic clock of this host."""
 
 
 ON_OPERATION: list[Callable[[OperationEvent], object]] = []
-OF_PYTHON: list[Callable[[OperationEvent], object]] = []
-"""Told of those operations only that come through Python; the others go on past it."""
+PYTHON_ONLY: list[Callable[[OperationEvent], object]] = []
+"""Hooks on operations that run in Python anyway. They don't disable native ops, which they miss."""
 IN_PROFILER: list[bool] = []
-"""Not empty: torch's profiler is to show each operation that comes through Python, with group and bytes."""
+"""Not empty: torch's profiler shows each operation that runs in Python, with group and bytes."""
 ON_FAILURE: list[Callable[[FailureEvent], object]] = []
 
 
 def profiled(
     carry: Callable[..., Any], context: GroupContext, operation: str, tensor: torch.Tensor | None
 ) -> Callable[..., Any]:
-    """Returns `carry` as an operation that torch's profiler shows."""
     name = f"parallel_state.{operation} {context.name} {0 if tensor is None else tensor.nbytes} bytes"
 
     def shown(*args: Any) -> Any:
@@ -98,7 +95,7 @@ def notify_operation(context: GroupContext, record: Operation, tensor: torch.Ten
         record.started_s,
         record.ended_s or time.monotonic(),
     )
-    _call((*ON_OPERATION, *OF_PYTHON), event, "on_operation")
+    _call((*ON_OPERATION, *PYTHON_ONLY), event, "on_operation")
 
 
 def notify_failure(context: GroupContext, error: CommunicationError) -> None:
@@ -111,12 +108,10 @@ def _call(hooks: tuple[Callable[[Any], object], ...], event: OperationEvent | Fa
         try:
             hook(event)
         except Exception:
-            logger.exception("%r, which %s was given, failed", hook, adder)
+            logger.exception("hook %r of %s failed", hook, adder)
 
 
 class _Meters:
-    """Seconds that Python measures, by group and method."""
-
     def __init__(self) -> None:
         self.is_on = False
         self.took_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -129,15 +124,15 @@ METERS = _Meters()
 
 
 def measure(on: bool) -> None:
-    """Begins to measure the operations of all groups of this process, or ends it. What was measured stays."""
+    """Starts or stops measuring the operations of all groups of this process. Keeps earlier results."""
     if on and not METERS.is_on:
-        OF_PYTHON.append(METERS.note)
+        PYTHON_ONLY.append(METERS.note)
     elif METERS.is_on and not on:
-        OF_PYTHON.remove(METERS.note)
+        PYTHON_ONLY.remove(METERS.note)
     METERS.is_on = on
 
 
 def switch_native_meter(context: GroupContext) -> None:
-    """Has the compiled part of a group measure if Python does; it is one switch for all groups."""
+    """Switches measuring in the native library on or off, as in Python. One switch serves all groups."""
     if context.collectives is not None:
         context.collectives.library.ps_measure_calls(int(METERS.is_on))

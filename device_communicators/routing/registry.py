@@ -1,4 +1,4 @@
-"""The routes of this process by their groups' names: where an op finds its group; what they all did last."""
+"""The routes of this process by their groups' names, for ops; hooks of users; and the record of the last operations."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""The name of each group that this process had, by the name and both keys."""
+"""Group name and both keys -> group name, for each group that this process has had."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the routes of this process with other ranks, that are open, by their groups' names."""
+    """Returns the open routes of real groups with more than one rank, sorted by their groups' names."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
 
 @host_call(OUTSIDE)
 def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` after each operation of each group of this rank, in the thread that made it.
+    """Calls `hook(event)` after each operation of each group of this rank, in the thread that made the call.
 
-    Returns a function that takes it back. Meanwhile all operations go through Python, which takes some microseconds
-    longer a call; what was started is told where it is waited for. What a hook raises is logged. Each rank for itself.
+    Returns a function that removes the hook. With a hook, all operations go through Python, which costs some
+    microseconds a call. A started operation is reported when it is waited for. An exception of a hook is logged. Each
+    rank adds its own hooks.
     """
     return _add(hook, observers.ON_OPERATION, _serve_ops)
 
 
 @host_call(OUTSIDE)
 def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` when a group of this rank fails, in the thread that noticed it, before the error is raised.
+    """Calls `hook(event)` when a group of this rank fails, in the thread that detects it, before the error is raised.
 
-    Returns a function that takes it back. What a hook raises is logged. Each rank for itself.
+    Returns a function that removes the hook. An exception of a hook is logged. Each rank adds its own hooks.
     """
     return _add(hook, observers.ON_FAILURE)
 
 
 def _add(hook: _T, hooks: list[_T], changed: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Adds a hook, and returns a function that removes it. Both call `changed`."""
     hooks.append(hook)
     changed()
 
@@ -74,11 +74,11 @@ def _serve_ops() -> None:
 
 @host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
-    """Writes the last operations of all groups of this process into a file of `folder`; None without groups.
+    """Writes the last operations of all groups of this process to a file in `folder`. Returns its path.
 
-    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. The last events of each control
-    plane are written beside it: `debug --replay FILE` shows one. From any thread: a watchdog may
-    call it while another one hangs. An `OSError` of the folder is logged only.
+    Returns None if there are no groups, or if writing fails, which is logged. `python -m parallel_state debug FOLDER`
+    shows the files of all ranks side by side. The last events of each control plane are written to files next to it,
+    which `debug --replay FILE` shows. Thread-safe: a watchdog may call it while another thread hangs.
     """
     found = routes()
     if not found:
@@ -97,7 +97,7 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
     try:
         return recorder.write(Path(folder), found[0].context.global_rank, groups, filter(None, control))
     except OSError as error:
-        logger.warning("the record of the last operations can't be written to %s: %s", folder, error)
+        logger.warning("writing the record of the last operations to %s failed: %s", folder, error)
         return None
 
 
@@ -111,7 +111,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """Leaves the routes to the parent, in a forked child. Returns True if there are any."""
+    """Closes the parent's routes in a forked child, without freeing anything. Returns True if there are any."""
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
         route.closed = route.is_parents = True
@@ -119,7 +119,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """Makes `route` known by its group's name and by its key, for the ops too; the caller keeps it alive."""
+    """Registers `route` under its group's name and keys, by which ops find it. The caller keeps it alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
@@ -135,14 +135,14 @@ def register_route(route: Route) -> None:
 
 
 def unique_name(stem: str) -> str:
-    """Returns `tp:0`, then `tp:1`, …: a name that no group of this process had, to tell a stale one from a new one."""
+    """Returns `tp:0`, then `tp:1`, …: a name that no group of this process has had, which exposes stale groups."""
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"
 
 
 def find_route(key: str) -> Route:
-    """Returns the route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
+    """Returns a group's route by name or key. Raises GroupDestroyedError or GroupNotInitializedError."""
     route = _ROUTES.get(key)
     if route is None or route.closed or route.first_failure is not None:
         raise_interruption()
@@ -150,7 +150,7 @@ def find_route(key: str) -> Route:
         return route
     name = _KNOWN_NAMES.get(key)
     if name is not None:
-        raise GroupDestroyedError(f"group {name!r} was destroyed; take the group anew from its getter")
+        raise GroupDestroyedError(f"group {name!r} was destroyed; call the group's getter again")
     known = sorted({route.context.name for route in _ROUTES.values()})
     raise GroupNotInitializedError(
         f"there is no group {key!r}; this process has {known}. Call initialize_model_parallel first"

@@ -1,8 +1,8 @@
-"""Reports of the ranks' calls, exchanged over the control plane once a wait has failed.
+"""Reports of the ranks' calls, exchanged over the control plane after a wait has failed.
 
-gloo says neither who is missing nor that ranks are in different calls. When its wait has timed out on one rank it
-closes the connections, so all others that wait fail as well. Each rank that fails then sends to the others in which
-operation it was. A rank that sends nothing isn't in a call of this group. It costs nothing before that.
+gloo reports neither missing ranks nor mismatched calls. When a wait times out on one rank, gloo closes the connections,
+so the waits of all other ranks fail as well. Each of these ranks then sends its call to its peers. A rank that sends
+nothing isn't in a call of this group. Calls that succeed cost nothing.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.states import MOST_ASKED, State, call_in_words, describe_states, group_key
 
 _MOST_REPORTS = 64
-"""In larger groups a rank exchanges reports with the 32 ranks before and after it, so that connections stay few."""
+"""In larger groups a rank exchanges reports only with the 32 ranks before and after it, to limit connections."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The call of a rank in which the group failed there."""
+    """The call in which the group failed on a rank."""
 
     sequence: int
     call: str
     timed_out: bool = field(default=False, compare=False)
-    """True if it failed at its deadline: then a missing rank may be slow, and need not have ended."""
+    """True if it failed at its deadline. A missing rank may then be slow instead of dead."""
     before: str = field(default="", compare=False)
-    """The call before that one, which it got through; empty where that isn't known."""
+    """The last call that the rank completed; empty if unknown."""
 
 
 def explained(
     context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
 ) -> CommunicationError:
-    """Returns `failure` of the group's `operation`, or the error that says who is missing or in another call.
+    """Returns `failure` of the group's `operation`, or an error that names the missing or mismatched ranks.
 
-    `before`: the group's call before that operation.
+    `before`: the group's call before `operation`.
     """
     status = _status_of(context)
     if status is None:
         return failure
     own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError), before)
-    asked = _asked(context)
+    asked = _peers_to_ask(context)
     found = status.exchange(group_key(context), asked, own)
     reports = {context.ranks.index(rank): report for rank, report in found.items()} | {context.rank: own}
     return _verdict(context, own, reports, failure, [rank for rank in asked if rank not in found])
@@ -62,24 +62,24 @@ def publish(context: GroupContext, operation: Operation) -> None:
     """Sends this rank's report of a mismatched `operation` to the group's ranks without waiting."""
     status = _status_of(context)
     if status is not None:
-        status.publish(group_key(context), _asked(context), Report(operation.sequence, operation.call))
+        status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
 
 
 def _status_of(context: GroupContext) -> Any:
     return None if context.watcher is None else context.watcher.status
 
 
-def _asked(context: GroupContext) -> list[int]:
-    """Returns the global ranks with which this one exchanges reports: all others, or the next ones in a ring."""
+def _peers_to_ask(context: GroupContext) -> list[int]:
+    """Returns the global ranks with which this rank exchanges reports: all peers, or the nearest ones in a ring."""
     others = [*context.ranks[context.rank + 1 :], *context.ranks[: context.rank]]
     half = _MOST_REPORTS // 2
     return others if len(others) <= _MOST_REPORTS else [*others[:half], *others[-half:]]
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to a failure of `operation` the states of the group's ranks that answer, its suspects first.
+    """Adds to a failure of `operation` the states of the ranks that answer, suspects first.
 
-    To a mismatch, which has both calls, it adds the lines that made them.
+    A mismatch has both calls already, so only the lines that made them are added.
     """
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
@@ -97,7 +97,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
         if own is not None:
             states[context.global_rank] = own
     if isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0]):
-        if operation is not None and operation.site:  # debug mode: the error has them
+        if operation is not None and operation.site:  # debug mode: the error has the lines already
             return
         lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
         failure.args = (f"{failure.args[0]}. This rank called it at {'; '.join([place, *lines])}",)
@@ -106,7 +106,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
-    """Returns `failure` of a connection, or the error with the ranks that the watcher comes to know as dead."""
+    """Returns `failure` of a connection, or the error for deaths that the watcher detects now."""
     watcher = context.watcher
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
@@ -116,17 +116,17 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
     return failure
 
 
-def _half_through(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns the call that ended on some ranks before it broke on others, and those ranks, in the next one.
+def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
+    """Returns a call that some ranks completed before it failed on other ranks, and the ranks that completed it.
 
-    None where they are in other calls than that, or where what the others got through isn't known to be that call.
+    The ranks that completed it must all be in the same next call. Returns None if the reports don't show that.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
-    through = [rank for rank, report in sorted(reports.items()) if report != first]
-    ahead = {reports[rank] for rank in through}
+    completed = [rank for rank, report in sorted(reports.items()) if report != first]
+    ahead = {reports[rank] for rank in completed}
     if len(ahead) != 1 or next(iter(ahead)).sequence != first.sequence + 1:
         return None
-    return (first, through) if {reports[rank].before for rank in through} == {first.call} else None
+    return (first, completed) if {reports[rank].before for rank in completed} == {first.call} else None
 
 
 def _verdict(
@@ -136,31 +136,30 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error that the reports show, with the ranks that are missing, ahead or in another call; or `failure`.
+    """Returns the error that the reports show, with the ranks that are missing, ahead or mismatched; else `failure`.
 
     `reports`: by rank in the group. `missing`: global ranks without a report.
     """
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
-    # The watcher's word goes before the reports: who hears of a death writes none.
+    # Deaths go first: a rank that has detected a death sends no report.
     found = _watchers_verdict(context, failure, missing)
     if found is not failure:
         return found
-    # Some may have got through an operation of which others still lack the end.
+    # Only equal numbers show a mismatch: some ranks may have completed a call that is unfinished on other ranks.
     if different := [rank for rank, each in sorted(reports.items()) if each != own and each.sequence == own.sequence]:
         return _mismatch(context, own, reports, different, failure)
     if context.watcher is not None and (left := context.watcher.left(missing)):
         who = ", ".join(f"global rank {rank}" for rank in left)
         text = (
             f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} has left: it "
-            f"destroyed its group, or its program came to its end. {LOST}; all ranks must make the same calls before "
-            "they leave"
+            f"destroyed its group, or its program ended. {LOST}; all ranks must make the same calls before they leave"
         )
         return context.failure(
             PeerDiedError, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=left
         )
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
-        # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
+        # A death of a watched rank would be known. So that rank is alive: its own call failed.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
         if not missing:
             return gave_up(context, failure)
@@ -169,10 +168,10 @@ def _verdict(
     began = f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s"
     advice = f"{LOST}; look at that rank (its log, `py-spy dump`)"
     kind: type[CommunicationError] = CollectiveTimeoutError
-    text = f"{who} {has} not come to {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the timeout"
+    text = f"{who} {has} not reached {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the timeout"
     if isinstance(failure, PeerDiedError) and not any(report.timed_out for report in reports.values()):
         kind = PeerDiedError
-        text = f"a connection broke, and {who} {has} not been heard of since. {advice}"
+        text = f"a connection broke, and {who} {has} not responded since. {advice}"
     text = f"{began}: {text}"
     return context.failure(kind, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=missing)
 
@@ -180,30 +179,31 @@ def _verdict(
 def _verdict_of_all(
     context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
 ) -> CommunicationError:
-    """Returns what `_verdict` does where every rank has reported: all live."""
+    """Returns `_verdict`'s result if every rank has reported, and so is alive."""
     found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
     others = {report for rank, report in reports.items() if rank != context.rank}
     if len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
-        # They may have got through this operation with this rank's help, and given it up in the next one.
+        # Peers may have completed this operation with this rank's data, and failed in the next one.
         ours = f"{own.call} number {own.sequence}"
-        theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
+        theirs = f"All peers are already in {ahead.call} number {ahead.sequence}"
         found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
-    elif (half := _half_through(reports)) is not None:
-        first, through = half
-        who = ", ".join(f"global rank {context.ranks[rank]}" for rank in through)
-        found.args = (f"{found.args[0]}. {first.call} number {first.sequence} had ended on {who}, not on the others",)
+    elif (partial := _completed_on_some(reports)) is not None:
+        first, completed = partial
+        who = ", ".join(f"global rank {context.ranks[rank]}" for rank in completed)
+        text = f"{first.call} number {first.sequence} had completed on {who}, but not on other ranks"
+        found.args = (f"{found.args[0]}. {text}",)
     else:
-        reports = _at_first(reports)
+        reports = _calls_of_lowest_number(reports)
         own = reports[context.rank]
         if different := [rank for rank, report in sorted(reports.items()) if report != own]:
             return _mismatch(context, own, reports, different, failure)
     return found
 
 
-def _at_first(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns the calls of the lowest sequence number of any rank, or `reports` where a rank's isn't known.
+def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
+    """Returns the ranks' calls of the lowest sequence number in `reports`, or `reports` if one of them is unknown.
 
-    A rank that doesn't wait for others in a call can be in the next one when the others fail.
+    A rank that needs no data from its peers in a call can be in the next call when they fail.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

@@ -1,7 +1,7 @@
-"""The route of one group: an ordered list of communicators, which carry its operations eagerly, compiled and captured.
+"""The route of one group: an ordered list of communicators that run its operations, eager, compiled and captured.
 
-`Route.run` is the one place through which an operation goes on its way: it picks, counts, and turns what a
-communicator raises into this library's errors. It holds no membership logic and moves no byte itself.
+`Route.run` runs every operation that isn't started or a native op. It chooses a communicator, counts the traffic, and
+translates a communicator's errors into those of this library. A route contains no membership logic and moves no bytes.
 """
 
 from __future__ import annotations
@@ -82,22 +82,22 @@ _Kind = tuple[str, torch.dtype | None, str, str | None]
 
 @dataclass
 class Traffic:
-    """The traffic of one operation of a route: `bytes` are those of the calling rank's tensors."""
+    """The traffic of one operation. `bytes` counts the tensors of this rank."""
 
     calls: int = 0
     bytes: int = 0
 
 
-class _Turn:
-    """Makes a call this thread's, and the group's only one: ranks can't agree in which order threads come.
+class _CallScope:
+    """Sets this thread's call, and rejects other calls of the group until it ends.
 
-    A class, as generators take 3 µs more.
+    Ranks can't agree on an order of the calls of several threads. A class, because a generator costs 3 µs more.
     """
 
-    __slots__ = ("_before", "_call", "_entered", "_has_steps", "_holder", "_is_outermost", "_route")
+    __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
 
     def __init__(self, route: Route, call: UserCall, has_steps: bool = False) -> None:
-        """`has_steps`: whether collectives of this thread may begin within the call, as steps of it."""
+        """`has_steps`: the call consists of collectives of this thread."""
         self._route = route
         self._call = call
         self._has_steps = has_steps
@@ -106,15 +106,15 @@ class _Turn:
     def __enter__(self) -> None:
         route, call, thread = self._route, self._call, threading.get_ident()
         self._is_outermost = route._turn.acquire(blocking=False)
-        self._holder = route._holder
-        if not self._is_outermost and self._holder != thread:
+        self._outer_owner = route._owner_thread
+        if not self._is_outermost and self._outer_owner != thread:
             raise overlap_error(call.method, str(route.context))
         self._before = set_current_call(call)
         if not self._has_steps:
             return
-        route._holder = thread
+        route._owner_thread = thread
         collectives = route.context.collectives
-        if collectives is not None and not self._holder:
+        if collectives is not None and not self._outer_owner:
             try:
                 collectives.enter(call.method)
             except BaseException:
@@ -125,14 +125,14 @@ class _Turn:
     def __exit__(self, *_: object) -> None:
         if self._entered is not None:
             self._entered.exit()
-        self._route._holder = self._holder
+        self._route._owner_thread = self._outer_owner
         set_current_call(self._before)
         if self._is_outermost:
             self._route._turn.release()
 
 
 class Route:
-    """The communicators of one group in order of preference, and the table of those that were turned down."""
+    """The communicators of one group in order of preference, and the reasons why others are not used."""
 
     def __init__(
         self,
@@ -143,9 +143,9 @@ class Route:
     ) -> None:
         self.context = context
         self.refusals = refusals
-        """Name of each communicator that the group doesn't have -> the reason."""
+        """Name of each unused communicator -> the reason."""
         self.paths = paths
-        """Lines: the way to each communicator that it has, eagerly, compiled and captured."""
+        """Lines of a table: how eager, compiled and captured calls reach each communicator."""
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
         self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
@@ -153,40 +153,38 @@ class Route:
         self._communicators: tuple[Communicator, ...] = ()
         self._serves_ops = False
         self._server: NativeGroup | None = None
-        self._turn = threading.Lock()  # of the collective that is under way; never waited for
-        self._holder = 0
+        self._turn = threading.Lock()  # held during a collective; never waited for
+        self._owner_thread = 0
         self.communicators = communicators
         self.sequence = 0
-        """The number of the last operation that came through here; what went past it counts as well."""
+        """Number of the last operation that ran in this class. Native ops, which bypass it, take numbers as well."""
         self._recorded: deque[Operation] = deque(maxlen=RECORDS)
-        self._kept: list[Operation] = []  # of those that went past this route, when it was served last
+        self._native_records: list[Operation] = []  # of native ops, read when they were last disabled
         self.first_failure: CommunicationError | None = None
         self._messenger: Callable[[], Any] = lambda: None
         self.closed = False
         self._was_captured = False
         self.is_parents = False
-        """True in a process that was forked from the one that made it; then it is `closed` too."""
+        """True in a forked child of the process that created the route; it is then `closed` too."""
 
     def attach_messenger(self, messenger: object) -> None:
-        """Sets what carries the group's messages; it is not kept alive."""
         self._messenger = weakref.ref(messenger)
 
     @property
     def try_messenger(self) -> Any:
-        """Returns the messenger, or None."""
         return self._messenger()
 
     @property
     def messenger(self) -> Any:
-        """Returns what carries the group's messages, for the ops on lists of tensors."""
+        """Returns the group's messenger, which the ops on lists of tensors use. Raises GroupDestroyedError."""
         messenger = self.try_messenger
         if messenger is None:
-            raise GroupDestroyedError(f"{self.context} was destroyed; take the group anew from its getter")
+            raise GroupDestroyedError(f"{self.context} was destroyed; call the group's getter again")
         return messenger
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Returns the communicators in order of preference. Assigned anew, they carry what comes from then on."""
+        """The communicators in order of preference. An assignment takes effect from the next call on."""
         return self._communicators
 
     @communicators.setter
@@ -199,8 +197,8 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Lets the registered ops go straight to the first communicator, past this route, or no longer."""
-        # In debug mode each call is compared, and its caller noted; observers are told of each.
+        """Lets registered ops call the first communicator directly, without this route, or ends that."""
+        # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
         if on and not self._serves_ops:
@@ -209,15 +207,15 @@ class Route:
                 self._server.serve(key, self.sequence)
         elif self._server is not None and not on:
             server, self._server = self._server, None
-            self._kept = server.operations(key)
-            self.sequence = max([self.sequence, *(each.sequence for each in self._kept)])
+            self._native_records = server.operations(key)
+            self.sequence = max([self.sequence, *(each.sequence for each in self._native_records)])
             for name, counts in server.stop_serving(key).items():
                 self.count(name, *counts)
         self._serves_ops = on
 
     @property
     def in_debug_mode(self) -> bool:
-        """Returns True if all ranks compare their calls: PARALLEL_STATE_DEBUG on one of them."""
+        """Returns True if the ranks compare their calls, because one of them has PARALLEL_STATE_DEBUG on."""
         memory = self.context.host_memory
         return memory is not None and memory.debug
 
@@ -231,19 +229,20 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Calls `operation` of the first communicator that carries it; `args` are that method's.
+        """Calls the method `operation`, with `args`, of the first communicator that supports it for `tensor`.
 
-        `method`: what the caller called, where that isn't `operation`. `as_list`: the first argument is a list of
-        tensors, for the communicator's `run_list`.
-        Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError while another collective of the group
-        is under way, or the CommunicationError that happened.
+        `method`: the user's method, if it isn't `operation`. `part_of`: the operation whose traffic this one counts as.
+        `as_list`: the first argument is a list of tensors, for the communicator's `run_list`.
+
+        Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError (another collective of the group is
+        running), or the CommunicationError that occurred.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
-        with nullcontext() if call is None else _Turn(self, call):
+        with nullcontext() if call is None else _CallScope(self, call):
             started = time.monotonic()
             begin_sending()
             try:
-                # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
+                # `refusal` may communicate with peers, so its failures are handled as those of the operation.
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call, started)
                 if call is None:
                     record.peer = args[-1]
@@ -254,7 +253,7 @@ class Route:
                     with nullcontext() if call is None else communicator.turn(call.method):
                         result = carry(*args)
                     record.ended_s = time.monotonic()
-                if observers.ON_OPERATION or observers.OF_PYTHON:
+                if observers.ON_OPERATION or observers.PYTHON_ONLY:
                     observers.notify_operation(self.context, record, tensor)
                 return result
             except Exception as error:
@@ -262,20 +261,19 @@ class Route:
 
     @property
     def has_memory(self) -> bool:
-        """Returns True if `allocate` may give memory."""
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns an uninitialised tensor in memory that a communicator has registered; None if none has any.
+        """Returns an uninitialised tensor in memory that a communicator has registered, or None if none has any.
 
-        Every rank of the group calls it, with as many bytes. Raises as `run`.
+        Every rank of the group calls it, with the same number of bytes. Raises as `run`.
         """
         size_bytes = math.prod(size) * dtype.itemsize
         maker = next((each for each in self.communicators if each.has_memory), None)
         if maker is None or size_bytes == 0:
             return None
         call = call_of_arguments("empty", None, (), None, "", -1)
-        with _Turn(self, call):
+        with _CallScope(self, call):
             started = time.monotonic()
             begin_sending()
             try:
@@ -292,12 +290,12 @@ class Route:
         if made is None:
             return None
         out, storage = torch.empty(0, dtype=dtype, device=made.device), made.untyped_storage()
-        return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides may be left out
+        return out.set_(storage, 0, tuple(size))  # type: ignore[call-overload]  # strides are optional
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
-        """Runs `operation` (send, recv or broadcast_) of tensors: in one launch if one communicator carries them all.
+        """Runs `operation` (send, recv or broadcast_) of tensors, in one launch if they have the same communicator.
 
-        Every rank that is in it has tensors of the same dtypes and sizes, and so the same communicators.
+        All participating ranks have tensors of the same dtypes and sizes, so they choose the same communicators.
         """
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
             self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
@@ -316,13 +314,13 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation with an `i` (isend, iall_reduce_, …) of a contiguous `tensor`, and doesn't wait.
+        """Starts an operation with an `i` (isend, iall_reduce_, …) of a contiguous `tensor` without waiting.
 
-        Its bytes are counted as those of `part_of`, whose calls the caller counts. `dim`: along which ranks' tensors
-        meet, where the arguments don't tell it.
+        Its bytes count as those of `part_of`, whose calls the caller counts. `dim`: the dim of a gather or scatter, if
+        the arguments don't contain it.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
-        with nullcontext() if call is None else _Turn(self, call):
+        with nullcontext() if call is None else _CallScope(self, call):
             started = time.monotonic()
             begin_sending()
             try:
@@ -335,7 +333,7 @@ class Route:
         return Handle(self, record, work, tensor)
 
     def operations_under_way(self) -> list[Operation]:
-        """Returns those that came past this route and have not ended: a collective, transfers."""
+        """Returns the native ops that are running: at most one collective, and transfers."""
         server, collectives = self._server, self.context.collectives
         if server is None or collectives is None:
             return []
@@ -346,13 +344,13 @@ class Route:
         own = [each for each in under_way if each.name not in PAIRS][-1:] if is_busy else []
         return own + [each for each in under_way if has_transfers and each.name in PAIRS]
 
-    def alone(self, call: UserCall) -> _Turn:
-        """Keeps other threads from beginning a collective of the group: `with` it around one of several steps."""
-        return _Turn(self, call, has_steps=True)
+    def alone(self, call: UserCall) -> _CallScope:
+        """Returns a context that rejects collectives of other threads on the group, for a call of several steps."""
+        return _CallScope(self, call, has_steps=True)
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Errors of this and other ranks name this thread's calls `method`, where that is of their class."""
+        """Makes errors, on all ranks, name this thread's calls `method`, if it belongs to their class of methods."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:
@@ -377,8 +375,8 @@ class Route:
             self.check_recordable(operation)
         communicator = self._carrier(operation, tensor, reduce_op)
         if call is not None and self._serves_ops and communicator is not self._communicators[0]:
-            collectives = self.context.collectives  # in which another thread may be by a call that came past this route
-            if collectives is not None and collectives.is_busy and self._holder != threading.get_ident():
+            collectives = self.context.collectives  # another thread may be running a native op there
+            if collectives is not None and collectives.is_busy and self._owner_thread != threading.get_ident():
                 raise overlap_error(call.method, str(self.context))
         record = self.note(operation, tensor, call)
         if record.site and call is not None and part_of is None:
@@ -389,7 +387,6 @@ class Route:
         return communicator, record
 
     def _carrier(self, operation: str, tensor: Tensor | None, reduce_op: str | None) -> Communicator:
-        """Returns the communicator for an operation of a tensor."""
         kind: _Kind = (operation, None, "cpu", None)
         numel = 0
         if tensor is not None:
@@ -398,17 +395,17 @@ class Route:
         communicator = self._chosen.get(key)
         if communicator is None:
             communicator = self.pick(Request(*kind[:3], numel, kind[3]))
-            if len(self._chosen) >= _MOST_CHOSEN:  # sizes may come and go
+            if len(self._chosen) >= _MOST_CHOSEN:  # a program may use ever new sizes
                 self._chosen.clear()
             self._chosen[key] = communicator
         return communicator
 
     def check_recordable(self, operation: str) -> None:
-        """Raises UnsupportedError while this thread records a CUDA graph: the host does `operation`, and no replay."""
+        """Raises UnsupportedError while this thread records a CUDA graph, for an `operation` that the host runs."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                f"{operation} on {self.context} is done by the host and can't be recorded in a CUDA graph: a replay "
-                "would not do it. Call it before or after the capture"
+                f"{operation} on {self.context} runs on the host and can't be recorded in a CUDA graph: a replay would "
+                "not repeat it. Call it before or after the capture"
             )
 
     def note(
@@ -420,7 +417,7 @@ class Route:
         peer: int = -1,
         started_s: float | None = None,
     ) -> Operation:
-        """Numbers and records an operation that begins, or has begun at `started_s`; `peer`: of a transfer."""
+        """Numbers and records an operation that begins now, or began at `started_s`. `peer`: of a transfer."""
         if operation not in PAIRS:
             served = 0 if self._server is None else self._server.next_operation(self.context.key)
             self.sequence = served or self.sequence + 1
@@ -439,12 +436,11 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """Returns the last operations, in order; one without an end is under way, or has failed."""
-        others = self._kept if self._server is None else self._server.operations(self.context.key)
+        """Returns the last operations, in order. An operation without an end is running, or has failed."""
+        others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
     def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:
-        """Adds to the traffic of `name`."""
         traffic = self._traffic.get(name)
         if traffic is None:
             traffic = self._traffic[name] = Traffic()
@@ -452,7 +448,6 @@ class Route:
         traffic.bytes += size_bytes
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns calls and bytes so far, by operation."""
         found = {name: Traffic(traffic.calls, traffic.bytes) for name, traffic in self._traffic.items()}
         if self._server is not None:
             for name, (calls, size_bytes) in self._server.traffic(self.context.key).items():
@@ -462,29 +457,29 @@ class Route:
         return found
 
     def pick(self, request: Request) -> Communicator:
-        """Returns the first communicator that carries `request`; UnsupportedError with every reason if none does."""
+        """Returns the first communicator that supports `request`. Raises UnsupportedError with the reason of each."""
         for communicator in self.communicators:
             if communicator.refusal(request) is None:
                 return communicator
         reasons = "; ".join(f"{c.name}: {c.refusal(request)}" for c in self.communicators)
-        raise UnsupportedError(f"no communicator of {self.context} carries {request}: {reasons}")
+        raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
-        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the PeerDiedError that nobody has met yet.
+        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the error for deaths not raised before.
 
-        `started`: when `operation` began, where that isn't now.
+        `started`: start of `operation`, if it isn't now.
         """
         if self.closed:
             if self.is_parents:
                 raise forks.error(str(self.context))
             raise GroupDestroyedError(
-                f"{self.context} was destroyed; take the group anew from its getter, or initialise again"
+                f"{self.context} was destroyed; call the group's getter again, or initialise again"
             )
         if self.first_failure is not None:
             raise failed_earlier(self.context, self.first_failure) from self.first_failure
-        if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
+        if self.context.deaths():  # an operation that began now could wait until its deadline
             if self.context.watcher is not None:
-                self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # others may be ending with it
+                self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # includes ranks that die with it
             began = self._began(time.monotonic() if started is None else started)
             self._poison(died(self.context, operation, began))
             if self.first_failure is not None:
@@ -497,7 +492,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns when this thread's call began: before `started` where it has waited past this route first."""
+        """Returns the start of this thread's call: before `started` if it waited outside this route first."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -505,10 +500,10 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise for `error`; a communication error poisons the group.
+        """Returns the error to raise for `error`. A communication error poisons the group.
 
-        `record`: of the operation that failed, where it isn't the last that began. `sent`: whether others may know of
-        it; else it is this rank's affair, and the group goes on.
+        `record`: of the failed operation, if it isn't the last one that began. `sent`: False if no data has left this
+        rank; the failure is then local, and the group stays usable.
         """
         if error is self.first_failure:
             return error
@@ -521,7 +516,7 @@ class Route:
             elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts:
                 error = self._explained(error, record)
             elif isinstance(error, CollectiveMismatchError) and self._spans_hosts and record is not None:
-                publish(self.context, record)  # ranks that wait for this one in another call fail later
+                publish(self.context, record)  # for peers that wait for this rank in another call and fail later
             if isinstance(error, CommunicationError):
                 self._add_calls(error, record)
                 if error is not self.first_failure and not isinstance(error, GroupFailedError):
@@ -532,8 +527,8 @@ class Route:
         if not sent:
             return UsageError(
                 f"{operation} of {self.context} failed on this rank before anything was sent, by "
-                f"{type(error).__name__}: {text.splitlines()[0] if text else ''}. The group can be used further; mend "
-                "the cause, and make the call again where the other ranks wait for it"
+                f"{type(error).__name__}: {text.splitlines()[0] if text else ''}. The group stays usable; remove the "
+                "cause, and repeat the call if other ranks wait for it"
             )
         kind = kind_of_failure(text)
         failure: CommunicationError = self.context.failure(
@@ -545,7 +540,7 @@ class Route:
             sequence=sequence,
             suspect_ranks=(self.context.ranks[error.peer],) if isinstance(error, TransferError) else (),
         )
-        if not is_of_transport(error):  # nobody else is to blame
+        if not is_of_transport(error):  # no other rank caused it
             failure.set_elapsed(time.monotonic() - started)
             self._poison(failure)
             return failure
@@ -559,13 +554,13 @@ class Route:
         return failure
 
     def _add_calls(self, failure: CommunicationError, record: Operation | None) -> None:
-        """Adds what ranks are at to an error of a wait that no end of a rank explains, or of calls that differ."""
+        """Adds the states of ranks to an error that isn't explained by a death."""
         if not isinstance(failure, PeerDiedError) and self.first_failure is None and not self.context.deaths():
             add_calls(self.context, record, failure)
 
     @property
     def has_failed(self) -> bool:
-        """Returns True if the group is beyond use: an operation failed, or a rank of its failure domain has ended."""
+        """Returns True if the group is unusable: an operation failed, or a rank of its failure domain died."""
         return bool(self.context.deaths()) or self.first_failure is not None
 
     @property
@@ -574,7 +569,7 @@ class Route:
         return memory is not None and len(memory.domains) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
-        """Returns `failure` of an operation, with what the other ranks say of where they are."""
+        """Returns `failure` of operation `last`, or an error that includes the reports of other ranks."""
         if last is None or last.name in PAIRS or self.first_failure is not None:
             return failure
         if self.context.deaths():
@@ -596,25 +591,25 @@ class Route:
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes now what the communicators' first calls would make. Every rank of the group calls it."""
+        """Creates in advance what the communicators' first calls would create. Every rank of the group calls it."""
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
 
     def divide(self, part: Route | None, color: int) -> None:
-        """Divides each communicator of this route, with the one of its kind in the part's: see Communicator.divide."""
+        """Calls `Communicator.divide` of each communicator, with that of the same name in the part's route."""
         parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
             communicator.divide(parts.get(communicator.name), color)
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
-        """Prepares a context in which a CUDA graph may record the group's operations, and transfers with `peers`.
+        """Returns a context in which a CUDA graph may record the group's operations, and transfers with `peers`.
 
-        Every rank of the group calls it; a rank's peers are ranks in the group, each of which names it as well.
+        Every rank of the group calls it. `peers` are ranks in the group; each of them must name this rank as well.
         """
         self.check_usable()
         self._was_captured = True
-        # In one order of all pairs, so that no rank waits for one that waits for another.
+        # All ranks connect their pairs in the same order, which avoids a deadlock.
         prepared = self._carriers_of_the_device()
         for peer in sorted(set(peers) - {self.context.rank}, key=lambda peer: sorted((peer, self.context.rank))):
             for communicator in prepared:
@@ -625,43 +620,43 @@ class Route:
         return stack
 
     def _carriers_of_the_device(self) -> Sequence[Communicator]:
-        """Returns the communicators up to the first one that lets nothing of the device past."""
+        """Returns the communicators up to the first one that supports all tensors on the device."""
         last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
         return self.communicators if last is None else self.communicators[: last + 1]
 
     def explain(self) -> str:
-        """Returns which communicators carry the group's operations, in order, and why the others don't."""
+        """Describes the group's communicators in order of preference, and why others are not used."""
         lines = [str(self.context)]
         lines += [f"  {i}. {c.name}: {c}" for i, c in enumerate(self.communicators, 1)]
         if not self.communicators:
-            lines.append("  (one rank: nothing to carry)")
+            lines.append("  (one rank: no communication)")
         lines += [f"  -  {name}: not used, {reason}" for name, reason in self.refusals.items()]
         lines += [f"     {line}" for line in self.paths]
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Closes the communicators and lets go of the process groups, which are the coordinator's. Twice is fine."""
+        """Closes the communicators and drops the process groups, which the coordinator owns. May be called twice."""
         if not self.closed:
             self.closed = True
-            with ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
-                stack.callback(self._let_go)
+            with ExitStack() as stack:  # runs all callbacks, last to first, even if one of them raises
+                stack.callback(self._drop_references)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)
-                if self._was_captured:  # NCCL waits for graphs, and an exception within a capture leaves one in a cycle
+                if self._was_captured:  # NCCL waits for graphs; one of a failed capture is in a cycle
                     stack.callback(gc.collect)
                 stack.callback(setattr, self, "communicators", ())
                 self.serve_ops(False)
 
-    def _let_go(self) -> None:
+    def _drop_references(self) -> None:
         self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-        # Nor does who keeps a destroyed group keep its failure: a thread that is still on its way out of a call with it
-        # has frames that can't be cleared yet.
+        # A destroyed group must not keep its failure alive. Frames of a thread that is still raising it can't be
+        # cleared yet.
         failure, self.first_failure = self.first_failure, None
-        _let_go(failure)
+        _clear_frames(failure)
 
 
-def _let_go(failure: BaseException | None) -> None:
-    """Clears an error's frames, which keep the variables of all its calls: process groups, and the store."""
+def _clear_frames(failure: BaseException | None) -> None:
+    """Clears the frames of an error and its causes, whose variables keep process groups and the store alive."""
     seen: set[int] = set()  # an error that is raised from itself is its own cause
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))

@@ -1,4 +1,4 @@
-"""An operation that was started and is waited for later, as a caller holds it."""
+"""Handles of started operations, which the caller waits for later."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from device_communicators.routing import observers
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.states import waiting_for
 
-WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
+WAITED_FOR = "a started operation must be waited for on the host; start it and wait outside the compiled function"
 
 
 class Starter(Protocol):
-    """As much of a route as a transfer that it started needs."""
+    """The part of a route that its started transfers need."""
 
     context: GroupContext
     is_parents: bool
@@ -35,13 +35,13 @@ class Starter(Protocol):
 
 
 class Handle:
-    """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
+    """A started operation. `wait()` returns once it is complete, or raises its error. Both methods may be repeated."""
 
     def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
         self._record = record
         self._work: Work | None = work
-        self._tensor: Tensor | None = tensor  # the transport reads or writes it until the work is done
+        self._tensor: Tensor | None = tensor  # kept alive: the transport uses it until the work is done
         self._on_cpu = tensor.device.type == "cpu"
         self._error: Exception | None = None
         self._lock = threading.RLock()
@@ -51,9 +51,9 @@ class Handle:
     def is_completed(self) -> bool:
         """Returns True if `wait()` would return at once.
 
-        gloo's point-to-point works can't be polled (they stay "not completed" until waited for, and a wait with a
-        short timeout closes the connection), so the first call that finds one unfinished leaves a thread waiting.
-        A device's works can be polled, and must be waited for by the caller: it is his stream that has to wait.
+        gloo's point-to-point works can't be polled: they are "not completed" until waited for, and a wait with a short
+        timeout closes the connection. So the first call that finds one unfinished starts a thread that waits for it. A
+        device's works can be polled. The caller must wait for them, because its stream has to wait.
         """
         work = self._work
         if work is None or self._error is not None:
@@ -70,21 +70,21 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns True if the transfer is known to have ended, without a look at it that costs anything."""
+        """Returns True if the transfer is known to be complete. Starts no thread, unlike `is_completed`."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
     @property
     @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
-        """Returns True if only a thread that waits for the transfer sees its end: see `run_to_end`."""
+        """Returns True if only a thread in `run_to_end` can complete the transfer."""
         return not self.has_ended and hasattr(self._work, "run_in_this_thread")
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Waits without a deadline for a transfer that nobody waits for, and lets go of its tensor.
+        """Completes a transfer that no caller waits for, without a deadline, and drops its tensor.
 
-        What went wrong is kept for `wait()`. Transfers of other kinds return at once.
+        An error is kept for `wait()`. Returns at once for transfers that don't need a thread.
         """
         run = getattr(self._work, "run_in_this_thread", None)
         if run is not None:
@@ -111,10 +111,10 @@ class Handle:
                 try:
                     self._work.wait()
                     self._record.ended_s = time.monotonic()
-                    if observers.ON_OPERATION or observers.OF_PYTHON:
+                    if observers.ON_OPERATION or observers.PYTHON_ONLY:
                         observers.notify_operation(self._route.context, self._record, self._tensor)
                 except Exception as error:
-                    if type(error) is UsageError:  # a handler of signals must not wait now: the transfer goes on
+                    if type(error) is UsageError:  # a signal handler must not wait now; the transfer continues
                         raise
                     self._error = self._route.failure_of(error, self._record.name, started, self._record)
                     self._tensor = None
@@ -125,7 +125,7 @@ class Handle:
 
 
 class TensorHandle:
-    """A tensor to come."""
+    """A started operation that returns a tensor."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class TensorHandle:
         *,
         keep: Tensor | None = None,
     ) -> None:
-        self._handle = handle  # None: it is here
+        self._handle = handle  # None: complete already
         self._tensor = tensor
         self._finish = finish
-        self._keep = keep  # the transport reads it until the handle is done
+        self._keep = keep  # kept alive: the transport reads it until the handle is done
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
@@ -146,7 +146,7 @@ class TensorHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
-        """Returns the tensor, once it is here; raises what went wrong on the way. May be repeated."""
+        """Waits for the operation. Returns the tensor, or raises the operation's error. May be repeated."""
         if self._handle is not None:
             self._handle.wait()
         finish, self._finish = self._finish, None

@@ -1,4 +1,4 @@
-"""The state of a rank: its call and place in the program, in words. Threads note the calls that they wait for."""
+"""The state of a rank: its call and its place in the program, in words. Threads record the calls that they wait for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from device_communicators.routing.communicator import GroupContext
 
 MOST_ASKED = 16
-"""An error and the log name the states of at most this many ranks."""
+"""Errors and the log contain the states of at most this many ranks."""
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
 STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
-"""Operations whose end is known when they are waited for."""
+"""Started operations. Their end is detected only when they are waited for."""
 _TRANSFERS = {
     "irecv_": "irecv",
     "send_message": "send_tensor_dict",
@@ -24,11 +24,11 @@ _TRANSFERS = {
     "send_list": "send_tensor_dict with a spec",
     "recv_list": "recv_tensor_dict with a spec",
 }
-"""Steps by the method that takes them, where the record has none: compiled calls, and what follows a first step."""
+"""Step -> method, for records without the method: native calls, and later steps of a call."""
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
-    """Returns the call as its method with the rank that it waits for."""
+    """Formats a call as its method, with the peer of a transfer."""
     if operation.peer < 0:
         return operation.call
     method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
@@ -37,11 +37,11 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
 
 
 WAITS: dict[int, tuple[GroupContext, Operation]] = {}
-"""By thread: the operation that it waits for, in Python."""
+"""Thread id -> the operation that the thread waits for in Python."""
 
 
 def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None:
-    """Ends a thread's wait; it may go on with the one that this was a step of."""
+    """Ends a thread's wait and restores the outer wait, of which it was a step."""
     if before is None:
         del WAITS[thread]
     else:
@@ -49,7 +49,7 @@ def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None
 
 
 class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs more)
-    """Notes that this thread waits for `operation` meanwhile."""
+    """Records in a block that this thread waits for `operation`."""
 
     __slots__ = ("_before", "_thread", "_wait")
 
@@ -65,31 +65,31 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
-    """Returns what names a group on all of its ranks alike."""
+    """Returns a name of the group that is equal on all its ranks."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):
-    """The call or the place at which a rank is, as others are told."""
+    """The call and the place of a rank, as sent to peers."""
 
     key: str = ""
-    """Of the group in whose call it waits: `group_key`. Empty where it waits in none."""
+    """`group_key` of the group whose call it waits in; empty if it waits in none."""
     group: str = ""
     """The group's name on that rank."""
     call: str = ""
     place: str = ""
-    """Its lines of the program, the innermost first."""
+    """Lines of the program in the rank's stack, innermost first."""
     obstacle: str = ""
-    """The reason that it can't answer, such as a signal that stopped it; the rest is empty then."""
+    """The reason why the rank can't answer, such as a signal that stopped it; other fields are then empty."""
     is_compiling: bool = False
     idle_s: float = 0.0
-    """For how long it has made no call; -1 where it makes calls."""
+    """Seconds since its last call; -1 while it makes calls."""
 
     def is_in_call_of(self, other: State) -> bool:
         return (self.key, self.call) == (other.key, other.call)
 
     def in_words(self, group: str = "") -> str:
-        """Returns it as in "global rank 3 is {…}"; of a call in the group of that name the group isn't said."""
+        """Formats the state to follow "global rank 3 is ". Omits the call's group if its name is `group`."""
         if self.obstacle:
             return self.obstacle
         where = f" of group {self.group!r}" if self.group != group else ""
@@ -98,11 +98,11 @@ class State(NamedTuple):
             return f"in {self.call}{where}{at}"
         if self.idle_s >= 0:
             return f"in no call of a group{', compiling' if self.is_compiling else ''}{at}"
-        return f"in calls that end, {self.call}{where} the last{at}"
+        return f"making calls that complete, most recently {self.call}{where}{at}"
 
 
 def state_without_call(idle_s: float) -> State:
-    """Returns the state of a process in no call: where its main thread is."""
+    """Returns the state of a process that is in no call: the place of its main thread."""
     frames = stacks.frames_of(threading.main_thread().ident)
     return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
 

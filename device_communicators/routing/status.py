@@ -1,11 +1,11 @@
 """Status of the ranks: the call and place of each rank, requested over the control plane for an error or the log.
 
 Collectives detect mismatches themselves. Transfers and started collectives can't, and no transport names the rank that
-is waited for. So a rank that fails, or waits past the soft limit (PARALLEL_STATE_SLOW_S), asks the others. Each answers
-in the control plane's callback thread, from what it knows at that moment. The questions of a rank that fails contain
-its own state and report, so ranks that fail later have them, even if it has left.
+is waited for. So a rank that fails, or waits longer than PARALLEL_STATE_SLOW_S, asks its peers. They answer at once, in
+the control plane's callback thread. A request of a rank that fails contains its own state and report. So ranks that
+fail later have them even if that rank has left.
 
-A process that is stopped can't answer. The ranks that can watch it by PID report what the kernel says of it.
+A stopped process can't answer. Ranks that can watch it by PID report the state of the process.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from device_communicators.routing.states import (
 logger = logging.getLogger("parallel_state")
 
 _IDLE_S = 1.0
-"""After this time without a call a rank's state is the place of its main thread."""
+"""After this time without a call, a rank's state is the place of its main thread."""
 _KEEP_S = 3.0
-"""A failed call stays this rank's state until its next call, or the timeout plus this time: peers may fail later."""
+"""A failed call stays this rank's state until its next call, or for timeout + 3 s: peers may fail later."""
 _ANSWER_S = 0.3
-"""A rank that hasn't answered after this time is silent."""
+"""A rank that has not answered after this time counts as silent."""
 _REPORTS_S = 0.6
-"""A rank without a report after this time wasn't in the call. Peers detect a failure up to 0.2 s apart."""
+"""A rank without a report after this time was not in the call. Peers detect a failure up to 0.2 s apart."""
 _MOST_GROUPS = 64
-"""Above this number of failed groups, the reports of the least recently used one are dropped."""
+"""With more failed groups than this, the reports of the least recently used one are dropped."""
 _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
 _MOST_SHOWN = 256
 
 
 class _Failed:
-    """Reports and states of the ranks that failed in one group, by global rank."""
+    """Reports and states of ranks that failed in one group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -68,36 +68,36 @@ class _Failed:
 
 
 class Start(NamedTuple):
-    """The start of a world, for the answers of a rank that waits there."""
+    """The start-up in which a rank waits, for its answers to requests."""
 
     where: str
-    """The address at which the ranks meet."""
+    """Address of the rendezvous."""
     world_size: int
     awaited: Callable[[], str]
     """Returns the missing ranks in words."""
 
 
 class Status:
-    """Tells other ranks what this rank is doing, and stores what they reported."""
+    """Answers requests for this rank's state, and stores the reports of other ranks."""
 
     def __init__(self, watcher: Watcher, rank: int) -> None:
-        """`rank`: this process', global."""
+        """`rank`: global rank of this process."""
         self._watcher = watcher
         self.rank = rank
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._failed_groups: OrderedDict[str, _Failed] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
-        """Guards the two above. Notified of each new report."""
+        """Guards the two fields above. Notified of each new report."""
         self._failed: State | None = None
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
         self._waited_at_s = time.monotonic()
-        """The time at which this rank was last in a call."""
+        """Time at which this rank was last seen in a call."""
         self._logged = 0.0, 0.0
-        """The start of the wait that was logged last, and its length then."""
+        """Start of the last logged wait, and its length when it was logged."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
-        """The start at which this rank waits for others; None once they met."""
+        """The start-up in which this rank waits for other ranks; None once it is complete."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
@@ -110,17 +110,17 @@ class Status:
         with self._changed:
             self._routes.add(route)
 
-    # What this rank is at.
+    # This rank's state.
 
     def keep(self, failed: State, timeout_s: float) -> None:
-        """Keeps a failed wait as this rank's state for peers that fail in the same group later."""
+        """Keeps the state of a failed wait for peers that fail later in the same group."""
         with self._changed:
             self._of(failed.key).states[self.rank] = failed
         self._failed, self._failed_at_s = failed, time.monotonic()
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns what this rank is at now, or the wait that failed in the group of `key`. From any thread."""
+        """Returns this rank's current state, or the wait that failed in the group of `key`. Thread-safe."""
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -140,13 +140,13 @@ class Status:
             return state_without_call(idle_s if idle_s >= _IDLE_S else 0.0)
         context, operation = last
         place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
-        # A blocking call without an end and without a waiting thread has failed: its thread is making the error now.
+        # A blocking call without an end and without a waiting thread has failed: its thread is raising the error now.
         has_failed = operation.ended_s is None and operation.name not in STARTED
         key = group_key(context) if has_failed else ""
         return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
 
     def describe(self) -> dict[str, Any]:
-        """Returns `state`, and all else that may be asked of this rank, as JSON can hold it."""
+        """Returns the state, groups and threads of this rank as JSON values."""
         now, start = time.monotonic(), self.start
         waits = {thread: operation for thread, (_, operation) in list(WAITS.items()) if operation.ended_s is None}
         return {
@@ -180,7 +180,7 @@ class Status:
         }  # fmt: skip
 
     def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
-        """Replies the states of ranks of other hosts, of at most 256."""
+        """Replies with the states of at most 256 ranks of other hosts."""
         near = {self.rank, *self._watcher.pids}
         far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
         self._ask_states(far, "", None, lambda states: reply(json.dumps(states).encode()))
@@ -194,12 +194,10 @@ class Status:
             return list(self._routes)
 
     def _last_operation(self) -> tuple[GroupContext, Operation] | None:
-        """Returns the operation that began last in the groups that still exist."""
         began = [(route.context, each) for route in self._live_routes() for each in route.operations()[-1:]]
         return max(began, key=lambda each: each[1].started_s, default=None)
 
     def _longest_wait(self) -> tuple[GroupContext, Operation, int | None] | None:
-        """Returns what the thread that has waited longest waits for, and the thread."""
         waits: list[tuple[GroupContext, Operation, int | None]] = [
             (*wait, thread) for thread, wait in list(WAITS.items())
         ]
@@ -208,12 +206,13 @@ class Status:
         waits = [wait for wait in waits if wait[1].ended_s is None]
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
-    # Questions and answers.
+    # Requests and answers.
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states of these global ranks, as far as they can be known within 0.3 s.
+        """Returns the states of these global ranks, without those that are still unknown after 0.3 s.
 
-        A rank that failed in the group of `key` answers with that call. `own`: the call in which this rank failed.
+        A rank that failed in the group of `key` answers with the failed call. `own`: the state in which this rank
+        failed.
         """
         done, found = threading.Event(), [dict[int, State]()]
 
@@ -228,7 +227,7 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Calls `take(states)` at the latest 0.3 s later, in the callback thread or in this one."""
+        """Calls `take(states)` within 0.3 s, in the callback thread or in this one."""
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -256,7 +255,7 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns one more rank to ask for each asked one that no other asked rank can watch by PID."""
+        """Returns an additional rank to ask for each asked rank that no other asked rank can watch by PID."""
         helpers: list[int] = []
         for rank in asked:
             near = self._watcher.neighbours_of(rank)
@@ -296,11 +295,11 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Stores a rank's report, if `packed` has one. Returns its group's key, or "" if `packed` can't be read."""
+        """Stores a rank's report if `packed` contains one. Returns its group's key, or "" if `packed` is invalid."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
-        except (TypeError, ValueError):  # of another version, or cut
+        except (TypeError, ValueError):  # another version's, or truncated
             return ""
         if report is None:
             return ""
@@ -319,7 +318,7 @@ class Status:
     # The soft limit.
 
     def _look(self) -> None:
-        """Logs a wait past the soft limit. Runs each 0.4 s in the callback thread."""
+        """Logs a wait that exceeds the soft limit. Runs every 0.4 s in the callback thread."""
         found, now = self._longest_wait(), time.monotonic()
         if found is None:
             return
@@ -331,7 +330,7 @@ class Status:
             self._log(found[0], found[1], waited_s)
 
     def _log(self, context: GroupContext, operation: Operation, waited_s: float) -> None:
-        """Logs for whom an operation waits, and what those do, once they have answered."""
+        """Logs the ranks that an operation waits for, with their states, once they have answered."""
         own = State(group_key(context), call=call_in_words(context, operation))
         others = context.other_ranks if operation.peer < 0 else [context.ranks[operation.peer]]
         text = operation.call_text or str(operation)
@@ -351,9 +350,9 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the state in a reply, and what keeps neighbours from answering. Skips what can't be read.
+    """Returns the state in a reply, and the obstacles of ranks on its sender's host. Ignores an invalid reply.
 
-    A reply may be cut, or a rank of another version may have sent it.
+    A reply may be truncated, or of another version.
     """
     try:
         state, seen = json.loads(reply or b"[null, {}]")
@@ -367,7 +366,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(route: Route) -> None:
-    """Answers for a group's calls and logs its long waits from now on, if its ranks have a control plane."""
+    """Answers requests for a group's calls, and logs its long waits, from now on. Needs a control plane."""
     context, watcher = route.context, route.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return

@@ -1,9 +1,9 @@
-"""Waiting for torch.distributed: with a deadline, and with an ear for ranks of the failure domain that have ended.
+"""Waits for torch.distributed until a deadline or the death of a rank in the failure domain.
 
-gloo tells a rank's end to its direct neighbours only; everyone else would wait until the deadline. So a wait goes in
-slices, between which the watcher is asked. A collective survives the time-out of a slice; a gloo point-to-point
-transfer does not (the pair is closed), and reduce_scatter's wait takes no limit. A thread waits for those, which is
-left behind where somebody died.
+gloo reports a rank's exit only to its direct neighbours; other ranks would wait until the deadline. So a wait is cut
+into slices, and the watcher is polled after each. A collective survives the timeout of a slice. A gloo point-to-point
+transfer does not: gloo closes the connection. The wait of reduce_scatter takes no timeout. A thread waits for these,
+and is abandoned if a rank dies.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
-    """A collective's work on a CPU group whose wait ends when a rank of the group's failure domain does."""
+    """A work of a collective on a CPU group. Its wait ends when a rank of the group's failure domain dies."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
-        """`timeout_s`: the group's, if none is given."""
+        """`timeout_s`: default, the group's."""
         self._work = work
         self._context = context
         self._operation = operation
@@ -44,19 +44,19 @@ class Watched:
             self._wait()
         except Exception:
             raise
-        except BaseException:  # Ctrl-C, or of a signal's handler
-            self._leave_behind()
+        except BaseException:  # Ctrl-C, or raised by a signal handler
+            self._finish_in_background()
             raise
 
-    def _leave_behind(self) -> None:
-        """Has a thread see to the end of it: who lets go of a process group last waits for what is under way there."""
+    def _finish_in_background(self) -> None:
+        """Waits for the work in a thread that keeps the process group, whose last owner would block on the work."""
         work, cpu_group = self._work, self._context.cpu_group
 
-        def see_to_its_end(_: object = cpu_group) -> None:
+        def finish(_: object = cpu_group) -> None:
             with contextlib.suppress(RuntimeError):
                 work.wait(_NO_LIMIT)  # type: ignore[call-arg]
 
-        run_in_thread(see_to_its_end)
+        run_in_thread(finish)
 
     def _wait(self) -> None:
         watcher = self._context.watcher
@@ -70,7 +70,7 @@ class Watched:
                 self._work.wait(_SLICE)  # type: ignore[call-arg]
                 return
             except RuntimeError:
-                if self._work.is_completed():  # by a failure, or just after the slice
+                if self._work.is_completed():  # it failed, or completed just after the slice
                     self._work.wait()
                     return
                 if time.monotonic() >= deadline:
@@ -80,7 +80,7 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """Waits a moment more: what the dead rank sent before may still be on its way."""
+        """Waits a moment longer, because data that the dead rank had sent may still arrive."""
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
         except RuntimeError as error:
@@ -91,7 +91,7 @@ class Watched:
 
 
 class ByThread:
-    """A work that a thread sees to its end, from `begin` or the first `wait` on, and which then may be left behind.
+    """A work that a thread runs, from `begin` or the first `wait` on. A caller may stop waiting for it.
 
     `peer`: of a transfer between two ranks.
     """
@@ -106,7 +106,7 @@ class ByThread:
         self._error: BaseException | None = None
 
     def _run(self) -> None:
-        """Runs in the thread."""
+        """Does the work, in the thread."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -114,13 +114,12 @@ class ByThread:
             run_in_thread(self._run_to_end)
 
     def run_in_this_thread(self) -> None:
-        """Sees the work to its end in this thread, without a deadline; its error is kept for `wait`."""
+        """Runs the work in this thread, without a deadline. Its error is kept for `wait`."""
         if self._take():
             self._run_to_end()
         self._done.wait()
 
     def _take(self) -> bool:
-        """Returns True to the first caller, whose thread runs the work."""
         with self._lock:
             begun, self._begun = self._begun, True
             return not begun
@@ -145,7 +144,7 @@ class ByThread:
 
     def _run_to_end(self) -> None:
         try:
-            with torch.inference_mode():  # it writes into the caller's tensors, which may be inference tensors
+            with torch.inference_mode():  # the caller's tensors, which it writes, may be inference tensors
                 self._run()
         except BaseException as error:  # for `wait`, in the caller's thread
             self._error = error
@@ -162,7 +161,7 @@ class WatchedByThread(ByThread):
         self._limit: timedelta | None = None
 
     def run_in_this_thread(self) -> None:
-        self._limit = _NO_LIMIT  # gloo closes the connection where a wait of its own times out
+        self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
         super().run_in_this_thread()
 
     def _run(self) -> None:
@@ -174,25 +173,28 @@ class WatchedByThread(ByThread):
 
 
 def limit_of(context: GroupContext) -> timedelta:
-    """Returns the deadline of a transfer, which gloo knows none of by itself but that of its connecting."""
+    """Returns the timeout of a transfer. Without it, gloo would use the timeout of its connecting."""
     return timedelta(seconds=context.timeout_s)
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Waits for `ended(seconds)`, which waits so long at most, or until a rank of the failure domain has ended."""
+    """Waits until `ended(seconds)`, which blocks for at most that time, is true.
+
+    Raises RuntimeError after the group's timeout, or the error for a death in the failure domain.
+    """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
-        if time.monotonic() - started > context.timeout_s + NOTICE_S:  # it may be several transfers, each with its own
+        if time.monotonic() - started > context.timeout_s + NOTICE_S:  # it may be several works, each with a timeout
             raise RuntimeError(f"{operation} timed out")
         if context.deaths() and not ended(NOTICE_S):
             raise died(context, operation, started)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Ends all waits of this rank in a gloo group, and lets its peers know at once that it won't go on.
+    """Ends all waits of this rank in a gloo group by closing its connections, which peers detect at once.
 
-    gloo closes all connections of a group where a wait has timed out; there is no other way to have it do that. On the
-    connection to a peer that is gone already nothing times out, so each is tried.
+    The only way is a receive that times out: gloo then closes all connections of the group. A receive from a peer that
+    has exited doesn't time out, so each peer is tried.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,5 @@
-"""The neighbours' shapes: each module has one project's names, signatures and return types, over the one state.
+"""Interfaces of other projects: each module has one project's names, signatures and return types.
 
-May import everything but `tools` and `launch`; nobody imports it.
+All of them use the same groups, those of `parallel_state.state`. These modules may import everything but `tools` and
+`launch`; no other package imports them.
 """

@@ -1,7 +1,7 @@
-"""The base of the engines' coordinators: one of our groups, with the calls that several engines name alike."""
+"""Base class of the engines' group coordinators: the calls that have the same names in several engines."""
 
 # mypy: disable-error-code="override"
-# An engine's names have its own parameters.
+# The overrides have the engine's parameters.
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """A group of ours under an engine's names, whose state is the group's own: both objects have one `__dict__`."""
+    """One of our groups with an engine's method names. The view and the group share one `__dict__`."""
 
     _made: GroupCoordinator
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns an engine's view of one of our groups, always the same; `facts` are those of the engine beside it."""
-        kept = f"_view {cls.__module__}"  # in the group, not in a table by group: it holds the group
+        """Returns the engine's view of a group: one object per group. `facts` go to the class's `_show`."""
+        # The view refers to the group. Kept in a table, it would keep the group alive.
+        kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)
         if found is None:
             found = made.__dict__[kept] = object.__new__(cls)
@@ -32,7 +33,7 @@ class GroupView(GroupCoordinator):
 
     @staticmethod
     def _make(lists: list[list[int]], local_rank: int, backend: Any, name: str | None, **options: bool) -> Any:
-        """Makes one of our groups from lists that divide the world, and first the world if there is none."""
+        """Makes a group from rank lists that cover the world, and the world itself if there is none."""
         if state.try_get_world_group() is None:
             state.init_distributed_environment(allow_pickle=True)
         return state.init_model_parallel_group(
@@ -48,17 +49,23 @@ class GroupView(GroupCoordinator):
     next_rank = GroupCoordinator.next_global_rank  # type: ignore[assignment]
     prev_rank = GroupCoordinator.prev_global_rank  # type: ignore[assignment]
 
-    gather = renamed(GroupCoordinator.gather, "input_ dst dim", "Concatenates on rank `dst`; None on the others.")
-    broadcast = renamed(GroupCoordinator.broadcast_, "input_ src", "Fills every rank's tensor with that of `src`.")
-    send = renamed(GroupCoordinator.send, "tensor dst", "Sends a tensor to rank `dst`, by default the next.")
+    gather = renamed(
+        GroupCoordinator.gather,
+        "input_ dst dim",
+        "Concatenates the ranks' tensors along `dim` on rank `dst`; returns None on other ranks.",
+    )
+    broadcast = renamed(
+        GroupCoordinator.broadcast_, "input_ src", "Copies the tensor of rank `src` into every rank's tensor."
+    )
+    send = renamed(GroupCoordinator.send, "tensor dst", "Sends a tensor to rank `dst` (default: the next).")
     broadcast_object_list = renamed(
         GroupCoordinator.broadcast_object_list,
         "obj_list src group?",
-        "Fills every rank's list with the objects of `src`; returns it. `group` has no meaning, as in the engine.",
+        "Replaces every rank's objects by those of `src`, in place; returns the list. `group` is ignored.",
     )
 
     def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""
+        """Returns the tensor that rank `src` (default: the previous) sends. `size` is a shape or an int."""
         return super().recv((size,) if isinstance(size, int) else size, dtype, src)
 
     def broadcast_tensor_dict(
@@ -68,5 +75,5 @@ class GroupView(GroupCoordinator):
         group: Any = None,
         metadata_group: Any = None,
     ) -> dict[str, Any] | None:
-        """Returns the dict of `src` on every rank; `group` and `metadata_group` have no meaning, as in the engine."""
+        """Returns the dict of `src` on every rank. `group` and `metadata_group` are ignored."""
         return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)

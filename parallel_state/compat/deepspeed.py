@@ -1,12 +1,16 @@
 """A model-parallel unit for DeepSpeed: `deepspeed.initialize(…, mpu=parallel_state.compat.deepspeed)`.
 
-It has the getters that DeepSpeed 0.19 asks of an `mpu`, over the one state. Groups are torch ProcessGroups: *slice* and
-*tensor model* parallel are `tp`, *pipe* and *pipeline model* parallel `pp`, *model* parallel both of them (`model`, as
-in DeepSpeed's own grid), *sequence* parallel `cp`, *sequence data* parallel `dp_cp`.
+It has the getters that DeepSpeed 0.19 calls on an `mpu`. They return torch ProcessGroups of these groups:
 
-The sizes are those of `initialize_model_parallel`, called after deepspeed.init_distributed or any other
-init_process_group, and before deepspeed.initialize. Without that call the first getter makes the groups of a program
-that is data-parallel alone; then every rank makes that first call, as DeepSpeed's ranks do.
+* *slice* and *tensor model* parallel: `tp`
+* *pipe* and *pipeline model* parallel: `pp`
+* *model* parallel: `model` (tp × pp, as in DeepSpeed's own grid)
+* *sequence* parallel: `cp`
+* *sequence data* parallel: `dp_cp`
+
+Call `initialize_model_parallel` after deepspeed.init_distributed (or any init_process_group) and before
+deepspeed.initialize. Without that call, the first getter calls it with all sizes 1, so that all ranks are data
+parallel. Every rank must then call that getter first, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _FACTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "rank": (get_group_rank, "Returns this rank's position in its"),
     "world_size": (lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
     "group_ranks": (get_group_ranks, "Returns the global ranks of this rank's"),
-    "src_rank": (lambda name: get_group_ranks(name)[0], "Returns the global rank of the first one in this rank's"),
+    "src_rank": (lambda name: get_group_ranks(name)[0], "Returns the first global rank of this rank's"),
 }
 _USUAL = ("group", "rank", "world_size")
 _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -42,16 +46,16 @@ _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
     "sequence_parallel": ("cp", _USUAL),
     "sequence_data_parallel": ("dp_cp", _USUAL),
 }
-"""DeepSpeed's word -> the name of the group, and the facts that it asks for."""
+"""DeepSpeed's name of a group -> our name, and the facts for which DeepSpeed has getters."""
 
 NOTES: dict[str, str] = {
-    "get_model_parallel_rank": "in tp × pp, as of DeepSpeed's grid; Megatron's is that of tp",
-    "get_model_parallel_world_size": "of tp × pp, as of DeepSpeed's grid; Megatron's is that of tp",
+    "get_model_parallel_rank": "the rank in tp × pp, as in DeepSpeed's grid; Megatron's is the rank in tp",
+    "get_model_parallel_world_size": "the size of tp × pp, as in DeepSpeed's grid; Megatron's is the size of tp",
 }
 MISSING: dict[str, str] = {
-    "initialize_sequence_parallel": "by this name DeepSpeed knows an mpu that has sequence parallelism alone, and asks "
-    "it for nothing else; sizes are given to initialize_model_parallel",
-    "_init_tp_mesh_device": "of DeepSpeed's own `utils.groups`, which AutoTP puts in the place of an mpu",
+    "initialize_sequence_parallel": "DeepSpeed treats an mpu with this name as sequence parallel only and calls none "
+    "of its other getters; pass the sizes to initialize_model_parallel instead",
+    "_init_tp_mesh_device": "part of DeepSpeed's own `utils.groups`, which AutoTP uses as the mpu",
 }
 
 

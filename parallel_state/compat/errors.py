@@ -1,4 +1,4 @@
-"""Errors of ours that are also of a type that an engine's callers catch, such as the AssertionError of its getters."""
+"""Errors that also have the type which an engine's callers catch, such as AssertionError."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from device_communicators.base.errors import GroupNotInitializedError
 
 
 class NotInitializedError(GroupNotInitializedError, AssertionError):
-    """A group was asked for that isn't there."""
+    """The requested group does not exist."""
 
 
 @contextmanager
 def raised_as(*kinds: type[Exception]) -> Iterator[None]:
-    """Converts an error of the body to the first of `kinds` whose first base it is an instance of.
+    """Converts an error of the body to the first kind in `kinds` whose first base class matches it.
 
-    Other errors pass unchanged.
+    Other errors are raised unchanged.
     """
     try:
         yield

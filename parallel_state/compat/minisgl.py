@@ -1,6 +1,7 @@
-"""A communicator for mini-sglang, which has no entry points: `minisgl.install()` in each process, before its engine.
+"""A communicator for mini-sglang. Call `minisgl.install()` in each process before its engine starts.
 
-Over torch's default group, which mini-sglang makes, and by which it counts its tensor-parallel ranks.
+mini-sglang has no plug-in entry points. Its tensor-parallel ranks are those of torch's default group, which it creates
+itself and which this communicator uses.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _MODULE = "minisgl.distributed.impl"
 
 
 class CoordinatorImpl:
-    """Carries mini-sglang's collectives over torch's default group; all ranks make the group at the first call."""
+    """Runs mini-sglang's collectives over torch's default group. The first call makes the group on all ranks."""
 
-    def __init__(self, otherwise: Any) -> None:
-        """`otherwise`: the implementation that was there, for tensors of a device."""
-        self._otherwise = otherwise
+    def __init__(self, fallback: Any) -> None:
+        """`fallback`: the implementation for device tensors."""
+        self._fallback = fallback
         self._over: Any = None
         self._group: GroupCoordinator | None = None
 
@@ -38,21 +39,21 @@ class CoordinatorImpl:
         return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds up over the ranks in place; returns `x`."""
-        return self._coordinator().all_reduce_(x) if x.is_cpu else self._otherwise.all_reduce(x)
+        """Sums `x` over the ranks in place; returns `x`."""
+        return self._coordinator().all_reduce_(x) if x.is_cpu else self._fallback.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Returns the ranks' tensors one behind the other along dim 0."""
-        return self._coordinator().all_gather(x, 0) if x.is_cpu else self._otherwise.all_gather(x)
+        """Returns the ranks' tensors, concatenated along dim 0."""
+        return self._coordinator().all_gather(x, 0) if x.is_cpu else self._fallback.all_gather(x)
 
     def close(self) -> None:
-        """Ends the group, which leaves torch's to mini-sglang. Every rank calls it; twice is fine."""
+        """Destroys the group. mini-sglang still owns torch's default group. Every rank calls it; twice is fine."""
         if self._group is not None:
             self._group.destroy()
 
 
 def implementation() -> Any:
-    """Returns an implementation of mini-sglang's class, which is in `minisgl.distributed.impl`."""
+    """Returns a communicator that is an instance of mini-sglang's `DistributedImpl`."""
     module = importlib.import_module(_MODULE)
     before = module.DistributedCommunicator.plugins
     theirs = before[-1] if before else module.TorchDistributedImpl()  # destroy_distributed() leaves none
@@ -60,13 +61,13 @@ def implementation() -> Any:
 
 
 def install() -> None:
-    """Adds ours to `DistributedCommunicator.plugins`, of which mini-sglang asks the last; the log says so.
+    """Appends this communicator to `DistributedCommunicator.plugins`, whose last entry mini-sglang uses. Logs it.
 
-    Twice is fine; after `destroy_distributed()`, which takes it out, it is added again. Raises UnsupportedError where
-    there is CUDA: mini-sglang's tensors are there then, and NCCL carries them.
+    Twice is fine. `destroy_distributed()` removes the communicator; call `install()` again after it. Raises
+    UnsupportedError if CUDA is available: mini-sglang's tensors are then on the GPU, and NCCL carries them.
     """
     if torch.cuda.is_available():
-        raise UnsupportedError("mini-sglang runs on CUDA here, where NCCL carries its tensors: nothing to install")
+        raise UnsupportedError("CUDA is available: mini-sglang runs on it, and NCCL carries its tensors")
     module = importlib.import_module(_MODULE)
     if any(isinstance(each, CoordinatorImpl) for each in module.DistributedCommunicator.plugins[-1:]):
         return
@@ -81,4 +82,4 @@ def install() -> None:
     module.DistributedCommunicator.plugins.append(ours)
     for each in (module, importlib.import_module("minisgl.distributed")):
         each.destroy_distributed = destroy_distributed  # type: ignore[attr-defined]
-    logger.info("mini-sglang's collectives of CPU tensors are those of %s from now on", __name__)
+    logger.info("mini-sglang's collectives of CPU tensors now run on %s", __name__)

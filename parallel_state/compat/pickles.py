@@ -1,4 +1,4 @@
-"""Pickles with the bytes of tensors in or beside them. Only for peers that may run code here, as in the engines."""
+"""Pickles with the bytes of tensors inside or out of band. Unpickle only data of trusted peers: it can run code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ loads = pickle.loads
 
 
 def dumps(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None) -> memoryview:
-    """Returns an object's pickle. Dense CPU tensors are their bytes, whatever storage they view.
+    """Returns an object's pickle. A strided CPU tensor adds only its own bytes, not the whole storage that it views.
 
-    `buffer_callback` as in `pickle.dumps`: it may take the tensors' bytes out of the pickle.
+    `buffer_callback` has the meaning of `pickle.dumps`: it may keep the tensors' bytes out of the pickle.
     """
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
@@ -37,7 +37,7 @@ def _reduce(tensor: Tensor) -> Any:
     data: Any = b""
     if view.numel():
         data = (ctypes.c_char * view.numel()).from_address(view.data_ptr())
-        data.tensor = view  # which the memory is of
+        data.tensor = view  # keeps the memory alive
     return _rebuild, (pickle.PickleBuffer(data), tuple(tensor.shape), tensor.dtype)
 
 
@@ -45,4 +45,4 @@ def _rebuild(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not len(data):
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
-    return flat.view(dtype).view(shape)  # frombuffer doesn't know every dtype
+    return flat.view(dtype).view(shape)  # frombuffer doesn't support every dtype

@@ -1,4 +1,4 @@
-"""Divisions of a model that several engines name alike: by ranks without remainder, and its layers by a variable."""
+"""Exact division and the list of layers per pipeline stage, as several engines define them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ divide = utilities.divide
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises InvalidArgumentError unless the quotient is whole."""
+    """Raises InvalidArgumentError unless `denominator` divides `numerator`."""
     divide(numerator, denominator)
 
 
 def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] | None:
-    """Returns each stage's number of layers as the variable lists them (`5,2`); None where it isn't set.
+    """Returns each stage's number of layers from an environment variable such as `5,2`, or None if it is unset.
 
-    Raises InvalidArgumentError where that doesn't fit.
+    Raises InvalidArgumentError unless the variable has `pp_size` numbers whose sum is `num_hidden_layers`.
     """
     given = os.environ.get(variable)
     if not given:
@@ -26,6 +26,6 @@ def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] 
     layers = [int(each) if each.strip().isdecimal() else -1 for each in given.split(",")]
     if -1 in layers or len(layers) != pp_size or sum(layers) != num_hidden_layers:
         raise InvalidArgumentError(
-            f"{variable} must be {pp_size} numbers with the sum {num_hidden_layers}, but is {given!r}"
+            f"{variable} must list {pp_size} numbers whose sum is {num_hidden_layers}, but is {given!r}"
         )
     return layers

@@ -1,6 +1,6 @@
-"""Objects between processes that share a store and no process group: vLLM's and SGLang's StatelessProcessGroup.
+"""Exchange of objects over a store, without a process group: the base of vLLM's and SGLang's StatelessProcessGroup.
 
-They travel by pickle, as in both projects: the store must be of processes that may run code here.
+Objects are pickled, as in both projects. Use only a store whose clients are trusted to run code in this process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ANSWER_S = 1.0
 
 @dataclasses.dataclass
 class StoreGroup:
-    """Ranks that exchange few and small objects over a store. Both sides, or all ranks, call in the same order.
+    """Exchanges small objects over a store. Sender and receiver, or all ranks, must call in the same order.
 
-    What was sent stays in the store until `data_expiration_seconds` have passed. `dst` and `src` are ranks.
+    A sent object stays in the store for at least `data_expiration_seconds`. `dst` and `src` are ranks.
     """
 
     rank: int
@@ -43,22 +43,22 @@ class StoreGroup:
 
     @property
     def bounded(self) -> BoundedStore:
-        """Returns the store with the deadline of one operation: the store's timeout plus 1 s for the answer."""
+        """Returns the store with a deadline for one operation: the store's timeout plus 1 s for the reply."""
         return self._bounded.within(self.store.timeout.total_seconds() + ANSWER_S)
 
     def send_obj(self, obj: Any, dst: int) -> None:
-        """Leaves an object for rank `dst`; returns at once."""
+        """Sends an object to rank `dst` without waiting for it to be received."""
         self._put(f"send_to/{dst}/{self.rank}/{self.send_dst_counter[dst]}", obj)
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
-        """Returns the next object that rank `src` sends; the store's timeout is the deadline."""
+        """Returns the next object that rank `src` sends. Waits at most the store's timeout."""
         obj = self._get(f"send_to/{self.rank}/{src}/{self.recv_src_counter[src]}")
         self.recv_src_counter[src] += 1
         return obj
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Returns rank `src`'s object; every rank calls it."""
+        """Returns the object of rank `src`. Every rank calls it."""
         if self.rank == src:
             self._put(f"broadcast_from/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1
@@ -73,7 +73,7 @@ class StoreGroup:
         return [obj if src == self.rank else self.broadcast_obj(None, src) for src in range(self.world_size)]
 
     def expire_data(self) -> None:
-        """Deletes from the store what this rank put there `data_expiration_seconds` ago."""
+        """Deletes objects from the store that this rank sent more than `data_expiration_seconds` ago."""
         while self.entries and time.perf_counter() - self.entries[0][1] > self.data_expiration_seconds:
             self.bounded.delete_key(self.entries.popleft()[0])
 

@@ -1,4 +1,4 @@
-"""Builds an engine's module from tables: names that lie elsewhere, functions that are a method's, and absent names."""
+"""Builds an engine's module from tables: names of other modules, functions that call a method, and missing names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns the objects that a table names for each module, by name.
+    """Returns the objects that a table lists, by name. Keys are modules, values are names separated by blanks.
 
-    Names are separated by blanks. `*` stands for the public functions and classes that the module defines.
+    `*` stands for the public functions and classes that the module defines.
     """
     found: dict[str, Any] = {}
     for module, names in table.items():
@@ -31,9 +31,9 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 
 
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
-    """Inverts a table from reasons to names: returns each name's reason.
+    """Inverts a table of reasons: returns each name's reason.
 
-    Names are separated by blanks. `MessageQueue.(recv buffer)` stands for members of a class.
+    A reason's names are separated by blanks. `MessageQueue.(recv buffer)` stands for two members of a class.
     """
     found = {}
     for reason, names in table.items():
@@ -43,13 +43,13 @@ def reasons(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def absent(module: str, name: str, missing: Mapping[str, str]) -> AttributeError:
-    """Returns the error for a name that a module hasn't, with the reason that its table gives."""
+    """Returns the AttributeError of a missing name, with its reason if `missing` has one."""
     why = f": {missing[name]}" if name in missing else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}")
 
 
 def named(module: str, function: Callable[..., Any], name: str, text: str) -> Any:
-    """Gives a function that was made from a module's table its name and docstring; returns it."""
+    """Sets the module, name and docstring of a generated function; returns the function."""
     function.__module__ = module
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
@@ -57,7 +57,7 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 
 
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
-    """Returns a module's function with a method's parameters that calls it on what `find` returns: `of` in words."""
+    """Returns a function that calls `method` on the object `find()`. `of` describes this object in the docstring."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,10 +69,10 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Returns a method of ours under an engine's names for its parameters, without those that the engine hasn't.
+    """Returns a method whose first parameters have the names in `names`, and which has no further parameters.
 
-    `dst!` names a parameter without a default. `group?` adds one that is ignored; these are the last. `then` converts
-    the result.
+    `dst!` removes the parameter's default. `group?` adds an ignored parameter; ignored ones must be last. `then`
+    converts the result.
     """
     signature = inspect.signature(method)
     itself, *parameters = signature.parameters.values()
@@ -96,7 +96,7 @@ def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[A
         if ignored:
             args, kwargs = args[: len(ours)], {name: kwargs[name] for name in kwargs.keys() - ignored}
         if len(args) < required:
-            signature.bind(self, *args, **kwargs)  # raises where ours has a default that the engine hasn't
+            signature.bind(self, *args, **kwargs)  # raises TypeError for a missing argument marked `!`
         found = method(self, *args, **{ours.get(name, name): value for name, value in kwargs.items()})
         return found if then is None else then(found)
 

@@ -1,7 +1,7 @@
-"""`launch`: starts ranks on this host, and returns what each of them returned.
+"""`launch`: runs a function in several ranks on this host, and returns their results.
 
-The package can be called: `parallel_state.launch(…)` calls its function `parallel_state.launch.launch`.
-May import `store`, `startup` and the package's root.
+The package is callable: `parallel_state.launch(…)` calls its function `launch`. May import `startup` and the package's
+root.
 """
 
 import functools
@@ -17,12 +17,12 @@ __all__ = ["LaunchConfig", "launch"]
 
 
 class _CallablePackage(ModuleType):
-    """Lets one public name be both the package and its function. A function of that name would hide the package."""
+    """Makes the package callable. A function of the same name would hide the package."""
 
     __call__ = staticmethod(launch)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles by name, as a function is: `Process(target=parallel_state.launch)` may need it."""
+        """Pickles by name, for `Process(target=parallel_state.launch)`."""
         return importlib.import_module, (__name__,)
 
 

@@ -1,4 +1,4 @@
-"""What a launch is given."""
+"""The options of `launch`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from parallel_state.layout.axes import DEFAULT_ORDER
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Says what `launch` starts; raises `InvalidArgumentError` for values that can't work."""
+    """Options of `launch`, which raises InvalidArgumentError for invalid values."""
 
-    nproc: int | None = None  # ranks to start here, whatever the world; None: one per visible accelerator, else 1
+    nproc: int | None = None  # ranks on this node; None: one per visible accelerator, else 1
     world_size: int | None = None  # None: nproc
-    rank_offset: int = 0  # global rank of the first one here
+    rank_offset: int = 0  # global rank of this node's first rank
     master_addr: str = "127.0.0.1"  # the node of rank_offset 0 listens here
-    master_port: int = 0  # 0: any free one
-    preferred_port: int | None = None  # used if it is free, else any
-    secret_file: str | None = None  # by which several nodes trust each other; on one node launch makes a secret up
+    master_port: int = 0  # 0: any free port
+    preferred_port: int | None = None  # used if it is free, else any free port
+    secret_file: str | None = None  # authenticates several nodes; on one node launch generates a secret
     init_method: str | None = None  # None: env://, with a store that launch hosts
-    tensor_model_parallel_size: int | None = None  # with both sizes None no groups are made: fn does its own init
+    tensor_model_parallel_size: int | None = None  # without any size, no groups are created: fn does its own init
     pipeline_model_parallel_size: int | None = None
     sizes: Mapping[str, int | None] = field(default_factory=dict)  # of other axes: {"cp": 2}
     order: str = DEFAULT_ORDER  # of the axes, fastest first
     backend: str | None = None  # of all axes
-    axis_backends: Mapping[str, str] = field(default_factory=dict)  # of single ones
+    axis_backends: Mapping[str, str] = field(default_factory=dict)  # backends by axis
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     timeout: float | None = None  # seconds for the whole launch; None: no limit
-    bind: Literal["cores"] | None = None  # each rank to its share of the cores that this process may use
+    bind: Literal["cores"] | None = None  # binds each rank to its share of the cores that this process may use
     grace: float = 5.0  # seconds between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
-    setup: Callable[[], object] | None = None  # called in each worker, before the groups are made
-    name: str = "rank"  # processes are called `name-rank`
+    setup: Callable[[], object] | None = None  # called in each worker before it creates groups
+    name: str = "rank"  # process names are `name-RANK`
     log_level: str | None = None  # None: PARALLEL_STATE_LOG_LEVEL
 
     @property

@@ -1,8 +1,7 @@
-"""Copies process state that children inherit from the launcher to its ranks.
+"""Copies the launcher's umask, cores, limits and signal mask to its ranks.
 
-A rank that a fork server forks inherits the server's state, which may be older than the launcher's or differ from it. A
-worker takes over the launcher's state instead, so that both start methods give the same. `worker` handles environment
-variables. multiprocessing itself passes the working directory and sys.path.
+A rank forked by a fork server inherits the server's state, which may differ from the launcher's. So each worker applies
+the launcher's state. `worker` copies environment variables; multiprocessing passes the working directory and sys.path.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from dataclasses import dataclass
 
 _LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
 _NEEDED = (signal.SIGTERM, signal.SIGCHLD)
-"""The first signal stops a rank. The second reports exits of the rank's own children."""
+"""A rank must receive both: SIGTERM stops it, SIGCHLD reports exits of its children."""
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """The launcher's state when it starts a rank."""
-
     umask: int | None
     """None if the system can't report it without changing it."""
     cores: frozenset[int]
@@ -41,9 +38,9 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Applies the state to this process, unless it would keep a rank from being stopped or from having children.
+        """Applies the state to this process, but never blocks or ignores SIGTERM and SIGCHLD.
 
-        Settings that aren't permitted are left unchanged.
+        Leaves settings unchanged that aren't permitted.
         """
         if self.umask is not None:
             os.umask(self.umask)
@@ -61,7 +58,7 @@ class Inheritance:
 
 
 def blocked_signals(pid: int) -> int:
-    """Returns the signals that a process has blocked, one bit each from SIGHUP (1) on; 0 if unknown."""
+    """Returns the bit mask of a process's blocked signals (bit 0 is SIGHUP); 0 if unknown."""
     return int(_status(pid, "SigBlk") or "0", 16)
 
 

@@ -1,8 +1,6 @@
-"""Starts N local ranks of a function and returns what each of them returned.
+"""`launch`: runs a function in local ranks, and returns their results or raises the first failure.
 
-Belongs here: what a launch returns or raises. What does not: what it is given (`launch.config`), the processes
-(`launch.processes`), a worker's life (`launch.worker`), the store where the ranks meet (`launch.store`); process groups
-(`state`), restarts and membership (torchrun's agent), who started *us* (`environment`).
+Restarts and membership are the job of torchrun's agent.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ if TYPE_CHECKING:
     from parallel_state.launch.processes import Rank
     from parallel_state.launch.worker import Report
 
-    _Failure = tuple[float, Rank, Report | None]  # when, who, and what it said
+    _Failure = tuple[float, Rank, Report | None]  # time, rank and its report
 
 R = TypeVar("R")
 
-_CRASH_S = 1.0  # a crash is seen this much later than it was, at most
+_CRASH_S = 1.0  # a crash is detected at most this late
 _CRASHES = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _OWN_VARIABLES = {
@@ -60,21 +58,20 @@ def launch(
     config: LaunchConfig | None = None,
     **options: Unpack[LaunchOptions],
 ) -> list[R]:
-    """Calls `fn(*args, **kwargs)` in `nproc` processes and returns their results in rank order.
+    """Calls `fn(*args, **kwargs)` in `nproc` processes, and returns their results in rank order.
 
-    `options` are fields of `LaunchConfig`; they go before those of `config`, which stays as it is. Each worker finds
-    the environment that torchrun would give it (RANK, …, and OMP_NUM_THREADS=1 beside others), so a plain
-    `init_process_group()` works. The order in a worker: logging, `setup`, the groups if sizes are given, `fn`, and
-    the groups' end.
+    `options` are fields of `LaunchConfig` and override those of `config`. Each worker gets the same variables as from
+    torchrun (RANK, …, and OMP_NUM_THREADS=1 with several ranks), so a plain `init_process_group()` works. A worker sets
+    up logging, calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
 
-    `fn`, arguments and results are pickled: `fn` must be importable, and tensors are copied. One worker that is the
-    whole world is called in this process, with the environment restored afterwards; with a `timeout` it is a
-    process too, as nothing else can be stopped. The fork server imports torch once (1-2 s) and stays for later
-    launches; for variables that are read while libraries are imported take `start_method="spawn"`.
+    `fn`, arguments and results are pickled: `fn` must be importable, and tensors are copied. A world of one rank runs
+    in this process, and the environment is restored afterwards. With a `timeout` it runs in another process, which can
+    be stopped. A fork server imports torch once (1-2 s) and serves later launches. For variables that libraries read
+    during import, use `start_method="spawn"`.
 
-    Raises `LaunchError` with the first failure in time, its rank, exit code or signal, and traceback; or, when
-    `timeout` passed, with the place where each rank was. All workers are gone by then. KeyboardInterrupt, here or in
-    a worker, is raised as itself. Raises `InvalidArgumentError`, and `RendezvousError` for a port that is taken.
+    Raises LaunchError with the earliest failure: its rank, exit code or signal, and traceback. After the `timeout` it
+    has the stacks of up to 8 running ranks. All workers have exited by then. Also raises KeyboardInterrupt (from here
+    or a worker), InvalidArgumentError, and RendezvousError if the port is taken.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidArgumentError(
@@ -87,13 +84,13 @@ def launch(
     config = _resolved(replace(config or LaunchConfig(), **given))
     inline = config.world_size == 1 and config.timeout is None
     try:
-        # Here, because most programs import this and launch nothing; an import needs a descriptor, too.
+        # Imported here: most programs don't launch. Inside the `try`: an import fails if no descriptor is left.
         from parallel_state.launch.store import meeting_point, secret_and_library
         from parallel_state.launch.worker import Call, run_inline
 
         call = Call(fn, tuple(args), dict(kwargs or {}), config)
         content = b"" if inline else call.pickled()
-        secret, library = secret_and_library(config)  # may compile it: the time for that is no part of the timeout
+        secret, library = secret_and_library(config)  # may compile the library, so before the timeout starts
         deadline = time.monotonic() + (config.timeout or math.inf)
         with meeting_point(config, secret, library, deadline) as address:
             environs = [_variables(config, local_rank) | address for local_rank in range(config.nproc or 1)]
@@ -104,12 +101,12 @@ def launch(
         raise
     except (OSError, RuntimeError, MemoryError) as error:
         first = config.rank_offset
-        why = limits.shortage(error) or "nothing was started, or all of it was ended again"
+        why = limits.shortage(error) or "no rank was started, or all were stopped"
         raise LaunchError(f"the launch from rank {first} on failed ({error!r}): {why}", rank=first) from error
 
 
 def _resolved(config: LaunchConfig) -> LaunchConfig:
-    """Returns a copy with `nproc` and `world_size` filled in. Raises for what can't work."""
+    """Checks the options, and returns a copy with `nproc` and `world_size`."""
     numbers = ("nproc", "world_size", "rank_offset", "master_port", "preferred_port")
     for name, number in ((name, getattr(config, name)) for name in numbers):
         if number is not None and not hasattr(number, "__index__"):
@@ -125,19 +122,21 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
         (last >= 0, f"world_size must be at least nproc ({nproc}), but is {world}"),
         (0 <= config.rank_offset <= last, f"rank_offset must be from 0 to {last}, but is {config.rank_offset}"),
         (all(0 <= port < 65_536 for port in ports), f"a port must be from 0 to 65535, but is {max(ports, key=abs)}"),
-        (not all(ports), "master_port and preferred_port exclude each other, but both are given"),
-        (nproc == world or config.master_port or not config.hosts_store, "several nodes must all name the master_port"),
-        (not group_options or config.makes_groups, "init_method, order and backends must come with sizes"),
-        (config.secret_file is None or config.hosts_store, "secret_file must come without an init_method"),
+        (not all(ports), "master_port and preferred_port exclude each other, but both are given; leave one out"),
+        (nproc == world or config.master_port or not config.hosts_store,
+         "several nodes need one master_port; pass the same on each node"),
+        (not group_options or config.makes_groups, "init_method, order and backends need sizes; pass sizes as well"),
+        (config.secret_file is None or config.hosts_store,
+         "secret_file and init_method exclude each other, but both are given; leave one out"),
         (config.start_method in ("forkserver", "spawn"),
          f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
         (config.timeout is None or config.timeout > 0, f"timeout must be positive, but is {config.timeout}"),
         (config.grace >= 0, f"grace must not be negative, but is {config.grace}"),
         (config.bind in (None, "cores"), f"bind must be 'cores' or None, but is {config.bind!r}"),
         (config.bind is None or settings.CORES.name not in config.env,
-         f"bind and env must not both say {settings.CORES.name}"),
+         f"bind and env must not both set {settings.CORES.name}"),
         (config.log_level in (None, *_LEVELS), f"log_level must be one of {_LEVELS}, but is {config.log_level!r}"),
-        (not taken, f"env must not hold what launch itself sets, but has {', '.join(taken)}"),
+        (not taken, f"env must not have variables that launch itself sets, but has {', '.join(taken)}"),
     ):  # fmt: skip
         if not fits:
             raise InvalidArgumentError(must)
@@ -156,7 +155,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """Returns the cores of each rank as PARALLEL_STATE_CORES takes them: a fork server's own may be others."""
+    """Returns each rank's cores in the form of PARALLEL_STATE_CORES. A fork server may be allowed other cores."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 
@@ -167,7 +166,7 @@ def _run_ranks(
 
     inherited = dict(os.environ)
     if len(environs) > 1:
-        inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with all cores each slow all down
+        inherited.setdefault("OMP_NUM_THREADS", "1")  # like torchrun: ranks that each use all cores slow each other
     environs = [{**inherited, **environ} for environ in environs]
     with signals_raise(), Ranks(content, secret, config, environs, deadline) as processes:
         processes.start()
@@ -179,14 +178,14 @@ def _run_ranks(
 
 
 def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, config: LaunchConfig) -> None:
-    """Raises for the first failure in time; for the deadline where nobody failed; returns where all is well."""
+    """Raises the earliest failure, or the timeout if ranks still run; returns if all ranks succeeded."""
     failures: list[_Failure] = []
     for rank in ranks:
         report = rank.report()
         if report is not None and report.kind in ("error", "interrupted") and report.time < stopped_at:
             failures.append((report.time, rank, report))
         elif rank.ended is not None and rank.failed:
-            # Others can have reported what a crash did to them before we saw it; the reverse does not happen.
+            # Before we detect a crash, other ranks may report errors that it caused. The reverse does not happen.
             early_s = _CRASH_S if rank.exit_code in _CRASHES else 0.0
             failures.append((rank.ended - early_s, rank, None))
     if not failures and not running:
@@ -195,12 +194,12 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
         names = ", ".join(str(rank.rank) for rank in running)
         places = "".join(f"\nwhere rank {rank.rank} was:\n{rank.stacks()}" for rank in running[:8])
         raise LaunchError(
-            f"launch must end within {config.timeout} s, but of {config.world_size} ranks {names} were still running "
+            f"launch timed out after {config.timeout} s: of {config.world_size} ranks {names} were still running "
             f"and have been stopped{places}",
             rank=running[0].rank,
         )
     failures.sort(key=lambda failure: failure[0])
-    _blamed_first(failures)
+    _move_blamed_first(failures)
     (_, first, report_of_first), *later = failures
     if report_of_first is not None and report_of_first.kind == "interrupted":
         raise KeyboardInterrupt
@@ -212,8 +211,11 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
     raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
 
 
-def _blamed_first(failures: list[_Failure]) -> None:
-    """Puts a rank that ended without a word before those whose errors name it: they saw its end before we did."""
+def _move_blamed_first(failures: list[_Failure]) -> None:
+    """Moves a rank that exited without a report to the front if the first error blames it.
+
+    Peers may detect its exit before this process does.
+    """
     blamed = failures[0][2].suspect_ranks if failures[0][2] is not None else ()
     for index, (_, rank, report) in enumerate(failures):
         if report is None and rank.rank in blamed:

@@ -1,11 +1,12 @@
-"""The last import of the fork server that `launch` starts; of no use to anybody else.
+"""Prepares the fork server of `launch`, as its last import.
 
-Its heap is frozen: a collector that ran in a rank would else write into each of its objects, and copy all their pages.
+Freezes the heap: otherwise the garbage collector of each rank would write to every object and so copy all shared pages.
 
-The server can't detect exits of ranks while SIGCHLD is blocked. A program that waits for SIGCHLD by sigwait blocks it.
+Unblocks SIGCHLD, without which the server can't detect exits of ranks. It is blocked if the program waits for it by
+sigwait.
 
-That server starts with SIGINT blocked, so that Ctrl-C while it imports torch prints no traceback of its. From here
-on it ignores SIGINT by itself, and its children must find the signal unblocked, those of other code as well.
+Unblocks SIGINT. The server starts with SIGINT blocked, so that Ctrl-C during `import torch` prints no traceback. From
+here on multiprocessing's server ignores SIGINT itself, and all its children must have it unblocked.
 """
 
 import gc
@@ -15,6 +16,6 @@ gc.collect()
 gc.freeze()
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-    _handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that is pending
+    _handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending one
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, _handler)

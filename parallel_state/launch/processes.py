@@ -1,11 +1,10 @@
-"""The processes of a launch: started by multiprocessing, watched and stopped by the rules of `launch`.
+"""Starts, watches and stops the processes of a launch, through multiprocessing.
 
-Belongs here: what the launcher knows of each process, signals to the launcher, and the fork server. What does not: what
-a worker does (`launch.worker`), and which failure is raised (`launch`).
+Handles signals to the launcher, and the fork server.
 
-torch.distributed.elastic would start them, too, but its `wait` never returns after a worker's `os._exit(0)`, outlasts
-its timeout while a worker is exiting, gives 30 s after SIGTERM whatever was asked for, and knows the time of a failure
-in whole seconds, so that the first failure can't be told from what it did to the others (torch 2.13 to 2.15).
+torch.distributed.elastic is not used (torch 2.13 to 2.15): its `wait` never returns after a worker's `os._exit(0)` and
+exceeds its timeout while a worker exits. It always waits 30 s after SIGTERM. It records failures in whole seconds, too
+coarse to find the first one.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report
 
 logger = logging.getLogger("parallel_state")
 
-_POLL_S = 0.5  # children of a spawned worker can hold its sentinel open, so exit codes are looked at now and then
-_SETTLE_S = 0.3  # after the first failure, for the others to report theirs
-_INTERRUPT_S = 0.8  # after Ctrl-C, for what the function does about a KeyboardInterrupt
-_START_DESCRIPTORS = 8  # for the fork server, the resource tracker and what starts them
-_SERVER_END_S = 2.0  # after which a killed fork server has surely ended
-_CUT_S = 1.0  # for processes to die by the leash
+_POLL_S = 0.5  # exit codes are polled: children of a spawned worker can hold its sentinel open
+_SETTLE_S = 0.3  # after the first failure, for other ranks to report theirs
+_INTERRUPT_S = 0.8  # after Ctrl-C, for the function to handle KeyboardInterrupt
+_START_DESCRIPTORS = 8  # to start the fork server and the resource tracker
+_SERVER_END_S = 2.0  # a killed fork server has exited after this time
+_CUT_S = 1.0  # for the kernel to kill processes after the leash closes
 _AT_INIT = (
     "parallel_state.launch.worker",
     "parallel_state.groups.world",
     "parallel_state.messages.transports",
     "device_communicators.cpu.host_memory",
 )
-"""Modules that `import parallel_state` leaves out and every rank imports when it meets the others."""
+"""Modules that `import parallel_state` doesn't import, but every rank needs at init; preloaded before the fork."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
     "`if __name__ == '__main__':`"
 )
 
 
-def _nameless_file() -> Any:
-    """Opens a file in memory where there are such, as /tmp may be full, with room for a report as yet."""
+def _unnamed_file() -> Any:
+    """Opens an unnamed file, in memory if possible: /tmp may be full. Raises OSError without space for a report."""
     file: Any = None
     if hasattr(os, "memfd_create"):
-        with suppress(OSError):  # in a sandbox, which may say EPERM or ENOSYS
+        with suppress(OSError):  # EPERM or ENOSYS in a sandbox
             file = os.fdopen(os.memfd_create("parallel_state"), "w+b", 0)
     file = file or tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     file.write(bytes(REPORT_BYTES))
@@ -65,15 +64,13 @@ def _nameless_file() -> Any:
 
 
 class Rank:
-    """One process, as the launcher sees it."""
-
     def __init__(self, rank: int, name: str) -> None:
         self.rank = rank
         self.name = name
         self.process: Any = None
-        self.ended: float | None = None  # when that was seen, by the monotonic clock; None: it runs, or was stopped
-        self.records = _nameless_file()
-        self.stacks_file = _nameless_file()
+        self.ended: float | None = None  # monotonic time at which `wait` detected its exit; None before
+        self.records = _unnamed_file()
+        self.stacks_file = _unnamed_file()
 
     def report(self) -> Report | None:
         return read_report(self.records.fileno())
@@ -101,23 +98,22 @@ class Rank:
         return self.exit_code != 0 or report is None or report.kind != "result"
 
     def explain(self) -> str:
-        """Returns what went wrong, in one line."""
         report, code = self.report(), self.exit_code or 0
         names = {number.value: number.name for number in signal.Signals}
         how = f"signal {-code} ({names.get(-code, 'unnamed')})" if code < 0 else f"exit code {code}"
-        who = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
+        name = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
         if report is None:
-            return f"{who} ended with {how} before it could call the function; {_HINT}"
+            return f"{name} ended with {how} before it could call the function; {_HINT}"
         if report.kind == "error":
-            return f"{who} raised {report.summary}"
+            return f"{name} raised {report.summary}"
         if report.kind == "result":
-            return f"{who} returned, but its process ended with {how}"
-        hint = "; if nobody sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
-        return f"{who} ended with {how} before the function returned{hint}"
+            return f"{name} returned, but its process ended with {how}"
+        hint = "; if no process sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
+        return f"{name} ended with {how} before the function returned{hint}"
 
 
 class Ranks:
-    """All processes of a launch on this host; none of them outlives the `with` block, whatever ends it."""
+    """All processes of a launch on this host. None of them outlives the `with` block."""
 
     def __init__(
         self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
@@ -143,13 +139,13 @@ class Ranks:
             self.release()
 
     def start(self) -> None:
-        """Starts the processes. Raises LaunchError where one can't be."""
+        """Starts the processes. Raises LaunchError if one can't be started."""
         try:
             self._check_descriptors()
             if self._start_method == "forkserver":
                 start_fork_server()
-                if not _learns_of_ends():
-                    logger.warning("this program's fork server has SIGCHLD blocked and can't learn that ranks end: "
+                if not _detects_exits():
+                    logger.warning("this program's fork server has SIGCHLD blocked and can't detect exits of ranks: "
                                    "they are spawned instead")  # fmt: skip
                     self._start_method = "spawn"
             context = multiprocessing.get_context(self._start_method)
@@ -163,7 +159,7 @@ class Ranks:
             self._all_started = True
         except (OSError, EOFError, ValueError) as error:
             first, last = self.ranks[0].rank, self.ranks[-1].rank
-            why = limits.shortage(error) or f"{_HINT}; or it met a limit: {limits.in_force()}"
+            why = limits.shortage(error) or f"{_HINT}; or it reached a limit: {limits.in_force()}"
             raise LaunchError(
                 f"one of the ranks {first} to {last} could not be started ({error!r}); {why}", rank=first
             ) from error
@@ -171,14 +167,14 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError where a start would run out of them: amid it the fork server would end with a traceback."""
+        """Raises OSError if descriptors don't suffice: otherwise the fork server would exit with a traceback."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """Waits until all have ended, the deadline has passed, or, a moment after a failure, others had time to end."""
+        """Waits for all ranks to exit, until the deadline. After a first failure, waits 0.3 s (Ctrl-C: 0.8 s) more."""
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()
@@ -192,22 +188,22 @@ class Ranks:
                 self._deadline = min(self._deadline, now + (_INTERRUPT_S if interrupted else _SETTLE_S))
 
     def running(self) -> list[Rank]:
-        """Returns those whose end `wait` has not seen."""
+        """Returns the ranks whose exit `wait` has not detected."""
         return [rank for rank in self.ranks if rank.ended is None]
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stops those that run: by this signal, and after the launch's grace by SIGKILL."""
+        """Stops running ranks by this signal, and after the launch's grace by SIGKILL."""
         try:
             if number == signal.SIGINT:
-                self._all_end_within(_INTERRUPT_S)  # a terminal's Ctrl-C went to all: a second one breaks into cleanup
+                self._all_exit_within(_INTERRUPT_S)  # a terminal sends Ctrl-C to all; a second one interrupts cleanup
                 self._send(signal.SIGINT)
-                self._all_end_within(_INTERRUPT_S)  # native code does not heed it
+                self._all_exit_within(_INTERRUPT_S)  # native code may not return for it
                 number = signal.SIGTERM
             self._send(number)
-            self._all_end_within(self._grace)
-        finally:  # at once when a signal comes again
+            self._all_exit_within(self._grace)
+        finally:  # also if another signal raises
             self._send(signal.SIGKILL)
-            self._all_end_within(EXIT_S)
+            self._all_exit_within(EXIT_S)
 
     def _send(self, number: signal.Signals) -> None:
         for rank in self.ranks:
@@ -215,51 +211,49 @@ class Ranks:
                 with suppress(ProcessLookupError):
                     os.kill(rank.process.pid, number)
 
-    def _all_end_within(self, wait_s: float) -> None:
+    def _all_exit_within(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s
         while (alive := [rank for rank in self.ranks if rank.alive]) and (left := until - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Cuts the leash, and closes all files: whatever became of the processes, they end now."""
-        if not self._all_started:  # the start was broken off: who holds the other end is known to the kernel alone
+        """Closes all files, and the leash, so that the kernel kills remaining processes."""
+        if not self._all_started:  # after a failed start only the kernel knows the processes: kill them by the leash
             self._leash_end.close()
-            with suppress(BrokenPipeError):  # nobody
+            with suppress(BrokenPipeError):  # no process holds the other end
                 self._leash.write(b"\0")
             other_end = select.poll()
-            other_end.register(self._leash, 0)  # an error, which needs no asking, is: nobody holds it
+            other_end.register(self._leash, 0)  # reports an error once no process holds the other end
             other_end.poll(_CUT_S * 1000)
         self._leash.close()
         for rank in self.ranks:
             if rank.process is not None:
-                with suppress(ValueError):  # the kernel can't end it
+                with suppress(ValueError):  # the process survived SIGKILL (uninterruptible)
                     rank.process.close()
             rank.records.close()
             rank.stacks_file.close()
 
 
 class _SignalReceived(Exception):
-    """The launcher got a signal that would have ended it."""
-
     def __init__(self, received: signal.Signals) -> None:
-        super().__init__(f"the launcher got {received.name}")
+        super().__init__(f"the launcher received {received.name}")
         self.received = received
 
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Lets a signal that would end the launcher stop the ranks first; then it ends the launcher.
+    """Turns a signal that would end the launcher into an exception, so that the ranks are stopped first.
 
-    Raises within the block. A handler of the program, an ignored signal (nohup), and
-    SIGINT, which is Python's KeyboardInterrupt already, stay as they are.
+    After the block, the signal ends the launcher. Doesn't change handlers of the program, ignored signals (nohup), or
+    SIGINT, which is already Python's KeyboardInterrupt.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    ignores_ends = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-    if threading.current_thread() is not threading.main_thread():  # which may not have handlers
-        if ignores_ends:
+    ignores_sigchld = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if threading.current_thread() is not threading.main_thread():  # other threads can't set handlers
+        if ignores_sigchld:
             raise LaunchError(
-                "this process ignores SIGCHLD, so that its system keeps no exit codes of ranks; launch from the main "
-                "thread, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) there before",
+                "this process ignores SIGCHLD, so the system keeps no exit codes of ranks; launch from the main "
+                "thread, or first call signal.signal(signal.SIGCHLD, signal.SIG_DFL) there",
                 rank=0,
             )
         yield
@@ -269,7 +263,7 @@ def signals_raise() -> Iterator[None]:
     try:
         for number in ours:
             signal.signal(number, _raise_signal)
-        if ignores_ends:
+        if ignores_sigchld:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
     except _SignalReceived as caught:
@@ -277,11 +271,11 @@ def signals_raise() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
-        if ignores_ends:
+        if ignores_sigchld:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if received is not None:
         signal.raise_signal(received)
-        raise SystemExit(128 + received)  # the first process of a container survives it
+        raise SystemExit(128 + received)  # process 1 of a container survives the signal
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> None:
@@ -289,20 +283,20 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _start(process: Any) -> None:
-    """Starts a process; by a new fork server where the last one was killed and its end came to be known only now."""
+    """Starts a process. If the fork server turns out to be killed, starts a new one and retries."""
     while True:
         server = getattr(forkserver._forkserver, "_forkserver_pid", None)
         try:
             process.start()
             return
         except (ConnectionRefusedError, BrokenPipeError, EOFError):
-            if server is None or not _ends(server):
+            if server is None or not _exits_soon(server):
                 raise
         start_fork_server()
 
 
-def _ends(pid: int) -> bool:
-    """Returns whether a child ends within a moment: the system closes its sockets before it tells its end."""
+def _exits_soon(pid: int) -> bool:
+    """Returns True if a child exits within 2 s: the kernel closes its sockets before it reports the exit."""
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= deadline:
@@ -311,10 +305,10 @@ def _ends(pid: int) -> bool:
     return True
 
 
-def _learns_of_ends() -> bool:
-    """Returns False if a fork server of the program itself already runs and has SIGCHLD blocked.
+def _detects_exits() -> bool:
+    """Returns False if the program's own fork server runs and has SIGCHLD blocked.
 
-    A fork server of this library unblocks SIGCHLD itself, at the end of its imports. This process doesn't unblock it:
+    A fork server of this library unblocks SIGCHLD at the end of its imports (`launch.preload`). This process must not:
     handlers of pending signals would run.
     """
     server = forkserver._forkserver
@@ -325,16 +319,20 @@ def _learns_of_ends() -> bool:
 
 
 def start_fork_server() -> None:
-    """Lets a fork server import torch and us once, instead of each worker, unless the program has its own list."""
+    """Starts a fork server that imports torch and this library once for all workers.
+
+    Keeps a preload list that the program has set.
+    """
     ours = ["__main__", "torch", *_AT_INIT, "parallel_state.launch.preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)
+    # The server imports from the working directory first: another `parallel_state` there must not be preloaded.
     here, nearer = os.path.dirname(os.path.dirname(__file__)), os.path.join(os.getcwd(), "parallel_state")
-    found = not os.path.exists(nearer) or os.path.samefile(here, nearer)  # it looks into the working directory first
+    found = not os.path.exists(nearer) or os.path.samefile(here, nearer)
     if present == ["__main__"]:
         multiprocessing.set_forkserver_preload(ours if found else ours[:2])
     elif present != ours:
         return
-    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
+    resource_tracker.ensure_running()  # before SIGINT is blocked: its start unblocks it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if found else ())
     try:
         forkserver.ensure_running()

@@ -1,8 +1,8 @@
-"""The store that `launch` hosts on the node of rank offset 0, where the ranks meet, and what leads to it.
+"""Hosts the store of the rendezvous on the node of rank offset 0: address, port, secret and lifetime.
 
-Belongs here: its address, port and secret, and who may leave when. What does not: the processes (`launch.processes`),
-how a rank finds the store (`rendezvous`), and what it is: the store of a `World` of the control plane. Several nodes
-without a common secret, and a node without the compiled library, use torch's own store, which accepts every client.
+The store is that of a control plane's `World`, and requires the job's secret. Several nodes without a common secret,
+and a node without the compiled library, use torch's TCPStore, which accepts every client. How a rank finds the store is
+in `startup.rendezvous`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _TORCH_DESCRIPTORS = 16
 
 SECRET_BYTES, _MOST_SECRET_BYTES = 32, 4096
 Listener = TypeVar("Listener", socket.socket, World)
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # tells torch's env:// that rank 0 need not host the store
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't host the store on rank 0
 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the variables that lead to a store, which the node of rank_offset 0 hosts.
+    """Yields the variables that lead the ranks to the store. The node of rank_offset 0 hosts it until the block ends.
 
-    It binds the port itself: nobody can take it between a probe and its use, nothing but the given address listens
-    (a TCPStore that binds listens on all of them), and the store outlives rank 0. Without a secret it is torch's.
+    The launcher binds the port itself. So no other process can take it between a probe and its use, only the given
+    address listens (a TCPStore would listen on all), and the store outlives rank 0. Without a secret it is a TCPStore.
     """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
@@ -76,26 +76,26 @@ def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: f
             except dist.DistNetworkError as error:
                 raise _not_reached(config, start_s, error) from error
         address = {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port)}
-        yield {**address, AGENT_STORE: str(not secret)}  # with a secret, ranks find it by `JOB_STORE`
+        yield {**address, AGENT_STORE: str(not secret)}  # with a secret, ranks use `JOB_STORE`
         if several:
             _leave_together(store, config, min(deadline, time.monotonic() + start_s))
     finally:
-        store = None  # closes the port, also where an error's traceback keeps this frame
+        store = None  # closes the port, even if an error's traceback keeps this frame
         if world is not None:
             world.leave()
 
 
 def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
-    """Returns what the ranks prove to hold, and the compiled library; nothing if they use torch's store, or their own.
+    """Returns the job's secret and the compiled library, which this may compile.
 
-    May compile the library.
+    Returns b"" and None if the ranks use torch's TCPStore or their own init method.
     """
     if not config.hosts_store:
         return b"", None
     secret = b"" if config.secret_file is None else read_secret(config.secret_file)
     if not secret and config.nproc != config.world_size:
         logger.warning(
-            "any process that reaches the store of this job can change it: several nodes without a secret_file. Pass "
+            "any process that reaches this job's store can change it: several nodes have no secret_file. Pass "
             "launch(secret_file=...) on each node"
         )
         return b"", None
@@ -108,14 +108,14 @@ def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
                 "has it, or a C++ compiler"
             ) from error
         logger.warning(
-            "any process that reaches the store of this job can change it: no compiled library is available (%s)",
+            "any process that reaches this job's store can change it: no compiled library is available (%s)",
             error,
         )
         return b"", None
 
 
 def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
-    """Serves the store. Nobody joins this world, so it has no peers to watch. Raises OSError or LaunchError."""
+    """Serves the store in a World without members, which watches no process. Raises OSError or LaunchError."""
     limit_s, beat_s = settings.HEARTBEAT_LIMIT_S.get(), settings.HEARTBEAT_S.get()
     try:
         world = World(library, address, limit_s=limit_s, beat_s=beat_s, port=port, token=secret.hex())
@@ -128,7 +128,7 @@ def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns what the nodes of a job share; InvalidArgumentError for a file that others could have read or written."""
+    """Returns a digest of the secret file. Raises InvalidArgumentError if other users can read or write it."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -137,14 +137,14 @@ def read_secret(path: str) -> bytes:
         raise InvalidArgumentError(f"secret_file must be a file that can be read, but {path!r}: {error}") from error
     for fits, must in (
         (stat.S_ISREG(facts.st_mode), "a regular file"),
-        (facts.st_uid == os.geteuid(), f"this user's (uid {os.geteuid()}), but belongs to uid {facts.st_uid}"),
+        (facts.st_uid == os.geteuid(), f"owned by this user (uid {os.geteuid()}), but its owner is uid {facts.st_uid}"),
         (not facts.st_mode & 0o077, f"closed to others (chmod 600), but has mode {facts.st_mode & 0o777:o}"),
         (SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES,
          f"of {SECRET_BYTES} to {_MOST_SECRET_BYTES} bytes (head -c 32 /dev/urandom), but has {len(secret)}"),
     ):  # fmt: skip
         if not fits:
             raise InvalidArgumentError(f"secret_file must be {must}: {path!r}")
-    return hashlib.sha256(secret).digest()  # HMAC takes keys that differ in zeros at the end for equal
+    return hashlib.sha256(secret).digest()  # HMAC pads keys with zeros: keys with different trailing zeros are equal
 
 
 def _not_reached(config: LaunchConfig, start_s: float, error: Exception) -> RendezvousError:
@@ -157,7 +157,7 @@ def _not_reached(config: LaunchConfig, start_s: float, error: Exception) -> Rend
 def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
     hosts, listen_fd, port = config.rank_offset == 0, None, config.master_port
     try:
-        need_descriptors(_TORCH_DESCRIPTORS, "serving the job's store")  # torch aborts the process without them
+        need_descriptors(_TORCH_DESCRIPTORS, "serving the job's store")  # without them torch aborts the process
     except ResourceLimitError as error:
         raise LaunchError(f"the job's store can't be served: {error}", rank=config.rank_offset) from error
     if hosts:
@@ -177,7 +177,7 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Keeps the node that hosts the store until the ranks of all nodes are done with it."""
+    """Keeps the store open until the ranks of all nodes are done with it. Each node calls it."""
     done, world = 0, config.world_size or 1
     try:
         bounded = BoundedStore(store)
@@ -185,14 +185,14 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
         while config.rank_offset == 0 and done < world and time.monotonic() < deadline:
             time.sleep(0.02)
             done = bounded.add("parallel_state/launch/done", 0)
-    except RuntimeError:  # the store's node failed, but the ranks here have their results
-        logger.warning("the node of rank 0 left before the ranks of this one were done")
+    except RuntimeError:  # the store's node failed, but this node's ranks have returned their results
+        logger.warning("the node of rank 0 closed the job's store before this node's ranks were done")
     if config.rank_offset == 0 and done < world:
-        logger.warning("this node leaves with the store, but only %d of %d ranks are done", done, world)
+        logger.warning("this node closes the job's store, but only %d of %d ranks are done", done, world)
 
 
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
-    """Returns what `listen` returns for the port: the preferred one, any if that is taken.
+    """Calls `listen` with master_port, or with the preferred port and, if that is taken, with 0 (any free port).
 
     Raises RendezvousError, or LaunchError if descriptors ran out.
     """
@@ -210,6 +210,6 @@ def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Liste
         if isinstance(error, socket.gaierror):
             raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
         raise RendezvousError(
-            f"can't listen on {address} port {port}: {error.strerror}; rank 0's node needs an address of "
-            "its own and a free port: give another one, 0 for any, or preferred_port"
+            f"can't listen on {address} port {port}: {error.strerror}; rank 0's node needs an address of its own and "
+            "a free port: pass another master_port, 0 for any, or preferred_port"
         ) from error

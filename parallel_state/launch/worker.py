@@ -1,11 +1,8 @@
-"""The life of a process that `launch` started, and its reports to the launcher.
+"""The code that runs in a process of `launch`, and its reports to the launcher.
 
-Belongs here: a worker's life from its first line to its report, and the file that holds the report. What does not:
-starting, watching and stopping it (`launch.processes`).
-
-How it is never left behind: the kernel kills it when its parent dies (PR_SET_PDEATHSIG), and, as that parent may be
-the fork server, also when the launcher's end of a pipe, the leash, closes. Reports and results travel in unlinked
-files: a worker never blocks on a reader, and whoever is killed, no file stays.
+A worker never outlives the launcher. The kernel kills it when its parent dies (PR_SET_PDEATHSIG). That parent may be
+the fork server, so the kernel also kills it when the launcher's end of a pipe, the leash, closes. Reports and results
+are written to unlinked files: a worker never blocks on a reader, and no file remains after a kill.
 """
 
 from __future__ import annotations
@@ -41,13 +38,13 @@ from parallel_state.startup.binding import bind_to_cores
 from parallel_state.startup.job_store import JOB_STORE
 
 STORE_NAME = "launch's store"
-EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
+EXIT_S = 5.0  # for a failed worker to exit by itself, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback
 REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
 
 
 class Inherited:
-    """Takes a file descriptor along to a worker."""
+    """Passes a file descriptor to a worker."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -62,12 +59,10 @@ def _inherit(handle: Any) -> Inherited:
 
 @dataclass(frozen=True)
 class Start:
-    """Holds what a worker is started with."""
-
-    content: bytes  # a pickled Call, for the import of its modules to fail in `work`
+    content: bytes  # a pickled Call, so that import errors of its modules are raised in `work`
     name: str
     environ: dict[str, str]
-    secret: bytes = field(repr=False)  # of the job's store; empty: torch's store, which has none
+    secret: bytes = field(repr=False)  # of the job's store; empty with torch's TCPStore
     inheritance: Inheritance
     leash: Inherited
     records: Inherited
@@ -76,18 +71,18 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """The first record of a worker's file; after a "result" follows the result itself."""
+    """The first record of a worker's file. With kind "result", the result follows as the second record."""
 
     kind: Literal["running", "result", "error", "interrupted"]
-    time: float = 0.0  # monotonic: one clock for all processes of a host
+    time: float = 0.0  # monotonic, which is one clock for all processes of a host
     exit_code: int = 0
     summary: str = ""
     text: str = ""
-    suspect_ranks: tuple[int, ...] = ()  # whom the error blames
+    suspect_ranks: tuple[int, ...] = ()  # blamed by the error
 
 
 def read_report(fd: int) -> Report | None:
-    """Returns a worker's last report; None if it ended before its first, or within one."""
+    """Returns a worker's last report; None if it exited before the first one, or while writing."""
     try:
         return next(_read(fd))
     except (EOFError, pickle.UnpicklingError):
@@ -99,7 +94,7 @@ def read_result(fd: int, rank: int) -> Any:
     next(records)
     try:
         return next(records)
-    except Exception as error:  # unpickling raises whatever the result's class does
+    except Exception as error:  # unpickling runs code of the result's class
         raise LaunchError(f"the result of rank {rank} can't be unpickled: {error}", rank=rank) from error
 
 
@@ -125,14 +120,14 @@ def _write_result(fd: int, rank: str, result: object) -> None:
         raise limits.name_shortage(error, f"writing the result of rank {rank}") from error
     except Exception as error:
         raise InvalidArgumentError(
-            f"rank {rank} must return something picklable, but returned a {type(result).__qualname__}: {error}; "
+            f"rank {rank} must return a picklable value, but returned a {type(result).__qualname__}: {error}; "
             "return numbers, strings, containers or CPU tensors"
         ) from error
 
 
 @dataclass(frozen=True)
 class Call:
-    """The function, its arguments, and what to do before and after it."""
+    """The function, its arguments and the launch's options."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -140,7 +135,7 @@ class Call:
     config: LaunchConfig
 
     def pickled(self) -> bytes:
-        """Raises `InvalidArgumentError` for what a worker could not import or unpickle."""
+        """Returns the pickled call. Raises InvalidArgumentError if a worker couldn't import or unpickle it."""
         main = sys.modules["__main__"]
         path = getattr(main, "__file__", None)
         of_main = getattr(self.fn, "__module__", None) == "__main__"
@@ -149,9 +144,9 @@ class Call:
         for what, value in (("fn", self.fn), ("setup", self.config.setup), ("args and kwargs", self)):
             try:
                 content = pickle.dumps(value)
-            except Exception as error:  # pickle raises whatever a __reduce__ does
+            except Exception as error:  # pickling runs code of the arguments' classes
                 raise InvalidArgumentError(
-                    f"{what} must be picklable, but {error}; a function must stand at the top level of a module"
+                    f"{what} must be picklable, but {error}; a function must be at the top level of a module"
                 ) from error
         return content
 
@@ -161,7 +156,7 @@ class Call:
             config.setup()
         if not config.makes_groups:
             return self.fn(*self.args, **self.kwargs)
-        from parallel_state import state  # fn may have no use for it
+        from parallel_state import state  # not needed if fn does its own init
         from parallel_state.process_groups.options import GroupOptions
 
         sizes: dict[str, Any] = dict(config.sizes)
@@ -179,7 +174,7 @@ class Call:
             )
             result = self.fn(*self.args, **self.kwargs)
         except BaseException:
-            if inline:  # a worker reports first; its end destroys all, and destroying could wait for peers
+            if inline:  # a worker must not: destroying could wait for peers and delay its report; then it exits anyway
                 state.destroy_distributed_environment()
             raise
         state.destroy_model_parallel()
@@ -188,13 +183,13 @@ class Call:
 
 
 def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
-    """Runs the only rank in this process, whose environment comes back afterwards."""
+    """Runs the only rank in this process, and restores the environment afterwards."""
     before = dict(os.environ)
     os.environ.update(environ)
     _take_secret(secret)
     root = logging.getLogger()
     logging_before = root.handlers, root.level
-    root.handlers = []  # else basicConfig closes those of this process
+    root.handlers = []  # otherwise basicConfig closes the program's handlers
     try:
         _log_as_rank(call.config, environ["RANK"])
         return call.run(inline=True)
@@ -209,21 +204,21 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
 
 
 def work(start: Start) -> None:
-    """Runs a worker from its first line to its report."""
+    """Runs in a worker process: sets it up, runs the call and writes the report."""
     _die_with_launcher(start.leash.fd, start.name)
     records, stacks, environ = start.records.fd, start.stacks.fd, start.environ
     _write(records, Report("running"))
     start.inheritance.take_over()
     faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGTERM, stacks, chain=True)  # where a rank was that had to be stopped
+    faulthandler.register(signal.SIGTERM, stacks, chain=True)  # dumps the stacks of a rank that is stopped
     try:
-        _keep_variables(environ)  # a fork server's own are as old as the first launch
+        _keep_variables(environ)  # a fork server has the variables of the first launch
         os.environ.update(environ)
-        if lists := settings.CORES.get():  # now, as memory that is touched later comes from the cores' node
+        if lists := settings.CORES.get():  # first: memory is allocated on the NUMA node of the core that touches it
             bind_to_cores(lists)
         threads = environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and int(threads):
-            torch.set_num_threads(int(threads))  # the fork server's torch has read the variable long ago
+            torch.set_num_threads(int(threads))  # the fork server's torch read an older value
         _take_secret(start.secret)
         call: Call = pickle.loads(start.content)
         _log_as_rank(call.config, environ["RANK"])
@@ -244,7 +239,7 @@ def _log_as_rank(config: LaunchConfig, rank: str) -> None:
 
 
 def _take_secret(secret: bytes) -> None:
-    """Lets this process find the job's store, also by torch's own env://."""
+    """Registers the job's store for this process, also for torch's own env://."""
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -254,7 +249,7 @@ def _take_secret(secret: bytes) -> None:
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """Lets the kernel kill this process when its parent or the launcher is gone, whoever holds the GIL."""
+    """Asks the kernel to kill this process when its parent or the launcher exits; works while the GIL is held."""
     multiprocessing.current_process().name = name
     name_this_thread(name)
     if sys.platform != "linux":
@@ -262,19 +257,19 @@ def _die_with_launcher(leash: int, name: str) -> None:
         return
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    # Opened anew, as the receiver of the signal belongs to the open file, which all workers inherit. The launcher
-    # writes nothing as long as they shall live, so the only event that the kernel can signal is its end's close.
+    # Reopened: the signal's receiver is a property of the open file, which all workers share. The launcher writes
+    # nothing while workers should run, so the only event is the close of its end.
     own = os.open(f"/proc/self/fd/{leash}", os.O_RDONLY)
     os.close(leash)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-    if connection.wait([own], 0):  # it was gone before the kernel was told
+    if connection.wait([own], 0):  # the launcher exited before the signal was set up
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_with(leash: int) -> None:
-    """Ends this process when nobody holds the leash's other end: where the kernel doesn't do it, a thread must."""
+    """Kills this process when the launcher's end of the leash closes. Runs in a thread on systems other than Linux."""
     poll = select.poll()
     poll.register(leash, select.POLLIN)
     poll.poll()

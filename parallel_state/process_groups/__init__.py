@@ -1,4 +1,4 @@
-"""torch's process groups: made once for equal ranks and options, shared, and agreed on by all ranks before.
+"""torch's process groups: ranks agree before they create one; groups with equal ranks and options are shared.
 
-May import `startup` and what is below it.
+May import `startup`.
 """

@@ -1,7 +1,7 @@
 """Checks that all ranks request the same thing before any of them starts a step that waits for peers.
 
-All ranks get the requests of all, or the same reason: which ranks are missing or exited. So all ranks raise the same
-error, and so does a rank that asks late. `Watcher.gather` moves the requests.
+Every rank receives the requests of all ranks, or the same list of missing or exited ranks. So all ranks raise the same
+error, also a late one. `Watcher.gather` moves the requests.
 
 Without a control plane nothing is compared: different requests fail at the first call's deadline.
 """
@@ -44,7 +44,7 @@ def digest(value: object) -> str:
 
 
 class Agreement:
-    """Compares requests, and names new groups, of one world."""
+    """Compares the requests of a world's ranks, and names new groups."""
 
     def __init__(self, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
         """`alone`: the other ranks are simulated and agree with this one."""
@@ -55,7 +55,7 @@ class Agreement:
         self._meetings: Counter[str] = Counter()
         self._topic = f"{prefix}/not made"
         self._failures: dict[str, tuple[int, str]] = {}
-        """The rank that failed to make a group, and why, by the group's name."""
+        """Group name -> the rank that failed to create it, and why."""
         watcher.answers[self._topic] = self._note_failure
 
     def resolve_and_agree(
@@ -66,14 +66,14 @@ class Agreement:
         timeout_s: float,
         domain: Collection[int] = (),
     ) -> T:
-        """Returns the value of `resolve` once all of `ranks` have requested the same. Each of `ranks` calls it.
+        """Returns the value of `resolve` once all of `ranks` have made the same request. Each of `ranks` calls it.
 
-        `resolve` returns the value and the request. If it raises, this rank still takes part, so that peers get the
-        error. Do everything that can fail inside `resolve`. Raises:
+        `resolve` returns the value and the request. It should contain every step that can fail: if it raises, this rank
+        still takes part, so that peers receive the error. Raises:
 
         - the error of `resolve`, if it fails on all ranks or is no UsageError;
         - ConfigMismatchError with both requests, if two ranks differ;
-        - CollectiveTimeoutError with the ranks that didn't ask, or didn't answer, by the deadline;
+        - CollectiveTimeoutError with the ranks that didn't call or answer by the deadline;
         - PeerDiedError with the ranks that exited.
         """
         try:
@@ -96,8 +96,8 @@ class Agreement:
     ) -> None:
         """Returns once all of `ranks` have made this request.
 
-        `wrong`: the error that replaces the request; raised after the agreement. `domain`: further ranks whose death
-        ends the wait, because missing ranks may have failed by it.
+        `wrong`: an error that replaces the request and is raised after the agreement. `domain`: further ranks whose
+        death ends the wait, because it may be why a rank of `ranks` doesn't call.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
@@ -111,23 +111,23 @@ class Agreement:
                 json.dumps(mine).encode(),
                 timeout_s,
                 watched={*ranks, *domain},
-                what=f"rank {self._rank} asks for {what} ({_words(mine)})",
+                what=f"rank {self._rank} requests {what} ({_words(mine)})",
                 operation="new_group",
             )
         except CommunicationError as error:
             if wrong is not None:
                 raise error from wrong
             raise
-        said = [json.loads(text) for text in texts]
-        if wrong is not None and all(_WRONG in each for each in said):
+        requests = [json.loads(text) for text in texts]
+        if wrong is not None and all(_WRONG in each for each in requests):
             raise wrong
-        other = next((index for index, each in enumerate(said) if each != said[0]), None)
+        other = next((index for index, each in enumerate(requests) if each != requests[0]), None)
         if wrong is not None and (other is None or not isinstance(wrong, UsageError)):
             raise wrong
         if other is None:
             return
         raise ConfigMismatchError(
-            f"all ranks must ask for the same {what}, but {_difference(ranks, said, other)} (this is rank "
+            f"all ranks must request the same {what}, but {_difference(ranks, requests, other)} (this is rank "
             f"{self._rank}); pass the same arguments, and set the same environment variables, on every rank"
         ) from wrong
 
@@ -136,8 +136,9 @@ class Agreement:
     ) -> str:
         """Waits for all `ranks`, which make the same call. Returns a name for `what` that no earlier attempt had.
 
-        A name ends with the attempt's number, so groups of later worlds get the names of earlier ones: DTensor's caches
-        live as long as the process, and look groups up by name. (One rank alone, or with simulated ranks: random.)
+        The name ends with the attempt's number. So groups of a later world get the same names as those of an earlier
+        one: DTensor's caches live as long as the process, and find groups by name. (For one rank, or with simulated
+        ranks, the name is random.)
 
         A rank that is late for an attempt joins the next one. If a rank passes a `problem`, all ranks raise
         CommunicationError. Raises like `agree` if a rank is missing, or if a rank of `watched` (default: `ranks`) died.
@@ -145,7 +146,7 @@ class Agreement:
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
         key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
-        who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}"
+        attempt = f"rank {self._rank} creates {what} of global ranks {format_ranks(ranks)}"
         started, problems = time.monotonic(), None
         while problems is None:
             self._meetings[key] = number = self._meetings[key] + 1
@@ -159,23 +160,23 @@ class Agreement:
                     problem.encode(),
                     left_s,
                     watched=watched,
-                    what=who,
+                    what=attempt,
                     operation="new_group",
                 )
             except CommunicationError as error:
                 verdict = error.__cause__.verdict if isinstance(error.__cause__, UnmetError) else None
-                if verdict is not None and verdict.kind == "undecided":  # other ranks may go on
-                    self.fail(name, ranks, f"it had no answer from ranks {format_ranks(verdict.ranks)} in time")
+                if verdict is not None and verdict.kind == "undecided":  # other ranks may create the group
+                    self.fail(name, ranks, f"it got no answer from ranks {format_ranks(verdict.ranks)} in time")
                 is_late = verdict is not None and verdict.kind == "missing" and self._rank in verdict.ranks
                 if not is_late or not left_s or not isinstance(error, CollectiveTimeoutError):
                     raise
-            except BaseException as error:  # an interrupt: the others needn't wait
+            except BaseException as error:  # an interrupt: other ranks needn't wait
                 self.fail(name, ranks, f"{type(error).__name__}: {error}")
                 raise
         for suspect, text in zip(ranks, problems, strict=True):
             if text:
                 raise CommunicationError(
-                    f"{who}, but global rank {suspect} can't make it: {text.decode(errors='replace')}",
+                    f"{attempt}, but global rank {suspect} can't create it: {text.decode(errors='replace')}",
                     group="world",
                     operation="new_group",
                     rank=self._rank,
@@ -186,11 +187,11 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Tells `ranks` that this rank failed to make the group `name` of them. Waits at most 0.5 s for them."""
+        """Reports to `ranks` that this rank failed to create their group `name`. Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
-        """Returns the rank that failed to make the group `name`, and why; None if none is known to have failed."""
+        """Returns the rank that failed to create the group `name`, and why; None without a known failure."""
         return self._failures.get(name)
 
     def _note_failure(self, rank: int, payload: bytes) -> bytes:
@@ -201,9 +202,9 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's gloo address of the previous attempt from the store of a control plane.
+        """Deletes this rank's gloo address of the previous attempt from the control plane's store.
 
-        All ranks have released it once they meet again.
+        Call it after `meet`: no rank uses that address any more.
         """
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
@@ -213,8 +214,8 @@ class Agreement:
                 store.within(LAST_WORD_S).delete_key(key)
 
 
-def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> str:
-    first, request = said[0], said[other]
+def _difference(ranks: Sequence[int], requests: Sequence[Request], other: int) -> str:
+    first, request = requests[0], requests[other]
     names = [name for name in {**first, **request} if name != _WRONG]
     name = next(name for name in names if first.get(name) != request.get(name))
     sides = [_short(each.get(name) or _words(each)) for each in (first, request)]
@@ -222,7 +223,6 @@ def _difference(ranks: Sequence[int], said: Sequence[Request], other: int) -> st
 
 
 def _short(text: str) -> str:
-    """Returns a text that fits into an error: a long one's first characters, and a digest by which it differs."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({digest(text)})"
 
 

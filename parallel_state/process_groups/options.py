@@ -1,4 +1,4 @@
-"""Options of an axis's process groups: backend, deadline, and what NCCL can be told; with their checks."""
+"""Options of an axis's process groups: backend, timeout and NCCL's options; with their checks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from device_communicators.base.torch_internals import set_nccl_timeout
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Says how the process groups of an axis are made; what is left out is the division's.
+    """Options of an axis's process groups. None means the value given to initialize_model_parallel.
 
-    The last four are NCCL's: a stream of high priority, the clusters of thread blocks (`cga_cluster_size`), and the
-    number of blocks that a communicator may use. Other backends have no such thing and take no notice.
+    The last four are for NCCL: a high-priority stream, the size of thread-block clusters (`cga_cluster_size`), and the
+    number of blocks (CTAs) per communicator. Other backends ignore them.
     """
 
     backend: str | None = None
     timeout: timedelta | float | None = None
-    """Deadline of an operation: seconds or a timedelta; of the device group and of its gloo group."""
+    """Deadline of an operation, in seconds or as a timedelta. Applies to the device group and its gloo group."""
     high_priority_stream: bool = False
     cga_cluster_size: int | None = None
     min_ctas: int | None = None
@@ -31,13 +31,12 @@ class GroupOptions:
 
     @property
     def timeout_s(self) -> float:
-        """Returns the timeout in seconds; the default one where it is left out."""
         return seconds(self.timeout)
 
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
-        """Returns a copy with backend and timeout filled in; InvalidArgumentError for what can't be.
+        """Returns a copy with backend and timeout filled in. Raises InvalidArgumentError for invalid values.
 
-        `known` is a backend that there is a group of: it needs no check.
+        `known`: a backend of an existing group, which isn't checked.
         """
         if self.backend not in (None, known):
             check_backend(self.backend)
@@ -57,40 +56,39 @@ class GroupOptions:
 
     @property
     def for_cpu(self) -> GroupOptions:
-        """Returns the options of the gloo group beside it; `fake`, torch's backend for dry runs, has none beside it."""
+        """Returns the options of the gloo group for CPU tensors. A `fake` group (dry runs) carries these itself."""
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
     def for_callers(self) -> GroupOptions:
-        """Returns the options of the group for CPU tensors that torch.distributed's own calls are given."""
+        """Returns the options of the CPU group that programs pass to torch.distributed's own calls."""
         chosen = GroupOptions(settings.CPU_BACKEND.get(), self.timeout)
         return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
 
     @property
     def meets(self) -> bool:
-        """Returns True if the ranks of a group wait for each other to make it; NCCL's do in the first call."""
+        """Returns True if ranks wait for each other to create a group. NCCL's wait in the first call instead."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property
     def is_nccl(self) -> bool:
-        """Returns True if the backend is NCCL, for some device."""
         return "nccl" in str(self.backend)
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """Returns what a communicator of NCCL is told, by the names of ncclConfig_t."""
+        """Returns the given options by their names in ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns those to make a group with, for which ranks that meet have `limit_s`: there is one deadline for all.
+        """Returns the options for creating a group, with a timeout of at least `limit_s` if ranks wait for each other.
 
-        Afterwards the group's own is set.
+        torch uses one timeout for connecting and for operations. The caller sets the group's own one afterwards.
         """
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
-        """Returns them as torch takes them, a ProcessGroupNCCL.Options; None if all is as usual."""
+        """Returns torch's ProcessGroupNCCL.Options; None for other backends, or if only backend and timeout are set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
@@ -103,7 +101,7 @@ class GroupOptions:
 
 
 def check_backend(backend: object) -> None:
-    """Raises InvalidArgumentError for a backend that torch doesn't know or wasn't built with."""
+    """Raises InvalidArgumentError for a backend that is unknown to torch or missing in this build."""
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a str, but is {backend!r}")
     for part in backend.split(","):  # `gloo`, or `cpu:gloo,cuda:nccl`
@@ -114,13 +112,11 @@ def check_backend(backend: object) -> None:
                 f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
             )
         if not dist.is_backend_available(name):
-            raise InvalidArgumentError(
-                f"this build of torch has no backend {name!r}; use one that it has, such as gloo"
-            )
+            raise InvalidArgumentError(f"this build of torch has no backend {name!r}; use another one, such as gloo")
 
 
 def seconds(timeout: object) -> float:
-    """Returns a timeout as seconds; None is the default."""
+    """Returns a timeout in seconds; None means PARALLEL_STATE_TIMEOUT_S."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

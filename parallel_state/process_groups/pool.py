@@ -1,12 +1,12 @@
-"""Lists of ranks to torch process groups: each distinct one made once, shared, and destroyed with its last user.
+"""Creates torch process groups from rank lists. Equal groups are shared, and destroyed with their last user.
 
-Who makes a group, by strategy:
-- `local`: its members only. What a rank does grows with the groups that it is in, not with those of the world.
+Strategies, by the ranks that create a group:
+- `local`: its members only. A rank's work grows with its own groups, not with those of the world.
 - `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device (`ncclCommSplit`).
-- `global`: all ranks, one `new_group` for each list, those that they aren't in too; for backends that can't do else.
+- `global`: all ranks, with one `new_group` per list, also for lists without them; for backends that need it.
 
-Which lists there are is the layout's business; what is done with a group is the coordinator's; that all ranks ask for
-the same is found out before, by `agreement`.
+The layout decides the rank lists, the coordinator uses the groups, and `agreement` checks beforehand that all ranks
+request the same ones.
 """
 
 from __future__ import annotations
@@ -53,28 +53,30 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32
-"""Of a gloo group beside its connections, and a reserve for whatever else the process opens meanwhile."""
+"""Descriptors that a gloo group needs in addition to its connections, with a reserve for the rest of the process."""
 
 RankLists = Sequence[Sequence[int]]
 
 
 _Key = tuple[tuple[int, ...], GroupOptions, int, str]
-"""Ranks, options, 0, or 1 where it was made by all ranks together, or from 2 on, for those that aren't shared, and the
-root by whose deaths its users fail: a group that goes on must not share connections with one that gave up in the middle
-of a call."""
+"""Ranks, options, kind and root of the failure domain.
+
+Kind: 0 if its members created it, 1 if all ranks did, 2 and up for unshared groups. Groups of different roots are not
+shared: one that keeps working must not use the connections of one that failed in the middle of a call.
+"""
 
 
 @dataclass(frozen=True)
 class Acquired:
-    """Holds what one `acquire` took: hand it to `release` once."""
+    """The result of one `acquire`. Pass it to `release` once."""
 
     process_group: Any
-    """This rank's torch ProcessGroup; None where it is alone."""
+    """This rank's torch ProcessGroup; None for a group of one rank."""
     keys: tuple[_Key, ...]
 
 
 class LazyProcessGroup:
-    """Gives a process group, which it makes at the first call: one that all members make together."""
+    """Creates a process group at the first call, and returns it. All members must make that call together."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -83,7 +85,7 @@ class LazyProcessGroup:
         self.made = False
 
     def __call__(self) -> Any:
-        with self._lock:  # of two threads one makes it
+        with self._lock:  # only one thread creates it
             if not self.made:
                 self._value = self._make()
                 self.made = True
@@ -91,7 +93,7 @@ class LazyProcessGroup:
 
 
 class ProcessGroupPool:
-    """The process groups of one initialised world; equal rank sets with equal options are one group."""
+    """The process groups of one initialised world. Equal ranks with equal options share one group."""
 
     def __init__(
         self,
@@ -102,11 +104,9 @@ class ProcessGroupPool:
         watcher: Watcher | None = None,
         joined: bool = False,
     ) -> None:
-        """`token` tells this world's names from those of others on the same store.
-
-        `alone_over`: the backend of a world of one without a default group. `alone` makes one at its first use, unless
-        the program has made its own by then. `watcher`: one that has watched since the start. `joined`: the default
-        group is the program's own.
+        """`token`: separates this world's names from others on the same store. `alone_over`: the backend of a world of
+        one rank without a default group; `alone` creates one at its first use unless the program has. `watcher`: the
+        watcher of the rendezvous. `joined`: the program made the default group.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -120,11 +120,11 @@ class ProcessGroupPool:
         self.address = ""
         """The address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
-        """The cores of each rank of the world on this host, a bit each."""
+        """Core mask of each rank of the world on this host."""
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
-        self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
+        self._users: Counter[_Key] = Counter({default: 1})  # the pool must not destroy the default group
         self._channels: Counter[tuple[int, ...]] = Counter()
-        self._made: Counter[_Key] = Counter()
+        self._created: Counter[_Key] = Counter()
         self._unshared: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = {default} if joined else set()
         self._failed: set[_Key] = set()
@@ -132,25 +132,24 @@ class ProcessGroupPool:
         self._division: tuple[int, ...] = ()
         self._closed = False
         self._lock = threading.RLock()
-        """Of the tables above; never held while other ranks are waited for."""
-        self._turns: dict[_Key | None, threading.Lock] = {}
-        """Threads that make one group take turns, by its key; None for what all ranks make together."""
+        """Guards the tables above. Never held while waiting for other ranks."""
+        self._creation_locks: dict[_Key | None, threading.Lock] = {}
+        """Serialises threads that create the same group. Key None: groups that all ranks create together."""
 
     @property
     def default_options(self) -> GroupOptions:
-        """Returns those of the default group."""
         return GroupOptions(self.default_backend, self.timeout_s)
 
     @property
     def groups_made(self) -> int:
-        """Returns how many process groups this rank has made and is in, those that were destroyed too."""
-        return sum(self._made.values())
+        """Returns how many process groups this rank has created as a member, including destroyed ones."""
+        return sum(self._created.values())
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Ends the making of groups of parts of `ranks` in the body where any of `ranks` ends.
+        """Within the body, the death of any of `ranks` ends the creation of every group.
 
-        A rank would else wait for a live one that won't come, as that one waited for the one that ended.
+        Otherwise rank A waits for a live rank B, which has already given up because rank C died.
         """
         before, self._division = self._division, tuple(ranks)
         try:
@@ -159,7 +158,7 @@ class ProcessGroupPool:
             self._division = before
 
     def watched_with(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Returns the global ranks whose end ends the making of a group of `ranks`."""
+        """Returns the global ranks whose death ends the creation of a group of `ranks`."""
         return self._division or ranks
 
     def acquire(
@@ -172,17 +171,21 @@ class ProcessGroupPool:
         root: str = "",
         unshared: bool = False,
     ) -> Acquired:
-        """Returns the group of `ranks` (global, ascending), of which this rank is one.
+        """Returns the group of `ranks` (global, ascending, including this one), and creates it if needed.
 
-        Every member calls it in one order.
+        Every member calls it in the same order.
 
-        With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
-        that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken. `root`: the
-        failure domain's. `unshared`: a new one, whatever there is. gloo matches what one process group is given by its
-        order, so threads that don't wait for each other need one each.
+        - `division`: returns all rank lists of this kind, which together are the world. Every rank of the world must
+          then call, and strategies that need all ranks can be used.
+        - `near`: groups that live longer. One with the same ranks, options and root is used.
+        - `root`: of the failure domain.
+        - `unshared`: always creates a new group. gloo matches operations of one group by their order, so threads that
+          aren't synchronised need a group each.
+
+        Raises GroupDestroyedError, and the errors of the creation.
         """
         if self._closed:
-            raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
+            raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
         wanted = (tuple(ranks), options)
         same = (key for acquired in near for key in acquired.keys if key[:2] == wanted and key[3] == root)
         own: _Key = next(same, (*wanted, False, root))
@@ -195,29 +198,29 @@ class ProcessGroupPool:
         if strategy == "local" or division is None:
             keys = [own]
         else:
-            # Every rank keeps account of every list: it must know when all of them make a group, and when not.
+            # Every rank registers every list, to know which groups all ranks have yet to create.
             keys = [(tuple(each), options, len(each) < self.world_size, root) for each in division()]
         keys = [key for key in keys if len(key[0]) > 1]
         mine = next((key for key in keys if self.rank in key[0]), None)
-        # A bound device is set aside while members make a group: see `new_group_of_members`.
+        # `new_group_of_members` temporarily unbinds a bound device: threads then take turns.
         alone = strategy == "local" and bound_device() is None
         with self._lock:
-            turn = self._turns.setdefault(own if alone else None, threading.Lock())
-        with turn:
+            creating = self._creation_locks.setdefault(own if alone else None, threading.Lock())
+        with creating:
             with self._lock:
                 missing = [key for key in keys if key not in self._groups]
                 if not missing:
-                    return self._taken(keys, mine)
+                    return self._acquired(keys, mine)
             self._make(strategy, missing)
             with self._lock:
-                return self._taken(keys, mine)
+                return self._acquired(keys, mine)
 
-    def _taken(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
+    def _acquired(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
         self._users.update(keys)
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """Returns a number that no other user of a group of these ranks has: their transfers have other tags.
+        """Returns a new channel number for a user of a group of these ranks; transfer tags are derived from it.
 
         Every member calls it in the same order.
         """
@@ -226,7 +229,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Returns True if groups with these options that all ranks make together are split from the world's."""
+        """Returns True if all ranks create groups with these options by splitting the world's communicator."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -235,13 +238,13 @@ class ProcessGroupPool:
         if chosen == "split" and not splits and options.is_nccl:
             raise SettingError(
                 f"{settings.GROUP_CREATION.name}=split needs a default group that is bound to its device "
-                "(init_process_group(device_id=…)), but this one isn't; unset it"
+                "(init_process_group(device_id=…)), but this one isn't; unset the variable"
             )
         if "mpi" in str(options.backend) or chosen == "global":
             if not everyone:
                 raise UnsupportedError(
-                    f"a group of backend {options.backend!r} with strategy 'global' is made by all ranks of the world "
-                    "together, but here only its members call; make all groups at start (eager=True)"
+                    f"a group of backend {options.backend!r} must be created by all ranks of the world together, but "
+                    "here only its members call; create all groups at start (eager=True)"
                 )
             return "global"
         if splits and everyone and chosen in ("auto", "split"):
@@ -270,12 +273,12 @@ class ProcessGroupPool:
             elif strategy == "local":
                 self._groups[key] = self._new_group_of_members(key)
             if self.rank in ranks:
-                self._made[key] += 1
+                self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Makes a group under a name that no attempt had before: the store has the addresses of one that failed.
+        """Creates a group under a new name: the store keeps the addresses of a failed attempt.
 
-        The others have as long to come as an operation has; once all are there, the start's timeout to connect.
+        Waits for the members for at most an operation's timeout, then for the connections for at most the start's.
         """
         ranks, options, *_ = key
         what = f"the {options.backend} group"
@@ -287,14 +290,14 @@ class ProcessGroupPool:
         if options.backend == "fake":
             name = f"{self.prefix}/{digest((key, secrets.token_hex(8)))}"
         else:
-            # gloo ends the process, uncatchably, where it can't accept a connection.
+            # gloo aborts the process if it has no descriptor to accept a connection.
             lacking = limits.descriptor_shortage(_DESCRIPTORS + 3 * len(ranks)) if connects else ""
             name = self.agreement.meet(f"{what} ({digest(key)})", ranks, timeout_s, self.watched_with(ranks), lacking)
             if connects:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
-            from device_communicators.c10d.control_store import for_torch  # only where there is a group of torch's
+            from device_communicators.c10d.control_store import for_torch  # needed for torch's own groups only
 
             served = self.watcher.store_of(ranks)
             store = None if served is None else BoundedStore(for_torch(served.raw))
@@ -328,41 +331,40 @@ class ProcessGroupPool:
     def _not_made(
         self, error: RuntimeError, what: str, name: str, ranks: Sequence[int], started: float
     ) -> CommunicationError:
-        """Returns the error for a group that couldn't be made: with the ranks that ended, or gave up."""
         limit_s = settings.START_TIMEOUT_S.get()
         elapsed_s = time.monotonic() - started
         deaths = self.watcher.await_death_of(self.watched_with(ranks))
-        kind, who = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
+        kind, reasons = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
         failure, server = self.agreement.failure(name), min(ranks)
-        if not who and failure is not None and failure[0] != self.rank:
-            who = {failure[0]: f"could not ({failure[1]})"}
-        if who:
-            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
+        if not reasons and failure is not None and failure[0] != self.rank:
+            reasons = {failure[0]: f"could not ({failure[1]})"}
+        if reasons:
+            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in reasons.items())
         elif self.watcher.is_silent(server):
             held = self.watcher.conditions([server]).get(server, "")
             why = f"global rank {server}, which serves the group's store, does not answer{held and f'; it is {held}'}"
-            kind, who = CollectiveTimeoutError, {server: why}
+            kind, reasons = CollectiveTimeoutError, {server: why}
         elif isinstance(error, AbandonedError):
             why = f"they did not connect within {limit_s:g} s"
         else:
             why = plain(error)
             if any(os.strerror(number) in why for number in (errno.EAGAIN, errno.ENOMEM)):
-                why += f"; {limits.describe_address_space()}"  # a thread needs some
+                why += f"; {limits.describe_address_space()}"  # a new thread needs address space
         return kind(
-            f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: {why}. Look at the log of "
-            "that rank, and at the network between the hosts; all of them may try again. For a slow network, raise "
-            f"{settings.START_TIMEOUT_S.name}",
+            f"rank {self.rank} could not create {what} of global ranks {format_ranks(ranks)}: {why}. See that rank's "
+            "log, and check the network between the hosts; all of the group's ranks may try again. For a slow network, "
+            f"raise {settings.START_TIMEOUT_S.name}",
             operation="new_group",
             rank=self.rank,
-            suspect_ranks=list(who),
+            suspect_ranks=list(reasons),
             elapsed_s=elapsed_s,
             timeout_s=limit_s,
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Takes a group of `ranks` which the caller made, and will destroy, for theirs until its release.
+        """Uses a group that the caller made as the group of `ranks`, until its release. The caller still owns it.
 
-        One that there is already stays. Every member calls it, as `acquire`.
+        If the pool has such a group already, uses that one. Every member calls it, like `acquire`.
         """
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
@@ -375,19 +377,19 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program made this group; the default group counts only for `everyone`, the world's."""
+        """Returns True if the program made this group. The default group counts only if `everyone` (the world)."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
-        """Destroys the groups that nobody uses any more. Whoever acquired together releases together.
+        """Destroys groups without remaining users. Ranks that acquired together must release together.
 
-        `failed`: operations may have been begun there that will never end.
+        `failed`: the group may have operations that never complete.
         """
         with self._lock:
             if failed:
                 self._failed.update(acquired.keys)
-            with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are released
+            with contextlib.ExitStack() as stack:  # releases all, even if one raises
                 for key in reversed(acquired.keys):
                     stack.callback(self._release, key)
 
@@ -408,10 +410,10 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Ends the waits in process groups for ranks that will never come, before an end after a failure.
+        """Ends waits for other ranks in (failed) process groups, so that they can be destroyed after a failure.
 
-        A wait keeps its group, that its connections, and these the waits of other ranks, until the deadlines; and
-        destroying a gloo group waits for the collectives that it has begun.
+        Destroying a gloo group waits for its started collectives. A wait also keeps the group's connections open, and
+        these keep other ranks waiting until their deadlines.
         """
         for key in list(self._failed if failed_only else self._groups):
             self._abandon(key, self._groups.get(key))
@@ -420,25 +422,25 @@ class ProcessGroupPool:
         ranks, options, *_ = key
         if group is None:
             return
-        if options.is_nccl:  # its destroy would wait for kernels that wait for a dead rank; not run on a GPU
+        if options.is_nccl:  # destroying it would wait for kernels that wait for a dead rank; not tested on a GPU
             with contextlib.suppress(RuntimeError):
                 group.abort()
         elif "gloo" in str(options.backend):
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Ends the pool: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
+        """Closes the watcher and destroys the groups of `alone`. Further `acquire` calls raise. May be called twice."""
         self._closed = True
         alone, self._alone = self._alone, {}
-        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
+        with contextlib.ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
             for group in [self._default_made, *alone.values()]:
                 stack.callback(_destroy, group)
             self.watcher.close()
 
     def alone(self, options: GroupOptions) -> Any:
-        """Returns a process group of this rank only, made at its first use and without the other ranks."""
+        """Returns a process group of this rank only, created at its first use without other ranks."""
         if self._closed:
-            raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
+            raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
         with self._lock:
             if not dist.is_initialized():
                 timeout = timedelta(seconds=self.timeout_s)
@@ -448,7 +450,7 @@ class ProcessGroupPool:
                 self._default_made = dist.group.WORLD
             if dist.get_world_size() == 1 and options.backend == str(dist.get_backend()):
                 return dist.group.WORLD
-            if not is_registered(self._alone.get(options)):  # or its default group, which we didn't make, is gone
+            if not is_registered(self._alone.get(options)):  # also if the program destroyed its default group
                 rank = dist.get_rank()
                 name = f"{self.prefix}/alone/{rank}/{len(self._alone)}"
                 self._alone[options] = new_group_of_members(

@@ -1,4 +1,4 @@
-"""The way into the world: the environment, interfaces, rendezvous, and a watch over all of it.
+"""Start-up of a world: environment variables, network interfaces, rendezvous, core binding.
 
-May import `store` and the lower package.
+May import `device_communicators`.
 """

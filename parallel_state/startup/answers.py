@@ -1,10 +1,9 @@
-"""Identifies the service at a store's address: torch's TCPStore, the store of `launch`, or another service.
+"""Checks that a TCPStore answers at an address, before torch's own client connects.
 
-torch's own client runs only after that. If the service isn't a store, the client blocks in C++ for its whole timeout.
-Its thread can't be interrupted, and ends the process by SIGABRT if it returns while the interpreter exits.
+If the service isn't a store, torch's client blocks in C++ for its whole timeout (see `stores._check_own`).
 
-The question has the first bytes of torch's client (torch 2.3 to 2.15): VALIDATE and a magic number, then PING and a
-nonce. The server returns the nonce.
+The request starts like that of torch's client (torch 2.3 to 2.15): VALIDATE and a magic number, then PING and a nonce.
+A store returns the nonce.
 """
 
 from __future__ import annotations
@@ -20,23 +19,20 @@ from device_communicators.control.client import ForeignServiceError, in_words
 _VALIDATE, _MAGIC_NUMBER, _PING = 0, 0x3C85F7CE, 13
 _NONCE_BYTES = 4
 _LINES = b"\r\n\r\n"
-"""Sent after `_QUIET_S`: a service that reads lines answers then. To a TCPStore it is the start of another PING."""
+"""Sent after `_QUIET_S` without an answer: a line-based service then answers. A TCPStore reads it as part of a PING."""
 _QUIET_S = 1.0
 _REST_S = 0.1
 _LEAST_S = 0.3
-"""A last question, at the deadline, has this much time. With less, it would report silence whatever answered before.
-
-On two cores with eight busy processes an answer has taken more than 0.1 s.
-"""
+"""Minimum time for an answer, also at the deadline: on two cores with eight busy processes one took over 0.1 s."""
 _SHOWN_BYTES = 48
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered at `address`.
 
-    Raises ForeignServiceError for another answer, and OSError without an answer: no server, a silent one (TimeoutError,
-    at the deadline), or one that closes the connection. A store that is shutting down closes it, and so does a proxy
-    whose server hasn't started.
+    Raises ForeignServiceError for another answer. Raises OSError without an answer: no server, a silent one
+    (TimeoutError, at the deadline), or one that closes the connection. A store that shuts down closes it, and so does a
+    proxy whose server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)
@@ -55,7 +51,10 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
 
 
 def _receive(connection: socket.socket, count: int, until: float, closed: bytes | None = None) -> bytes:
-    """Receives at most `count` bytes. If the peer closes first, raises ConnectionResetError unless `closed` is set."""
+    """Receives at most `count` bytes.
+
+    Raises ConnectionResetError if the service closes the connection without an answer, unless `closed` is given.
+    """
     received = b""
     while len(received) < count and (left_s := until - time.monotonic()) > 0:
         connection.settimeout(left_s)

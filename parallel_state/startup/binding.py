@@ -1,7 +1,4 @@
-"""Binding of this rank to its cores: its share of those of its host's ranks, or what a list says.
-
-Belongs here: which cores are this rank's. What does not: the machine and the call (`device_communicators.base.cores`).
-"""
+"""Binds this rank to its cores: its share of the host's, or those of a list. `base.cores` reads the CPU topology."""
 
 from __future__ import annotations
 
@@ -16,12 +13,14 @@ from parallel_state.startup.interfaces import Address
 def bind_to_cores(
     lists: Sequence[Sequence[int]] = (), *, local_rank: int = -1, local_world_size: int | None = None
 ) -> list[int]:
-    """Binds all threads of this process, as numactl would, and returns the cores; before the groups are made.
+    """Binds all threads of this process, as numactl would, and returns the cores. Call it before creating groups.
 
-    `lists` has the cores of each of the host's ranks. Without them the ranks share those that this process may use,
-    which must be the same on all of them: whole physical cores, side by side in one NUMA node, nodes filled evenly.
-    `local_rank` and `local_world_size` are the launcher's where they are left out. Raises InvalidArgumentError with
-    fewer cores than ranks, SettingError where the place isn't known, or the lists are fewer than the ranks.
+    `lists` has the cores of each rank of the host. Without it, the ranks divide the cores that this process may use,
+    which must be the same on all of them. Each rank then gets whole, adjacent physical cores of one NUMA node, and the
+    nodes are filled evenly. `local_rank` and `local_world_size` default to the launcher's.
+
+    Raises InvalidArgumentError with fewer cores than ranks, SettingError if the local rank or the number of ranks on
+    this host is unknown, or if `lists` is too short.
     """
     if local_rank < 0:
         place = environment.detect(rendezvous=False)
@@ -32,7 +31,7 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds this process as PARALLEL_STATE_CORES says; returns the cores it had, None where nothing was changed."""
+    """Binds this process to the cores of PARALLEL_STATE_CORES. Returns the previous cores; None if it is unset."""
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
         return None
@@ -42,7 +41,7 @@ def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | Non
 
 
 def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | None:
-    """Returns the cores that PARALLEL_STATE_CORES gives to a rank of this host; None where it isn't set."""
+    """Returns the cores of a rank of this host by PARALLEL_STATE_CORES; None if it is unset."""
     lists = settings.CORES.get()
     if lists is None:
         return None
@@ -50,14 +49,14 @@ def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | N
 
 
 def cores_to_share() -> str:
-    """Returns this process' cores, as `0-3,8`, if PARALLEL_STATE_CORES has the ranks of its host share them."""
+    """Returns this process's cores, as `0-3,8`, if PARALLEL_STATE_CORES is `share`; else ""."""
     return cores.spans(cores.usable_cores()) if settings.CORES.get() == () else ""
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Returns a host whose ranks may use different cores and share them, and two lists of cores with their ranks.
+    """Returns a host whose ranks share cores but may use different ones, and two lists of cores with their ranks.
 
-    Empty if there is none. Each rank finds its own share, so all of a host must begin with the same cores.
+    Returns [] if there is none. Each rank computes its own share, so all of a host must start with the same cores.
     """
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
@@ -69,15 +68,15 @@ def different_cores(places: Mapping[int, Address]) -> list[str]:
     return []
 
 
-def not_shared(name: str, *lists: str) -> str:
-    """Returns the message for what `different_cores` has found."""
+def describe_different_cores(name: str, *lists: str) -> str:
+    """Returns the message for a result of `different_cores`."""
     sides = (
         f"ranks {format_ranks([int(rank) for rank in ranks.split(',')])} may use {found}"
         for found, ranks in zip(lists[::2], lists[1::2], strict=True)
     )
     return (
         f"with {settings.CORES.name}=share all ranks of a host must be allowed the same cores, but on host {name} "
-        f"{' and '.join(sides)}; leave the variable out where a launcher binds ranks already, or keep it from that "
+        f"{' and '.join(sides)}; unset the variable if the launcher already binds ranks, or stop it from binding "
         "(srun --cpu-bind=none), or set a list of cores for each rank, as 0-3|4-7"
     )
 
@@ -86,14 +85,14 @@ def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size:
     ranks = local_world_size or local_rank + 1
     if lists and len(lists) < max(ranks, local_rank + 1):
         raise SettingError(
-            f"whoever binds ({settings.CORES.name}) must have a list of cores for each rank of this host, but has "
-            f"{len(lists)} for {ranks} ranks; add lists, in the variable with | between them"
+            f"each rank of this host must have a list of cores, but the number of lists is {len(lists)} for {ranks} "
+            f"ranks; add lists, in {settings.CORES.name} with | between them"
         )
     if lists:
         return sorted(lists[local_rank])
     if local_world_size is None or local_rank >= local_world_size:
         raise SettingError(
-            f"{settings.CORES.name}=share must be able to tell the number of ranks on this host, but local rank "
-            f"{local_rank} finds {local_world_size}; set LOCAL_WORLD_SIZE, or a list of cores for each rank, as 0-3|4-7"
+            f"{settings.CORES.name}=share needs the number of ranks on this host, but local rank {local_rank} "
+            f"finds {local_world_size}; set LOCAL_WORLD_SIZE, or a list of cores for each rank, as 0-3|4-7"
         )
     return cores.shares(cores.read_cores(cores.usable_cores()), local_world_size)[local_rank]

@@ -1,8 +1,7 @@
-"""The environment that a launcher leaves, and where its ranks meet: torchrun, SLURM, Open MPI, PMI, or nobody.
+"""Reads rank, sizes and rank 0's address from a launcher's variables: torchrun, SLURM, Open MPI, PMI.
 
-Belongs here: what launchers and schedulers leave in the environment. Every function is pure over a mapping
-(by default `os.environ`, read at the call); only `export` writes, and only where nothing is set. What does
-not: this library's own variables (`device_communicators.base.settings`), sockets, a scheduler's commands.
+This library's own variables are in `base.settings`. Every function is pure over a mapping (default: `os.environ`, read
+at the call), except `export`, which sets unset variables.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
 LOOPBACK = "127.0.0.1"
 
-# Ports derived from a job id. Below Linux's ephemeral ports (32768-60999), so that no outgoing connection of
-# another process can hold one, and above the registered ones that cluster services use (SLURM's 6817-6819,
-# 8080, 9100, …). 10,000 ports: jobs whose ids differ by less than that never share one.
+# Ports derived from a job id: below Linux's ephemeral ports (32768-60999), above the ports of cluster services (SLURM's
+# 6817-6819, 8080, 9100, …). Jobs whose ids differ by less than 10,000 never share a port.
 DERIVED_PORTS = range(20_000, 30_000)
-_STEP_STRIDE = 7_919  # a prime: the steps of one job don't land on the ports of the next jobs
+_STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of the next jobs
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """This process's place in the world, and the address of rank 0 (None where nobody needs one)."""
+    """Rank and sizes of this process, and the address of rank 0 (None if not needed)."""
 
     rank: int
     local_rank: int
@@ -44,13 +42,13 @@ class ProcessEnvironment:
 
     @property
     def master(self) -> tuple[str, int] | None:
-        """Returns the host and port where the ranks meet, whoever serves there; None where the environment has none."""
+        """Returns host and port of the rendezvous store, served by rank 0 or the launcher; None if unset."""
         return (self.master_addr, self.master_port) if self.master_addr and self.master_port else None
 
 
 @dataclass(frozen=True)
 class _Family:
-    """The variables of one launcher, each with its names in order of preference."""
+    """The variables of one launcher: alternative names, the preferred one first."""
 
     source: Source
     rank: tuple[str, ...]
@@ -60,7 +58,7 @@ class _Family:
 
 
 _TORCHRUN = _Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-# `srun -n 2` inside an allocation of 8: only the step's count is surely 2.
+# For `srun -n 2` inside an allocation of 8, only the step's count is certain to be 2.
 _SLURM = _Family(
     "slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",)
 )
@@ -78,15 +76,15 @@ _PMI = _Family(
 
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
-    """Reads rank, sizes and rank 0's address from the environment; without a launcher, rank 0 of 1.
+    """Returns rank, sizes and rank 0's address from the environment; without a launcher, rank 0 of 1.
 
-    RANK / LOCAL_RANK / WORLD_SIZE win, then Open MPI, MPICH and Intel MPI (an `mpirun` within a SLURM job is
-    the inner launcher), then a step of `srun`, then other PMI launchers. A batch script or `salloc` shell is
-    one process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no SLURM_STEP_ID.
+    Uses the first launcher found: RANK / LOCAL_RANK / WORLD_SIZE, Open MPI, MPICH and Intel MPI (before SLURM, because
+    `mpirun` can run inside a SLURM job), a step of `srun`, other PMI launchers. A batch script or `salloc` shell is one
+    process: it has SLURM_NTASKS, and a batch script even SLURM_PROCID=0, but no SLURM_STEP_ID.
 
-    `rendezvous=False` leaves `master_addr` and `master_port` None, for a caller that brings its own init
-    method. Raises `SettingError` for a family that is half set, a value that is not a number or out of
-    range, and where several ranks would have no common address or port.
+    `rendezvous=False` leaves `master_addr` and `master_port` None, for a caller with its own init method. Raises
+    SettingError for an incomplete set of variables, a value that isn't a number or is out of range, and for several
+    ranks without a common address or port.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -102,10 +100,10 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """Returns the place of a process that knows its rank and world size; the environment fills in the rest.
+    """Returns the environment of a process with this rank and world size. The launcher's variables supply the rest.
 
-    A `local_rank` of -1 is LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host). The
-    address is found as in `detect`; raises `SettingError` where there is none.
+    A `local_rank` of -1 means LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host). The
+    address is found as in `detect`. Raises SettingError if there is none.
     """
     env = os.environ if environ is None else environ
     if local_rank < 0:
@@ -117,22 +115,19 @@ def explicit(
 
 
 def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | None:
-    """Returns the number of ranks on this host as a launcher's variables have it; None where none has."""
+    """Returns the number of ranks on this host by the launcher's variables, or None."""
     env = os.environ if environ is None else environ
     family = _started_by(env)
     return None if family is None else _place(family, env).local_world_size
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns True if this process is the world's rank 0; works before any init. Raises as `detect` does."""
+    """Returns True if this process is global rank 0. Works before any init. Raises like `detect`."""
     return detect(environ, rendezvous=False).rank == 0
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets what torch's `env://` reads, where it is unset, and returns what was set (to take it back later).
-
-    Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; what is None is left out.
-    """
+    """Sets the unset variables that torch's `env://` reads, except to None. Returns the new ones."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,
@@ -148,17 +143,17 @@ def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | 
 
 
 def with_address_of(init_method: str, environment: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns a copy with the address in `init_method`, tcp://host:port; the same for other methods."""
+    """Returns a copy with the address of a `tcp://host:port` init method; `environment` itself for other methods."""
     if not init_method.startswith("tcp://"):
         return environment
-    with contextlib.suppress(ValueError):  # told by who connects
+    with contextlib.suppress(ValueError):  # `find_store` raises it
         parts = urlsplit(init_method)
         return replace(environment, master_addr=parts.hostname, master_port=parts.port)
     return environment
 
 
 def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int] | None:
-    """Returns the address at which rank 0 serves the store of a world; None if it doesn't."""
+    """Returns the address at which rank 0 serves the world's store; None if it doesn't serve one."""
     if place.world_size == 1:
         return None
     if init_method.startswith("tcp://"):
@@ -168,21 +163,21 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun or `launch` hosts the store at an address. Rank 0 must not host it then.
+    """Returns True if torchrun or `launch` hosts the store at an address. Rank 0 must not host one then.
 
-    torchrun sets a variable, `launch` hands over the store. A variable alone would mislead programs that a rank starts:
-    they inherit it, and torch would expect the launcher's store at the address of their own.
+    torchrun sets a variable; `launch` passes the store itself. Programs that a rank starts inherit a variable: torch in
+    them would then expect a launcher's store at their own address.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
-    client = sys.modules.get("parallel_state.startup.job_store")  # a worker of `launch` has imported it
+    client = sys.modules.get("parallel_state.startup.job_store")  # workers of `launch` import it
     return client is not None and address is not None and client.JOB_STORE.try_get(*address) is not None
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Yields the hosts of a SLURM host list, such as `a1,node[01-03,07],r[1-2]-n[3,5]`, in its order.
+    """Yields the hosts of a SLURM host list, such as `a1,node[01-03,07],r[1-2]-n[3,5]`, in order.
 
-    Lazy, so that the first of many costs nothing. Raises `SettingError` at once where `text` is not a list.
+    Raises SettingError at the call, not at the first host, if `text` is no host list.
     """
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(
@@ -198,7 +193,7 @@ _HOSTLIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 
 def expand_counts(text: str) -> Iterator[int]:
-    """Yields the tasks of each node by SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
+    """Yields the number of tasks of each node from SLURM's run-length code: `4(x2),3` is 4, 4 and 3."""
     return (int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeat or 1)))
 
 
@@ -212,7 +207,7 @@ def _expand(item: str) -> Iterator[str]:
         low, _, high = part.partition("-")
         for number in range(int(low), int(high or low) + 1):
             for end in _expand(tail):
-                yield f"{head}{number:0{len(low)}}{end}"  # as wide as the range's first number
+                yield f"{head}{number:0{len(low)}}{end}"  # padded to the width of the range's first number
 
 
 def _started_by(env: Mapping[str, str]) -> _Family | None:
@@ -220,8 +215,8 @@ def _started_by(env: Mapping[str, str]) -> _Family | None:
         return _TORCHRUN
     if _first(env, _OPEN_MPI.rank + _OPEN_MPI.world_size):
         return _OPEN_MPI
-    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun, whose SLURM_PROCID the ranks
-    # inherit. Their MPI_LOCALRANKID, which `srun --mpi=pmi2` does not set, tells that case.
+    # `mpirun` of MPICH and Intel MPI starts one proxy per host with srun. The ranks inherit the proxy's SLURM_PROCID.
+    # They also have MPI_LOCALRANKID, which `srun --mpi=pmi2` does not set.
     if _get(env, "MPI_LOCALRANKID"):
         return _PMI
     if _first(env, ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")):
@@ -230,8 +225,8 @@ def _started_by(env: Mapping[str, str]) -> _Family | None:
         return _PMI
     if _get(env, "SLURM_PROCID") not in ("", "0"):
         raise SettingError(
-            f"SLURM_PROCID is {env['SLURM_PROCID']!r}, but SLURM_STEP_ID is not set, so this is no task of srun; "
-            "start it with srun, or set RANK, LOCAL_RANK and WORLD_SIZE"
+            f"SLURM_PROCID is {env['SLURM_PROCID']!r}, but SLURM_STEP_ID is not set, so srun did not start this "
+            "process; start it with srun, or set RANK, LOCAL_RANK and WORLD_SIZE"
         )
     return None
 
@@ -245,7 +240,7 @@ def _place(family: _Family, env: Mapping[str, str]) -> ProcessEnvironment:
         name = _first(env, family.local_world_size)
         local_world_size = _int(env, name, at_least=1) if name else None
     if 1 in (world_size, local_world_size) and not _first(env, family.local_rank):
-        local_rank = 0  # the only one there can be
+        local_rank = 0  # the only possible one
     else:
         local_rank = _required(family, family.local_rank, env)
     place = ProcessEnvironment(rank, local_rank, world_size, local_world_size, None, None, family.source)
@@ -269,7 +264,6 @@ def _check(place: ProcessEnvironment, family: _Family) -> None:
 
 
 def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
-    """Returns the tasks on this node by SLURM_STEP_TASKS_PER_NODE."""
     text, node = _get(env, "SLURM_STEP_TASKS_PER_NODE"), _get(env, "SLURM_NODEID")
     if not text or not node:
         return None
@@ -293,13 +287,13 @@ def _master_addr(place: ProcessEnvironment, env: Mapping[str, str]) -> str:
     one_host = place.world_size in (1, place.local_world_size)
     if place.world_size == 1 or (by_mpi and one_host):
         return LOOPBACK
-    # The step of an MPI's proxies may leave out the host of mpirun; only the job's list is the same everywhere.
+    # MPI proxies run in a step that may omit mpirun's host; only the job's list is the same on all hosts.
     if place.source == "slurm" and not one_host and _get(env, "SLURM_DISTRIBUTION") == "arbitrary":
         _no_address(place, "with srun's --distribution=arbitrary rank 0 may be on any of the nodes")
     nodelist = _first(env, ("SLURM_JOB_NODELIST",) if by_mpi else ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     if nodelist:
         return next(expand_hostlist(_get(env, nodelist)), "") or _no_address(place, f"{nodelist} names no host")
-    return LOOPBACK if one_host else _no_address(place, "nothing tells the host of rank 0")
+    return LOOPBACK if one_host else _no_address(place, "no variable names the host of rank 0")
 
 
 def _no_address(place: ProcessEnvironment, why: str) -> str:
@@ -318,7 +312,7 @@ def _master_port(place: ProcessEnvironment, env: Mapping[str, str]) -> int | Non
     if place.source != "single" and _get(env, "SLURM_JOB_ID"):
         offset = _int(env, "SLURM_JOB_ID")
         step = _first(env, ("SLURM_STEP_ID", "SLURM_STEPID"))
-        if place.source == "slurm" and step:  # under mpirun only some ranks see a step: its proxies'
+        if place.source == "slurm" and step:  # under mpirun only some ranks have a step, that of the proxies
             offset += _STEP_STRIDE * _int(env, step)
         return DERIVED_PORTS[offset % len(DERIVED_PORTS)]
     if place.world_size == 1:
@@ -353,7 +347,7 @@ def _required(family: _Family, names: tuple[str, ...], env: Mapping[str, str], a
 
 def _int(env: Mapping[str, str], name: str, at_least: int = 0) -> int:
     text = _get(env, name)
-    # int() alone would take "1_0" and Arabic digits
+    # int() also accepts "1_0" and Arabic digits
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text) or int(text) < at_least:
         raise SettingError(f"{name} must be an integer of at least {at_least}, but is {text!r}")
     return int(text)

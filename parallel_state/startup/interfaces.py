@@ -1,9 +1,9 @@
-"""Network interfaces: the address at which other hosts reach this process, and what NCCL and gloo are told of them.
+"""Network interfaces: the address at which other hosts reach this process, and the variables of NCCL and gloo.
 
-gloo announces that of the interfaces in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's,
-and loopback where there is none. On many hosts the own name is an entry for 127.0.1.1 in /etc/hosts. The address is
-found here before gloo does. Variables of NCCL and torch that somebody has set stay as they are, and nothing is set for
-a world on one node: NCCL finds its way there by itself.
+gloo announces the address of the interface in GLOO_SOCKET_IFNAME. If unset, it resolves this host's name and takes the
+first local address, or loopback without one. On many hosts /etc/hosts maps that name to 127.0.1.1. This module finds
+the address first, so that start-up can check it. It never changes a variable that is set, and sets none for a world on
+one node.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """The place of one rank's process, in words without spaces."""
+    """Where one rank's process runs, as words without spaces."""
 
     network: str = ""
-    """Equal for processes that can reach each other over loopback; empty where that can't be told."""
+    """Network namespace: equal for processes that can reach each other over loopback; empty if unknown."""
     address: str = ""
-    """The one that gloo tells the others; empty where that isn't known."""
+    """The address that gloo announces; empty if unknown."""
     name: str = "?"
-    """The host's."""
+    """Host name."""
     interface: str = "?"
-    """The one that has the address."""
+    """The interface with that address."""
     processes: str = ""
-    """Equal for processes that can watch each other by pid; empty where that can't be told."""
+    """PID namespace: equal for processes that can watch each other by PID; empty if unknown."""
     pid: str = ""
     born: str = ""
-    """Start time of the process, as the kernel counts: another one may have its pid later."""
+    """Start time in the kernel's clock ticks. Distinguishes a reused PID."""
     endpoint: str = ""
-    """Of its control plane; empty if it has none."""
+    """Endpoint of its control plane; empty without one."""
     cores: str = ""
-    """The cores that it shares with the ranks of its host, as `0-3,8`; empty where it doesn't."""
+    """The cores to divide among the host's ranks, as `0-3,8`; empty if they don't share cores."""
     obstacle: str = ""
-    """The reason that it can't listen for the other ranks; empty if it can, or doesn't have the compiled library."""
+    """Why it can't listen for the other ranks; empty if it can, or if it lacks the compiled library."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
-        """Returns a place as another rank has told it; nowhere if it has told something else."""
+        """Returns another rank's address from its words; an empty Address if their number is wrong."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
     @property
@@ -75,7 +75,7 @@ class Address(NamedTuple):
 
 
 def whereabouts() -> Address:
-    """Returns this process' place. May take as long as the host's name takes to resolve."""
+    """Returns the Address of this process. Blocks until the host's name is resolved."""
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
     address = gloo_address()
@@ -83,13 +83,13 @@ def whereabouts() -> Address:
 
 
 def process() -> Address:
-    """Returns this process' place, without what takes a look-up of names."""
+    """Returns the Address of this process without the fields that need name resolution."""
     pid = os.getpid()
     return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Returns host, address and ranks that others can't reach, as all are on several hosts and these on loopback."""
+    """Returns host, address and ranks that announce loopback although the world has several hosts; [] if none do."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
@@ -97,7 +97,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Returns the address that two hosts announce, and name, interface and ranks of each; empty if there is none."""
+    """Returns an address that two hosts announce, then name, interface and ranks of each host; [] if there is none."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -111,59 +111,56 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Returns a rank that the control plane can't reach, its place and the reason; empty if there is none.
+    """Returns a rank that the control plane can't reach, its Address and the reason; [] if there is none.
 
-    If rank 0 doesn't have the compiled library, the world has no control plane: exits are then noticed at deadlines.
+    Without the compiled library on rank 0, the world has no control plane. Exits are then detected at deadlines only.
     """
-    deaf = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
-    if deaf is not None:
-        return [str(deaf), str(places[deaf]), f"it can't listen for them: {places[deaf].obstacle}"]
+    rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
+    if rank is not None:
+        return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]
     if not places[0].endpoint:
         return []
     found = find_unreachable({rank: place.for_control for rank, place in places.items()})
     return [] if found is None else [str(found[0]), str(places[found[0]]), f"it {found[1]}"]
 
 
-def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
-    """Returns the message for what `shared_address` has found, and the ranks that it is about."""
+def describe_shared_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
+    """Returns the message and the suspect ranks for a result of `shared_address`."""
     both, suspects = [], []
     for name, interface, words in (hosts[:3], hosts[3:]):
         ranks = [int(word) for word in words.split(",")]
         both.append(f"ranks {format_ranks(ranks)} on host {name} (interface {interface})")
         suspects += ranks
-    text = (
-        f"{' and '.join(both)} announce one address, {address}, to be reached at; this is host {own.name}. {advice()}"
-    )
+    text = f"{' and '.join(both)} announce one address, {address}; this rank is on host {own.name}. {advice()}"
     return text, suspects
 
 
 def advice() -> str:
-    """Returns what to do about an address that others can't reach."""
+    """Returns the advice for an address that other hosts can't reach."""
     return (
         f"Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or open all TCP "
-        "ports between the hosts: gloo connects every two ranks, on ports of its own"
+        "ports between the hosts: gloo connects every two ranks on random ports"
     )
 
 
 def firewall_advice() -> str:
-    """Returns what to do if ranks reached the store where they met, but not each other."""
+    """Returns the advice for ranks that reach the store of the rendezvous, but not each other."""
     ports = settings.PORTS.get()
     chosen = f"{ports[0]}-{ports[1]}" if ports else "unset: any port"
-    return f"A firewall may open that store's port only, and not those of {settings.PORTS.name} ({chosen}). {advice()}"
+    return f"A firewall may allow that store's port, but not the ports of {settings.PORTS.name} ({chosen}). {advice()}"
 
 
-def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) -> str:
-    """Returns the message for what `unreachable` has found, for a rank that is `who`."""
+def describe_loopback(own: Address, name: str, address: str, *ranks: str, own_name: str) -> str:
+    """Returns the message for a result of `unreachable`. `own_name` names this rank."""
     return (
-        f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} would be looked for "
-        f"on the loopback interface: the name of their host, {name}, resolves to {address} there (this is {who}, on "
+        f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} announce a loopback "
+        f"address: the name of their host, {name}, resolves to {address} there (this is {own_name}, on "
         f"{own.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
-        "mend the name in /etc/hosts"
+        "correct the name in /etc/hosts"
     )
 
 
 def first_infiniband() -> str | None:
-    """Returns the first InfiniBand interface that is up and has an IPv4 address; None if there is none."""
     with contextlib.suppress(OSError):
         for _, name in sorted(socket.if_nameindex()):
             if name.startswith("ib") and _is_up(name) and ipv4_of(name) is not None:
@@ -178,17 +175,17 @@ def set_nccl_environment(
     *,
     uses_nccl: bool = True,
 ) -> dict[str, str]:
-    """Sets what NCCL and gloo read and nobody has set, logs it with the reason, and returns it."""
+    """Sets variables of NCCL and gloo that are unset. Logs each with the reason. Returns the new ones."""
     env = os.environ if environ is None else environ
     if uses_nccl and env.get(_ERROR_HANDLING, "").strip() == "0":
         logger.warning(
-            "%s=0 stays as it was set: where a rank ends or NCCL fails, torch's NCCL groups wait for ever; unset it",
+            "%s=0 is set: if a rank exits or NCCL fails, torch's NCCL groups wait forever; unset it",
             _ERROR_HANDLING,
         )
     written: dict[str, str] = {}
     for name, value, why in _nccl_environment(place, find_interface, uses_nccl):
         if env.get(name, "") != "":
-            logger.info("%s stays %s, as it was set", name, env[name])
+            logger.info("%s is set: %s is kept", name, env[name])
             continue
         env[name] = written[name] = value
         logger.info("%s=%s: %s", name, value, why)
@@ -198,13 +195,13 @@ def set_nccl_environment(
 def _nccl_environment(
     place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields variables for a world of several nodes, each with its value and the reason; gloo's alone without NCCL."""
+    """Yields name, value and reason of each variable. None for a world on one node; only gloo's without NCCL."""
     if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
         return
     if place.local_world_size is None:
         logger.info(
-            "no network interface is chosen for NCCL and gloo: the launcher doesn't tell how many ranks are on this "
-            "host, so the world of %d may be on one; set LOCAL_WORLD_SIZE, or %s and NCCL_SOCKET_IFNAME",
+            "no network interface is chosen for NCCL and gloo: the number of ranks on this host is unknown, so all %d "
+            "may be on one; set LOCAL_WORLD_SIZE, or %s and NCCL_SOCKET_IFNAME",
             place.world_size,
             VARIABLE,
         )
@@ -213,11 +210,11 @@ def _nccl_environment(
     if interface is None:
         return
     why = f"the world has several nodes, and {interface} is this node's first InfiniBand interface that is up"
-    yield VARIABLE, interface, why  # gloo knows names only
+    yield VARIABLE, interface, why  # gloo takes exact names only
     if uses_nccl:
-        yield "NCCL_SOCKET_IFNAME", f"={interface}", why  # `=`: this one, not all that begin so
+        yield "NCCL_SOCKET_IFNAME", f"={interface}", why  # without `=` it is a prefix
         yield "NCCL_IB_DISABLE", "0", why
-        yield "NCCL_NET_GDR_LEVEL", "PXB", "GPUs and network cards below one PCIe switch or several talk directly"
+        yield "NCCL_NET_GDR_LEVEL", "PXB", "GPUs and network cards connected by PCIe switches transfer directly"
 
 
 def _is_up(name: str) -> bool:
@@ -227,7 +224,6 @@ def _is_up(name: str) -> bool:
 
 
 def _names() -> str:
-    """Returns the interfaces beside loopback."""
     with contextlib.suppress(OSError):
         found = [name for _, name in socket.if_nameindex() if name != "lo"]
         return ", ".join(found[:8]) or "none"

@@ -1,4 +1,4 @@
-"""The store that `launch` gave to this process, and the words for the store of the default group."""
+"""Holds the store that `launch` gave to this process, and describes the store of the default group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from device_communicators.control.store import ControlStore
 
 
 class JobStore:
-    """Keeps the store that `launch` gave to this process. torch's C++ code doesn't keep it alive."""
+    """Keeps the store of `launch` alive, which torch's C++ code doesn't do."""
 
     def __init__(self) -> None:
         self._store: ControlStore | None = None
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Keeps `store`. None forgets it; a process group that was left behind still finds it, closed."""
+        """Keeps `store` and closes the previous one, which stays alive: an abandoned process group may refer to it."""
         before, self._store = self._store, store
         if before is not None:
             before.close()
@@ -26,7 +26,7 @@ class JobStore:
             self._all.append(store)
 
     def try_get(self, host: str, port: int) -> ControlStore | None:
-        """Returns the store at this address; None if launch gave none, or one elsewhere."""
+        """Returns the current store if it has this address, else None."""
         store = self._store
         return store if store is not None and store.address == (host, port) else None
 

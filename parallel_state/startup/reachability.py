@@ -1,9 +1,9 @@
 """Checks that all hosts reach each other at the addresses that gloo announces, before gloo connects the ranks.
 
-Otherwise gloo waits until its deadline, and names neither host nor address. The first rank of each host connects to
-the control plane of each other host's first rank, and checks which process answers: an address can belong to another
-host too (each host's docker bridge has the same one). Then all ranks agree on what was found. A rank that gets no
-agreement, because it doesn't reach the decider, uses what its own host found.
+Otherwise gloo waits until its deadline, and its error names neither host nor address. Each host's lowest rank, its
+lead, connects to the control plane of every other lead. It checks which process answers: an address can exist on
+several hosts (docker bridges). Then all ranks agree on the results. A rank that can't reach the rank that decides the
+agreement uses its own host's results.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""Time for all of it, or half of what is left of the start if that is less: a network may be slow to connect."""
+"""Time for the whole check, but at most half of the time that the start has left."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
-"""A rank, one that it doesn't reach, and the reason."""
+"""A rank, a rank that it doesn't reach, and the reason."""
 
 
 def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Returns once all hosts reach each other, or if there is one host. Every rank calls it.
+    """Returns once all hosts are known to reach each other. Every rank calls it.
 
-    `where`: the store at which the ranks met. Without a control plane nothing is checked. Raises RendezvousError with
-    hosts, interfaces and addresses if a host doesn't reach another one, PeerDiedError if a rank exits.
+    Checks nothing on one host or without a control plane. `where`: the store of the rendezvous, for errors. Raises
+    RendezvousError with hosts, interfaces and addresses if a host doesn't reach another one, PeerDiedError if a rank
+    exits.
     """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
@@ -51,10 +52,10 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
         return
     deaths = watcher.await_death_of(ranks, None if verdict.kind == "ended" else 0.0)
     dead = {death.rank for death in deaths}
-    gone = dead.union(verdict.ranks if verdict.kind == "ended" else ())
-    closed = [lead for lead in leads if gone.issuperset(_of_host(places, lead))]
-    # All ranks of a host that refuse connections look like exits. A rank that exited alone is one, and explains why
-    # others don't take part: they raise since.
+    ended = dead.union(verdict.ranks if verdict.kind == "ended" else ())
+    closed = [lead for lead in leads if ended.issuperset(_of_host(places, lead))]
+    # If a whole host refuses connections, its ranks are reported as exited, so first check for unreached hosts. But if
+    # a rank exited while others of its host run, that exit is the cause: the other ranks raise because of it.
     if not dead - {rank for lead in closed for rank in _of_host(places, lead)}:
         _, pairs = _agree(watcher, _of_host(places, rank), own, _OWN_HOST_S)
         pairs = [pair for pair in pairs if verdict.kind != "ended" or pair[1] in closed]
@@ -63,7 +64,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
     silent = f"ranks {format_ranks(verdict.ranks)} did not take part within {limit_s:.1f} s"
     raise kind_of_deaths(deaths, RendezvousError)(
         f"rank {rank} of {len(places)} checks that all hosts reach each other, but {describe_deaths(deaths) or silent}"
-        "; look at the logs of these ranks",
+        "; see the logs of these ranks",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=[death.rank for death in deaths] or verdict.ranks,
@@ -71,7 +72,7 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
 
 
 def leads_of(places: Mapping[int, Address]) -> list[int]:
-    """Returns the lowest rank of each network and known address, ascending; none if there is only one network."""
+    """Returns the lowest rank of each network and known address, ascending; [] if there is only one network."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]
@@ -87,15 +88,15 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Returns the verdict of `ranks`, and what all of them found. A death of `watched` ends it."""
+    """Returns the verdict of `ranks`, and the pairs that all of them found. A death of `watched` ends the agreement."""
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
-    told = [json.loads(each) for each in verdict.values]
-    return verdict, [(by, to, why) for by, found in told for why, unreached in found.items() for to in unreached]
+    reports = [json.loads(each) for each in verdict.values]
+    return verdict, [(by, to, why) for by, found in reports for why, unreached in found.items() for to in unreached]
 
 
 def _encode(rank: int, found: Mapping[int, str]) -> bytes:
-    """Encodes what a rank found: as much as fits into an agreement."""
+    """Encodes what a rank found; drops reasons that don't fit into an agreement's value."""
     by_reason: dict[str, list[int]] = {}
     for unreached, why in found.items():
         by_reason.setdefault(why[:200], []).append(unreached)
@@ -105,7 +106,7 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 
 
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
-    """Connects to all other leads at once. Returns why some aren't reached, by rank."""
+    """Connects to all other leads at once. Returns unreached lead -> reason."""
     found: dict[int, str] = {}
     received = {lead: b"" for lead in leads if lead != rank}
     deadline = time.monotonic() + limit_s
@@ -142,7 +143,7 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns a pair with the host that is in most of them."""
+    """Returns a pair with the rank that occurs most often."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])
@@ -152,7 +153,7 @@ def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why
     unreached = _of_host(places, to)
     return RendezvousError(
         f"rank {rank} of {len(places)} can't start: ranks {format_ranks(unreached)} on {places[to]} are not reached "
-        f"from {places[by]}: {why}; this is {places[rank]}. The ranks met at {where}. "
+        f"from {places[by]}: {why}; this rank is on {places[rank]}. The rendezvous was at {where}. "
         f"{interfaces.firewall_advice()}",
         operation="rendezvous",
         rank=rank,

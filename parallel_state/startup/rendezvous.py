@@ -2,21 +2,23 @@
 
 torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
 
-- has one deadline. At the deadline each rank names the missing ranks, or the address, as resolved, that didn't answer;
-- keeps worlds apart that follow each other at one port or one launcher's store;
+- has one deadline, at which each rank names the missing ranks, or the resolved address that didn't answer;
+- separates worlds that use one port or launcher's store in succession;
 - reports different world sizes, and addresses that other hosts can't reach, on every rank;
 - reports at once a rank that exits while others are awaited.
 
-Rank 0 publishes the endpoint of its control plane, which serves a store, under one key of the launcher's store. Every
-other rank takes it from there, and holds its own entry in rank 0's store: the entry vanishes when the rank exits. If
-rank 0 exits, its store's connections end. Rank 0 waits for all entries, publishes its verdict and clears the key.
+Rank 0 publishes the endpoint of its control plane, which serves the world's store, under one key of the launcher's
+store. Every other rank reads it, and holds its own entry in the world's store. The entry vanishes when the rank exits.
+Rank 0 waits for all entries, publishes its verdict and clears the key. If rank 0 exits, the connections to its store
+break.
 
-A rank that reaches the launcher's store only, because of a firewall, files a complaint there. Rank 0 withdraws it once,
-as it may have been stopped itself. If the rank complains again, all ranks raise the same error. An endpoint that an
-earlier round of torchrun left in the key doesn't answer, or knows another token: the rank waits for the next one.
+A rank that reaches the launcher's store but not rank 0 (because of a firewall) writes a complaint there. Rank 0 deletes
+the first complaint, because rank 0 may have been stopped itself. If the rank complains again, all ranks raise the same
+error. An earlier round of torchrun may have left its endpoint in the key. It doesn't answer, or has another token; the
+rank then waits for a new one.
 
-Without the compiled library on rank 0, the same steps use the launcher's store, under a random name. Exits are noticed
-at the deadline.
+Without the compiled library on rank 0, the same steps use the launcher's store, under a random name. Exits are then
+detected at the deadline.
 """
 
 from __future__ import annotations
@@ -65,25 +67,24 @@ E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
-_OWN_NAME_S = 2.0  # for this host's own name to resolve
-_FAREWELL_S = 1.0  # a rank 0 that gives up serves for this long, so that the others read why
-_READ_S = 0.6  # rank 0 goes on after this time, though a rank has not read that all met
+_OWN_NAME_S = 2.0  # to resolve this host's own name
+_FAREWELL_S = 1.0  # a rank 0 that gives up keeps serving for this long, so that peers can read the verdict
+_READ_S = 0.6  # rank 0 continues after this time, even if a rank has not read the verdict
 _LATE_S = 0.6  # part of _FAREWELL_S in which it also waits for late ranks
-_TOGETHER_S = 0.1  # ranks that exit within this time are named together
-_SLICE_S = 0.1  # between two looks of rank 0 at the ranks that have come
-_SLICE_OF_OTHERS_S = 0.5
-_LOOK_S = 1.0  # between two looks of other ranks for the world of a later round
+_TOGETHER_S = 0.1  # ranks that exit within this time are reported together
+_SLICE_S, _SLICE_OF_OTHERS_S = 0.1, 0.5  # poll intervals: rank 0 for entries, other ranks for the verdict
+_LOOK_S = 1.0  # poll interval of other ranks for a later round's world
 _CONNECT_S = 2.0  # one attempt to reach rank 0's store
 _REFUSED_S, _SILENT_S = 1.0, 7.0  # complain after this time refused, or unanswered (at most a quarter of the start)
 _ENDED_S = 0.8  # rank 0 exited if its store refuses an entered rank for this long
-_ANSWER_S = 1.2  # for rank 0 to answer a complaint; then the rank dials again
-_DOUBT_S = 1.0, 10.0  # rank 0 accepts a complaint only in this time after it withdrew one
+_ANSWER_S = 1.2  # for rank 0 to answer a complaint; then the rank connects again
+_DOUBT_S = 1.0, 10.0  # rank 0 accepts a repeated complaint only in this time after it deleted the first one
 
 _WORLD, _COMPLAINT = "world", "complaint"
-"""Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each followed by the world's name."""
+"""Keys of the launcher's store. It also has `_VERDICT` and `_HEARD`, each with the world's name appended."""
 _VERDICT, _HEARD, _ROSTER, _NEAR, _GAVE_UP = "verdict", "heard", "roster", "near", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""Keys of the world's store. `_GONE` is the prefix of an entry's key after its rank exited. `_NOTHING`: see `_peek`."""
+"""Keys of the world's store. `_GONE` prefixes an entry's key after its rank exited. `_NOTHING`: see `_try_get`."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -94,34 +95,34 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_DEAF, interfaces.without_control_plane),
 )  # fmt: skip
 _ENDING = (ConnectionRefusedError, ConnectionResetError, PermissionError, ForeignServiceError, ConfigMismatchError)
-"""Causes of a failed request that a store has if its process exited: another process may have its port by then."""
+"""Causes of a failed request to the store of an exited process. Another process may have taken its port."""
 _LONGEST = 400
-"""Characters of an obstacle in an entry; the rest is cut."""
-_WARN_S = 10.0  # a rank that waits warns each time after this
-_SURVEY_S = 0.2  # between two looks at ranks beyond the first missing one
-_LOOKED_AT_PER_S = 1024
+"""Longer obstacles are cut to this many characters."""
+_WARN_S = 10.0  # a waiting rank warns at this interval
+_SURVEY_S = 0.2  # minimum poll interval for entries of ranks beyond the first missing one
+_LOOKED_AT_PER_S = 1024  # at most so many entries are polled per second
 
 
 class Met(NamedTuple):
-    """The result of a meeting."""
+    """The result of a rendezvous."""
 
     store: BoundedStore
     where: str
-    """The store at which the ranks met, as messages name it."""
+    """Name of the store of the rendezvous, for errors."""
     places: dict[int, Address]
     deadline: float
     """Deadline of the whole start."""
     watcher: Watcher
-    """The world's, from its beginning."""
     group_store: BoundedStore
     """For torch's default group: a launcher's store, which outlives rank 0; `store` if there is none."""
     served: list[Any]
-    """On rank 0: the store at which the ranks met. If rank 0 serves it, it answers at MASTER_PORT until `clear()`."""
+    """On rank 0: the store of the rendezvous. If rank 0 serves it, it listens at MASTER_PORT until `served.clear()`."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
+        """Returns the address at which other hosts reach this process.
 
-        There the store's name may lead to loopback; it is then what gloo tells the others.
+        `towards_store` is its local address on the route to the store. On the store's own host that may be loopback;
+        the address that gloo announces then replaces it.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -130,15 +131,15 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Records how this process joined its world, for the world that follows it."""
+    """Records how this process joined its world; `reinitialize` uses it for the next one."""
 
     init_method: str
     options: Mapping[str, Any]
     """Further arguments of init_distributed_environment."""
     own_place: Address
-    """This process', as the other ranks know it."""
+    """The Address of this process that the other ranks received."""
     is_served_by_rank_0: bool
-    """True if rank 0 served the store at which they met."""
+    """True if rank 0 served the store of the rendezvous."""
 
 
 _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_state_met", default=None)
@@ -146,7 +147,7 @@ _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_stat
 
 @contextlib.contextmanager
 def met_before(met: Met | None) -> Iterator[None]:
-    """Within the body `meet` returns `met`: what `meet_again` returned."""
+    """Within the body, `meet` returns `met`, the result of `meet_again`."""
     token = _MET.set(met)
     try:
         yield
@@ -155,13 +156,13 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
-    """Meets the other ranks of a new world. Every rank calls it; rank 0 serves unless the launcher does.
+    """Finds the other ranks of a new world. Every rank calls it. Rank 0 serves the store unless the launcher does.
 
-    `over_gloo`: the ranks will be connected by gloo, and must be where others can reach them.
+    `over_gloo`: each rank needs an address for gloo that other hosts can reach. A world of one rank gets a store in
+    memory.
 
-    A world of one rank gets a store in memory: no address, no port. Raises RendezvousError, PeerDiedError with a rank
-    that ended meanwhile, ConfigMismatchError where ranks have different world sizes, InvalidArgumentError for a method
-    that nobody knows.
+    Raises RendezvousError, PeerDiedError if a rank exits meanwhile, ConfigMismatchError if ranks have different world
+    sizes, InvalidArgumentError for an unknown method.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -199,10 +200,11 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 
 
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
-    """Meets the `ranks` that are left of a world for the next one, in the control plane of the `old` one.
+    """Runs the rendezvous of the next world over the control plane of the `old` one.
 
-    Each of them calls it. `own_place`: of this process, `rank`, in the old world. Returns None without a control plane.
-    Raises PeerDiedError if one of them exits, RendezvousError if some don't come, or can't listen beside the old world.
+    Each of `ranks`, the remaining ranks of the old world, calls it. `rank` and `own_place` are this process's in the
+    old world. Returns None without a control plane. Raises PeerDiedError if one of them exits, RendezvousError if some
+    don't call it, or can't listen while the old world still does.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -213,11 +215,11 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
             watcher.close()
             return None
         if verdict.kind != "agreed":
-            raise _not_left(old, verdict, rank, timeout_s)
+            raise _not_met_again(old, verdict, rank, timeout_s)
         places = {number: Address.parse(json.loads(value)) for number, value in enumerate(verdict.values)}
-        deaf = next((number for number, place in places.items() if place.obstacle), None)
-        if deaf is not None:
-            raise _can_not_listen(ranks[deaf], places[deaf], rank)
+        unable = next((number for number, place in places.items() if place.obstacle), None)
+        if unable is not None:
+            raise _cannot_listen(ranks[unable], places[unable], rank)
         endpoint = Endpoint.parse(places[0].endpoint)
         store = BoundedStore(_store_at(endpoint, timeout_s, _WORLD_BEFORE))
         group_store = BoundedStore(for_torch(store.raw))
@@ -228,7 +230,7 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
 
 
 def _listening(place: Address, watcher: Watcher, address: str) -> Address:
-    """Starts to listen at `address`. Returns the place with the endpoint, or with the reason that it can't listen."""
+    """Starts to listen at `address`. Returns `place` with the endpoint, or with the reason why it can't listen."""
     endpoint, obstacle = listen(watcher, address), ""
     if not endpoint:
         with contextlib.suppress(native.NativeUnavailableError):
@@ -237,24 +239,23 @@ def _listening(place: Address, watcher: Watcher, address: str) -> Address:
     return place._replace(endpoint=endpoint, obstacle=obstacle)
 
 
-def _can_not_listen(deaf: int, place: Address, rank: int) -> RendezvousError:
+def _cannot_listen(suspect: int, place: Address, rank: int) -> RendezvousError:
     return RendezvousError(
-        f"rank {rank} of the old world calls reinitialize(), but rank {deaf} on {place} can't listen for the next "
-        f"world beside the old one: {place.obstacle}. If {settings.PORTS.name} is set, it must have two ports for each "
-        "rank of a host",
+        f"rank {rank} of the old world calls reinitialize(), but rank {suspect} on {place} can't listen for the next "
+        f"world: {place.obstacle}. If {settings.PORTS.name} is set, it must have two ports for each rank of a host: "
+        "the old world still uses one",
         operation="rendezvous",
         rank=rank,
-        suspect_ranks=[deaf],
+        suspect_ranks=[suspect],
     )
 
 
-def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
-    """Returns the error for ranks of a world that don't meet again."""
+def _not_met_again(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
     missing = [each for each in verdict.ranks if each != rank]
     deaths = old.await_death_of(missing, None if verdict.kind == "ended" else 0.0)
     why = f"ranks {format_ranks(missing)} of the old world did not call it within {timeout_s:g} s"
     return kind_of_deaths(deaths, RendezvousError)(
-        f"rank {rank} of the old world calls reinitialize(), but {describe_deaths(deaths) or why}. Each of these ranks "
+        f"rank {rank} of the old world calls reinitialize(), but {describe_deaths(deaths) or why}. Each remaining rank "
         "must call it, with the same ranks",
         operation="rendezvous",
         rank=rank,
@@ -265,8 +266,6 @@ def _not_left(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> Co
 
 @dataclass
 class _Meeting:
-    """One attempt of this rank to meet the others."""
-
     place: ProcessEnvironment
     own_place: Address
     way: StoreWay
@@ -280,15 +279,15 @@ class _Meeting:
         self._sizes: dict[int, int] = {}
         """The world size of each rank that entered."""
         self._doubted_at = float("-inf")
-        """The time at which rank 0 last withdrew a complaint that it could not confirm."""
+        """When rank 0 last deleted a first complaint."""
         self._published: dict[str, int] = {}
-        """Number of ranks in each roster of near ranks."""
+        """PID namespace -> number of ranks last published for it (see `_publish_near`)."""
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
-        """The ranks without which this one can't start, as the log and `debug --live` name them."""
+        """What this rank waits for, as the log and `debug --live` show it."""
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
-        """Logs every 10 s, once for each host, that this rank waits: for whom, where and since when."""
+        """Logs every 10 s, once per host, what this rank waits for, where and how long."""
         now, endpoint = time.monotonic(), self.own_place.endpoint
         if now < self._warned_at + _WARN_S:
             return
@@ -298,21 +297,21 @@ class _Meeting:
             missing = find_missing()
         if missing:
             self.awaited = f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} of {self.place.world_size}"
-        # Rank 0 may be the missing one: then the next rank of its host has to say so.
+        # If rank 0 is missing, the next rank of its host logs instead.
         if self.place.local_rank == 0 or (self.awaited == "rank 0" and self.place.local_rank == 1):
             listens = f", listening at {':'.join(map(str, Endpoint.parse(endpoint)[1:3]))}" if endpoint else ""
             logger.warning(
                 "%s has waited %.0f s for %s at %s%s; it gives up after %g s (PARALLEL_STATE_START_TIMEOUT_S). Check "
-                "that all ranks were started, with this address",
+                "that all ranks were started with this address",
                 self._name, now - self._began, self.awaited, self.way.where, listens, self.timeout_s,
             )  # fmt: skip
 
     def _launcher(self) -> BoundedStore:
-        """Returns a new connection to this job's part of the launcher's store; operations end with the start."""
+        """Connects to this job's part of the launcher's store. Its operations end at the start's deadline."""
         return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
 
     def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
-        """Returns the store of a world: that of rank 0's control plane; without one, a part of the launcher's."""
+        """Returns the store of the world `name`: in rank 0's control plane, or without one, in the launcher's store."""
         if not name.startswith("["):
             return launcher.prefixed(name)
         return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S, self.way.where)).until(
@@ -322,17 +321,17 @@ class _Meeting:
     # Rank 0.
 
     def open_world(self) -> BoundedStore:
-        """Opens a world as rank 0, and returns its store once all ranks came."""
+        """Opens a world as rank 0, and returns its store once all ranks entered."""
         launcher = self._reach_launcher()
         world, verdict = self._gather(launcher)
         if verdict[0] != _COMPLETE:
-            del launcher  # the error's frames would keep its server, and the port
+            del launcher  # otherwise the error's traceback keeps its server and port open
             raise self._failure(verdict)
         self.served.append(launcher)
         return world
 
     def _gather(self, launcher: BoundedStore) -> tuple[BoundedStore, list[Any]]:
-        """Returns the world's store and the verdict, which the other ranks have by then."""
+        """Publishes the world and waits for its ranks. Returns its store and the published verdict."""
         name = self.own_place.endpoint or secrets.token_hex(8)
         world = self._world(name, launcher)
         self._extend(world)
@@ -344,7 +343,7 @@ class _Meeting:
         world.set(_VERDICT, json.dumps(verdict))
         if verdict[0] != _COMPLETE:
             launcher.set(_VERDICT + name, json.dumps(verdict))  # for ranks that don't reach the world's store
-        # If this process exits before all have read the verdict, some raise and others wait for them.
+        # If this process exited before all ranks read the verdict, some would raise and others wait for them.
         began, late = time.monotonic(), len(self._missing(world)) if verdict[0] not in (_COMPLETE, _MISSING) else 0
         for _ in looks(began + (_READ_S if verdict[0] == _COMPLETE else _FAREWELL_S)):
             awaited = others + late if time.monotonic() < began + _LATE_S else others
@@ -363,7 +362,7 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits for every rank. Returns the verdict, and the number of ranks that may still read it."""
+        """Waits for every rank. Returns the verdict, and the number of ranks that should read it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # leaves peers time to read the verdict
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
@@ -374,17 +373,17 @@ class _Meeting:
                     self._admit(world, rank)
                     continue
                 if time.monotonic() > surveyed_at + survey_s:
-                    self._survey(world)
+                    self._admit_all(world)
                     self._publish_near(world)
                     self.warn(lambda: self._missing(world))
                     surveyed_at = time.monotonic()
-                complaint = _peek(launcher, _COMPLAINT + name)
+                complaint = _try_get(launcher, _COMPLAINT + name)
                 if complaint and self._is_confirmed(complaint, world, launcher, name):
                     return self._complaints(complaint, world, launcher, name), size - 1
-                if self._ended(world):
+                if self._exited(world):
                     time.sleep(_TOGETHER_S)
-                    self._survey(world)
-                    ended, missing = self._ended(world), self._missing(world)
+                    self._admit_all(world)
+                    ended, missing = self._exited(world), self._missing(world)
                     # Ignore ranks that exited because their own wait timed out: they are not the cause.
                     kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
                     return [kind, *ranks], size - 1 - len(missing) - len(ended)
@@ -393,22 +392,22 @@ class _Meeting:
                     return [_MISSING, *missing], size - 1 - len(missing)
             if self._sizes[rank] != size:
                 return [_SIZES, size, rank, self._sizes[rank]], max(size, self._sizes[rank]) - 1
-        if ended := self._ended(world):
+        if ended := self._exited(world):
             time.sleep(_TOGETHER_S)
-            ended = self._ended(world)
+            ended = self._exited(world)
             return [_ENDED, *ended], size - 1 - len(ended)
         return self._obstacle() or [_COMPLETE, size], size - 1
 
     def _obstacle(self) -> list[Any]:
-        """Returns the verdict on the places of the ranks: empty if nothing is wrong with them."""
+        """Returns the verdict for ranks with wrong addresses, cores or endpoints; [] if all are right."""
         found = ([kind, *words] for kind, find in _OBSTACLES if (words := find(self.places)))
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a rank still doesn't reach the world's store. Withdraws the first complaint.
+        """Returns True for a repeated complaint, or one that isn't about the network. Deletes the first complaint.
 
-        This process may have been stopped, or the network cut for a moment. Then the rank enters, else it complains
-        again.
+        This process may have been stopped, or the network interrupted for a moment. Then the rank enters after all;
+        otherwise it complains again.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
@@ -421,38 +420,36 @@ class _Meeting:
         return False
 
     def _complaints(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> list[Any]:
-        """Returns the verdict if ranks don't reach the world's store."""
         time.sleep(3 * _TOGETHER_S)
-        self._survey(world)
+        self._admit_all(world)
         kind, rank, _, why = json.loads(complaint)
         near = [each for each, place in self.places.items() if place[:2] == self.own_place[:2]]
         for each in range(1, self.place.world_size):
-            if each not in self.places and (complaint := _peek(launcher, f"{_COMPLAINT}{each}{name}")):
+            if each not in self.places and (complaint := _try_get(launcher, f"{_COMPLAINT}{each}{name}")):
                 self.places[each] = Address.parse(json.loads(complaint)[2])
         obstacle = [] if kind == _NO_LIBRARY else self._obstacle()
         return obstacle or [kind, rank, str(self.places[rank]), why, str(self.own_place), near]
 
     def _admit(self, world: BoundedStore, rank: int) -> None:
-        """Reads the entry of a rank that has entered, even if it has exited since."""
-        if entry := _peek(world, _key(rank)) or _peek(world, _GONE + _key(rank)):
+        """Reads the entry of a rank that has entered, even if it has exited."""
+        if entry := _try_get(world, _key(rank)) or _try_get(world, _GONE + _key(rank)):
             self._sizes[rank], *words = json.loads(entry)
             self.places[rank] = Address.parse(words)
 
-    def _survey(self, world: BoundedStore) -> None:
-        """Reads the entries of all ranks that have entered, not only of those below the first missing rank."""
+    def _admit_all(self, world: BoundedStore) -> None:
+        """Reads the entries beyond the first missing rank."""
         for rank in range(1, self.place.world_size):
             if rank not in self.places:
                 self._admit(world, rank)
 
-    def _ended(self, world: BoundedStore) -> list[int]:
-        """Returns the ranks that came and exited."""
-        return _absent(world, sorted(rank for rank in self.places if rank != 0))
+    def _exited(self, world: BoundedStore) -> list[int]:
+        return _without_entry(world, sorted(rank for rank in self.places if rank != 0))
 
     def _missing(self, world: BoundedStore) -> list[int]:
-        return _absent(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
+        return _without_entry(world, [rank for rank in range(1, self.place.world_size) if rank not in self.places])
 
     def _publish_near(self, world: BoundedStore) -> None:
-        """Publishes the entered ranks of each PID namespace. If rank 0 exits, ranks check which of these exited too."""
+        """Publishes the entered ranks of each PID namespace. If rank 0 exits, peers check which of these exited too."""
         near: dict[str, dict[int, tuple[str, str]]] = {}
         for rank, place in self.places.items():
             near.setdefault(place.processes, {})[rank] = place.pid, place.born
@@ -464,7 +461,7 @@ class _Meeting:
     # The other ranks.
 
     def enter_world(self) -> BoundedStore:
-        """Enters rank 0's world as one of the other ranks, and returns its store once all came."""
+        """Enters rank 0's world as another rank, and returns its store once all ranks entered."""
         launcher: BoundedStore | None = None
         name, tried_at = "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
@@ -474,13 +471,13 @@ class _Meeting:
                 if launcher is None:
                     launcher = self._launcher()
                     self.obstacle = _NO_WORLD
-                newest = _peek(launcher, _WORLD)
+                newest = _try_get(launcher, _WORLD)
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
-                # Nobody listens yet; or the server, of an earlier world, was just being closed.
+                # No server yet, or the server of an earlier world was shutting down.
                 launcher = None
-                if not name:  # else what was found there says more
-                    who = "rank 0 doesn't answer there: " if self.way.server is not None else ""
-                    self.obstacle = who + str(error).splitlines()[0]
+                if not name:  # after a world was found, its obstacle explains more
+                    prefix = "rank 0 doesn't answer there: " if self.way.server is not None else ""
+                    self.obstacle = prefix + str(error).splitlines()[0]
                 continue
             if newest not in ("", name):
                 name, tried_at = newest, time.monotonic()
@@ -492,7 +489,7 @@ class _Meeting:
                     if self._enter(world) and self._is_complete(world, launcher, name):
                         return world
                 finally:
-                    world.close()  # ends the hold of this rank's entry, though a program may keep the error
+                    world.close()  # releases this rank's entry, even if the program keeps the error
             except (dist.DistNetworkError, native.NativeUnavailableError) as error:
                 if name.startswith("["):
                     self._complain(launcher, name, error, time.monotonic() - tried_at)
@@ -500,8 +497,8 @@ class _Meeting:
                     launcher = None
                 continue
             except StoreSilentError as error:
-                who = "rank 0 does not answer: " if name.startswith("[") else ""
-                self.obstacle = who + str(error).splitlines()[0]
+                prefix = "rank 0 does not answer: " if name.startswith("[") else ""
+                self.obstacle = prefix + str(error).splitlines()[0]
                 continue
         raise self.not_met()
 
@@ -509,7 +506,7 @@ class _Meeting:
         world.set_timeout(timedelta(seconds=max(LAST_WORD_S, self.deadline - time.monotonic())))
 
     def _enter(self, world: BoundedStore) -> bool:
-        """Returns True if this process is its rank in that world, and not another process."""
+        """Writes this rank's entry. Returns False if another process entered with this rank."""
         key, entry = _key(self.place.rank), json.dumps([self.place.world_size, *self.own_place])
         found = world.compare_set(key, "", entry).decode()
         if found != entry:
@@ -523,7 +520,7 @@ class _Meeting:
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
         """Waits for rank 0's verdict. Returns True if all ranks of this world have entered.
 
-        Returns False if this world is of an earlier round, or has another size. Raises the error for any other verdict.
+        Returns False if this world is of an earlier round or has another size. Raises the error of any other verdict.
         """
         near: dict[str, tuple[str, str]] = {}
         refused_at, look_at = None, time.monotonic()
@@ -531,12 +528,12 @@ class _Meeting:
             left_s = max(0.0, self.deadline - time.monotonic())
             try:
                 with contextlib.suppress(StoreSilentError):
-                    if found := _peek(world.within(_SLICE_OF_OTHERS_S), _NEAR + self.own_place.processes):
+                    if found := _try_get(world.within(_SLICE_OF_OTHERS_S), _NEAR + self.own_place.processes):
                         near = json.loads(found)
                 if world.wait_for([_VERDICT], min(_SLICE_OF_OTHERS_S, left_s)):
                     return self._follow_verdict(world)
                 refused_at, self.obstacle = None, "rank 0 gave no verdict"
-                self.warn(lambda: _absent(world.within(_SLICE_OF_OTHERS_S), range(1, self.place.world_size)))
+                self.warn(lambda: _without_entry(world.within(_SLICE_OF_OTHERS_S), range(1, self.place.world_size)))
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + max(_LOOK_S, self.place.world_size / _LOOKED_AT_PER_S)
                     if self._is_superseded(world, launcher, name):
@@ -551,16 +548,16 @@ class _Meeting:
                     refused_at = None
                     self._note_silence(error, near)
             if time.monotonic() > self.deadline:
-                raise self._gave_up(world)
+                raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later round opened a world, and this one is not decided: its rank 0 is about to exit."""
+        """Returns True if a later round opened a world and this one has no verdict: its rank 0 is about to exit."""
         with contextlib.suppress(dist.DistError):
-            return _peek(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
+            return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
-        """Returns True if all ranks came, False for a smaller world; raises the error for another verdict."""
+        """Returns True if all ranks entered, False for a world of another size. Raises the error of other verdicts."""
         verdict = json.loads(world.get(_VERDICT))
         if verdict[0] != _COMPLETE:
             with contextlib.suppress(dist.DistError):
@@ -583,9 +580,9 @@ class _Meeting:
         refused_at: float,
         error: Exception,
     ) -> None:
-        """Raises the error of all ranks if rank 0's store closed: its verdict, or that it exited.
+        """Raises rank 0's published verdict, or that rank 0 exited, if its store refuses connections.
 
-        Returns, after a pause, while the store may only be restarting connections.
+        Returns after a pause if the store has refused for less than 0.8 s without evidence of an exit.
         """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error
@@ -595,7 +592,7 @@ class _Meeting:
             raise self._failure([_ENDED, *sorted({0, *ended})]) from error
 
     def _note_silence(self, error: Exception, near: Mapping[str, tuple[str, str]]) -> None:
-        """Keeps the reason that rank 0 doesn't answer for the error at the deadline, and pauses."""
+        """Stores why rank 0 doesn't answer, for the error at the deadline, and pauses."""
         why = str(error.__cause__ or error).splitlines()[0]
         pid, _ = near.get("0", ("", ""))
         held = condition_of(int(pid)) if pid else ""
@@ -604,32 +601,30 @@ class _Meeting:
         time.sleep(_TOGETHER_S)
 
     def _published_verdict(self, launcher: BoundedStore, name: str) -> list[Any] | None:
-        """Returns the verdict that rank 0 published at the launcher's store, if any."""
         found = ""
         with contextlib.suppress(dist.DistError):
             launcher = launcher.within(LAST_WORD_S)
-            if found := _peek(launcher, _VERDICT + name):
+            if found := _try_get(launcher, _VERDICT + name):
                 launcher.add(_HEARD + name, 1)
         return json.loads(found) if found else None
 
-    def _gave_up(self, world: BoundedStore) -> RendezvousError:
-        """Returns the error at the deadline without a verdict. Tells rank 0 why this rank is about to exit."""
+    def _deadline_error(self, world: BoundedStore) -> RendezvousError:
+        """Returns the error for a deadline without a verdict, and publishes that this rank gave up."""
         with contextlib.suppress(dist.DistError):
             world = world.within(LAST_WORD_S)
             world.set(_GAVE_UP, "1")
-            if missing := _absent(world, range(1, self.place.world_size)):
+            if missing := _without_entry(world, range(1, self.place.world_size)):
                 return self._failure([_MISSING, *missing])
         return self.not_met()
 
     def _complain(self, launcher: BoundedStore, name: str, error: Exception, tried_s: float) -> None:
-        """Tells rank 0 through the launcher's store that this rank can't use the world's store.
+        """Writes to the launcher's store that this rank can't use the world's store. Raises rank 0's verdict, if any.
 
-        While the store is not reached, only returns for the first 1 to 7 s, because rank 0 may have exited. Raises the
-        verdict's error once rank 0 has answered.
+        Does nothing in the first 1 s of refused connections, or 7 s of unanswered ones: rank 0 may have exited.
         """
         endpoint, why, kind = Endpoint.parse(name), str(error.__cause__ or error).splitlines()[0], _UNREACHED
         if isinstance(error, native.NativeUnavailableError):
-            kind, self.obstacle = _NO_LIBRARY, f"rank 0 uses the compiled part, which this rank doesn't have: {why}"
+            kind, self.obstacle = _NO_LIBRARY, f"rank 0 uses the compiled library, which this rank doesn't have: {why}"
         else:
             why = f"{why} (port {endpoint.port} of {endpoint.host})"
             self.obstacle = f"rank 0 serves the world's store, which this rank does not reach: {why}"
@@ -647,30 +642,29 @@ class _Meeting:
     # Errors.
 
     def not_met(self) -> RendezvousError:
-        """Returns the error for a rank that met nobody."""
+        """Returns the error for a rank that has no verdict at the deadline."""
         return self._error(
             f"{self._name} did not meet the other ranks at {self.way.where} within {self.timeout_s:g} s: "
             f"{self.obstacle}. Check that all ranks were started, that MASTER_ADDR and MASTER_PORT are equal "
-            "everywhere, and that no firewall is between",
+            "everywhere, and that no firewall blocks them",
             [0] if self.obstacle.startswith("rank 0 ") else (),
         )
 
     def _failure(self, verdict: Sequence[Any]) -> Any:
-        """Returns the error for a verdict of rank 0's."""
         kind, *words = verdict
         if kind == _LOOPBACK:
-            text = interfaces.not_reachable(self.own_place, *words, who=self._name)
+            text = interfaces.describe_loopback(self.own_place, *words, own_name=self._name)
             return self._error(text, [int(word) for word in words[2:]])
         if kind == _SAME:
-            text, suspects = interfaces.same_address(self.own_place, *words)
+            text, suspects = interfaces.describe_shared_address(self.own_place, *words)
             return self._error(f"{self._name} can't start: {text}", suspects)
         if kind == _CORES:
-            return ConfigMismatchError(f"{self._name} can't start: {binding.not_shared(*words)}")
+            return ConfigMismatchError(f"{self._name} can't start: {binding.describe_different_cores(*words)}")
         if kind == _NO_LIBRARY:
             rank, where, why, *_ = words
             return self._error(
-                f"{self._name} can't start: rank {rank} on {where} doesn't have the compiled part, which rank 0 has: "
-                f"{why}. Install it on all hosts, or on none",
+                f"{self._name} can't start: rank {rank} on {where} doesn't have the compiled library, which rank 0 "
+                f"has: {why}. Install it on all hosts, or on none",
                 [rank],
             )
         if kind == _DEAF:
@@ -684,7 +678,7 @@ class _Meeting:
             rank, where, why, of_rank_0, near = words
             return self._error(
                 f"{self._name} can't start: ranks {format_ranks(near)} on {of_rank_0} are not reached from rank {rank} "
-                f"on {where}: {why}; this is {self.own_place}. The ranks met at {self.way.where}. "
+                f"on {where}: {why}; this rank is on {self.own_place}. The rendezvous was at {self.way.where}. "
                 f"{interfaces.firewall_advice()}",
                 near,
             )
@@ -692,13 +686,13 @@ class _Meeting:
             wanted, rank, other_size = words
             return ConfigMismatchError(
                 f"all ranks must have one world size, but rank 0 has {wanted} and rank {rank} {other_size} (this is "
-                f"rank {self.place.rank}, with {self.place.world_size}); start them alike, and look for ranks of "
-                f"another job at {self.way.where}"
+                f"rank {self.place.rank}, with {self.place.world_size}); start them with one size, and check that no "
+                f"other job uses {self.way.where}"
             )
         if kind == _ENDED:
             error = self._error(
-                f"{self._name} met the others at {self.way.where}, but global ranks {format_ranks(words)} ended while "
-                "they waited there; look at the logs of these ranks",
+                f"{self._name} met the others at {self.way.where}, but global ranks {format_ranks(words)} exited while "
+                "they waited there; see the logs of these ranks",
                 words,
                 PeerDiedError,
             )
@@ -706,8 +700,8 @@ class _Meeting:
             return error
         return self._error(
             f"{self._name} was at {self.way.where}, but ranks {format_ranks(words)} did not come within "
-            f"{self.timeout_s:g} s. Look for ranks that were not started or ended early; for a slow start, raise "
-            "PARALLEL_STATE_START_TIMEOUT_S",
+            f"{self.timeout_s:g} s. Check that these ranks were started and did not exit early; for a slow start, "
+            "raise PARALLEL_STATE_START_TIMEOUT_S",
             words,
         )
 
@@ -722,7 +716,6 @@ class _Meeting:
 
 
 def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore:
-    """Returns the store in rank 0's control plane."""
     address = endpoint.host, endpoint.port
     store = ControlStore(native.load(), address, endpoint.token, timeout_s, "the world's store")
     store.served_by = 0
@@ -730,8 +723,8 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
     return store
 
 
-def _peek(store: BoundedStore, key: str) -> str:
-    """Returns the value of a key, "" without one. `get` would wait for a key that vanishes after a check."""
+def _try_get(store: BoundedStore, key: str) -> str:
+    """Returns the value of a key, or "". `get` would block if the key vanished after a check."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
 
@@ -740,14 +733,14 @@ def _has_ended(pid: str, born: str) -> bool:
     return start_time(int(pid)) != born or bool(native.load().ps_control_is_ending(int(pid)))
 
 
-def _absent(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
-    """Returns those of `ranks` that have no entry. One missing rank of 1,000 takes 20 requests."""
+def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
+    """Returns the ranks among `ranks` without an entry. Finding one missing rank of 1,000 takes 20 requests."""
     if not ranks or world.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
         return list(ranks)
     middle = len(ranks) // 2
-    return _absent(world, ranks[:middle]) + _absent(world, ranks[middle:])
+    return _without_entry(world, ranks[:middle]) + _without_entry(world, ranks[middle:])
 
 
 def _key(rank: int) -> str:
@@ -757,5 +750,5 @@ def _key(rank: int) -> str:
 def _whereabouts(deadline: float) -> Address:
     try:
         return within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
-    except TimeoutError:  # also on a busy machine; without a network, it would be a host of its own
+    except TimeoutError:  # keep the network namespace: without it, this rank would count as a host of its own
         return interfaces.process()._replace(name=socket.gethostname())

@@ -1,6 +1,6 @@
-"""The way to the store of a world: served by rank 0 or by a launcher at an address, or made by torch.
+"""Opens the store of a world's rendezvous: served by rank 0 or a launcher at an address, or created by torch.
 
-What the ranks do there is in `rendezvous`.
+`rendezvous` has the protocol that the ranks follow there.
 """
 
 from __future__ import annotations
@@ -35,36 +35,35 @@ logger = logging.getLogger("parallel_state")
 
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
-_RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up to 30 s
+_RESOLVE_S = 60.0  # to resolve rank 0's name: a name server caches that a name doesn't exist for up to 30 s
 _STRANGER_S = 0.2  # for the service on rank 0's port to identify itself
-_ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
-_PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
-_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
+_ARRIVAL_S = 1.0  # for a connection to arrive here through a proxy that accepted it
+_PAUSES_S = (0.002, 0.5)  # first and longest pause between two polls
+_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # polls by all ranks together: at first, and later
 
 
 class StoreWay(NamedTuple):
-    """The way to the store of a world."""
+    """How to open the store of a world."""
 
     where: str
-    """As messages name it."""
+    """Its name in errors and logs."""
     connect: Callable[[], dist.Store]
-    """Makes a new connection; raises OSError or DistNetworkError where it may be tried again."""
+    """Opens a new connection. The caller may retry after OSError or DistNetworkError."""
     prefix: str = "parallel_state"
     server: tuple[str, int] | None = None
-    """The address at which rank 0 serves it; None where a launcher does, or torch makes it."""
+    """The address at which rank 0 serves it; None if a launcher or torch does."""
 
 
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
-    """Returns the way to the store of an init method; waits until rank 0's name resolves.
+    """Returns how to open the store of an init method. Waits up to 60 s for rank 0's name to resolve.
 
-    Raises InvalidArgumentError for a method that nobody knows, RendezvousError without an address, or for a name that
-    doesn't resolve.
+    Raises InvalidArgumentError for an unknown method, RendezvousError without an address or for an unresolved name.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]
         if "://" not in init_method or (scheme != scheme.lower() and scheme.lower() in ("env", "tcp", "file")):
             raise InvalidArgumentError(
-                "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
+                "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another method of torch with '://', "
                 f"but is {init_method!r}{_method_advice(init_method)}"
             )
         return StoreWay(init_method, partial(_torch_rendezvous, init_method, place, timeout_s, deadline))
@@ -72,18 +71,18 @@ def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, de
     by_launcher = init_method == "env://" and launcher_serves_store(address)
     where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
     if by_launcher and JOB_STORE.try_get(*address) is not None:
-        where += ", the store of launch, which takes ranks with the job's secret"
+        where += ", the store of launch, which requires the job's secret"
         open_store: Callable[..., dist.Store] = _store_of_launch
     else:
         open_store = _serve if place.rank == 0 and not by_launcher else _connect
-    logger.info("rank %d of %d meets the others at %s", place.rank, place.world_size, where)
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
+    logger.info("rank %d of %d starts the rendezvous at %s", place.rank, place.world_size, where)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs can share an agent's store
     connect = partial(open_store, address, place, deadline)
     return StoreWay(where, connect, f"parallel_state/{run or 0}", None if by_launcher else address)
 
 
 def _method_advice(init_method: str) -> str:
-    """Returns the advice to write a method with '://', for an address, a file, or a method's name; else ""."""
+    """Returns advice with the correct form of an address, file or method name that lacks '://'; else ""."""
     scheme, _, rest = init_method.partition(":")
     _, _, port = init_method.rpartition(":")
     if init_method.rstrip(":/").lower() == "env":
@@ -102,9 +101,9 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields at least one look, and the last one at the deadline; pauses grow, as many ranks look at one server.
+    """Yields for each poll of a server, at least once, and for the last time at the deadline. Pauses grow.
 
-    With `ranks`, of all of which one server has to answer the looks, they are longer from the start.
+    `ranks`: how many ranks poll the same server. More ranks make longer pauses.
     """
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
@@ -124,7 +123,7 @@ def _error_of(rank: int, text: str) -> RendezvousError:
 def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
     if init_method == "env://":
         if place.master_addr is None or place.master_port is None:
-            raise RendezvousError(f"a world of {place.world_size} ranks needs MASTER_ADDR and MASTER_PORT; set both")
+            raise RendezvousError(f"a world of {place.world_size} ranks needs MASTER_ADDR and MASTER_PORT: set both")
         return place.master_addr, place.master_port
     parts = urlsplit(init_method)
     try:
@@ -132,7 +131,7 @@ def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
     except ValueError:
         host = port = None
     if not host or not port:
-        why = "; give a port that all ranks know: no other rank could find one that the system picks"
+        why = "; pass a fixed port: other ranks can't find one that the system picks"
         raise InvalidArgumentError(
             f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}{why if port == 0 else ''}"
         )
@@ -142,7 +141,7 @@ def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
 def _torch_rendezvous(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> dist.Store:
     parts = urlsplit(init_method)
     folder = os.path.dirname(parts.path)
-    if parts.scheme == "file" and not os.path.isdir(folder):  # FileStore would try for ever
+    if parts.scheme == "file" and not os.path.isdir(folder):  # FileStore would retry forever
         raise InvalidArgumentError(
             f"distributed_init_method must name a file in a directory that exists, but is {init_method!r}"
         )
@@ -165,7 +164,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             in_use = error.errno == errno.EADDRINUSE
             stranger = _stranger_at(address) if in_use else ""
             if in_use and not stranger and time.monotonic() + 0.2 < give_up:
-                time.sleep(0.05)  # an earlier world may be just closing its server
+                time.sleep(0.05)  # an earlier world may be closing its server
                 continue
             what = f"is in use by another process{stranger}"
             if not in_use:
@@ -173,7 +172,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             raise _error_of(
                 0,
                 f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "
-                "same on every rank), or end what listens there",
+                "same on every rank), or stop the process that listens there",
             ) from error
         with listener:
             _check_own(address, listener, deadline)
@@ -189,7 +188,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
 
 
 def _stranger_at(address: tuple[str, int]) -> str:
-    """Describes the service at an address in use; "" if it is a store that is shutting down."""
+    """Describes the service at an address in use; "" if it is a store, or doesn't answer."""
     try:
         ask_for_store(address, time.monotonic() + _STRANGER_S)
     except ForeignServiceError as error:
@@ -200,19 +199,19 @@ def _stranger_at(address: tuple[str, int]) -> str:
 
 
 def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Finds out whether a connection to `address` comes to `listener`, of this process; RendezvousError if not.
+    """Checks that a connection to `address` arrives at this process's `listener`; raises RendezvousError if not.
 
-    Before TCPStore tries: it would until the deadline, in a thread that can't be broken off, and that ends the process
-    by SIGABRT if it comes back while the interpreter is on its way out.
+    Must precede TCPStore, which retries until the deadline in a thread that can't be interrupted. That thread ends the
+    process by SIGABRT if it returns while the interpreter exits.
     """
     why = ""
-    for _ in looks(deadline):  # an address in front of this host may come to lead here only in a while
+    for _ in looks(deadline):  # a proxy in front of this host may forward connections only later
         try:
             with connect_to(address, max(0.01, deadline - time.monotonic())):
-                poll = select.poll()  # `select` takes no descriptor above 1,023
+                poll = select.poll()  # `select` supports no descriptor above 1,023
                 poll.register(listener, select.POLLIN)
-                came = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
-            if came:
+                arrived = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
+            if arrived:
                 return
             why = "another host answers there"
         except OSError as error:
@@ -221,14 +220,14 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
         0,
         f"must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
         f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
-        "or start rank 0 on the host that has this address",
+        "or start rank 0 on the host with this address",
     )
 
 
 def interface_of(host: str) -> str | None:
-    """Returns where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
+    """Returns `host` if it is localhost or a literal address of this host, else None (listen on all interfaces).
 
-    A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
+    Other hosts may resolve a name to another address than this one does, and an address may be that of a proxy.
     """
     if host == "localhost":
         return host
@@ -241,9 +240,9 @@ def interface_of(host: str) -> str | None:
 
 
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
-    """Returns a listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
+    """Returns a socket that listens on `host` only (None: on all interfaces). Raises OSError.
 
-    TCPStore would listen on all interfaces whatever host it is given, unless it is handed a socket.
+    TCPStore itself listens on all interfaces, unless it gets a socket.
     """
     if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
@@ -252,14 +251,14 @@ def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
 
 
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    # Ask first: while the port has no listener, TCPStore pauses for seconds, returns late and fills the log.
+    # Probe first: while the port has no listener, TCPStore retries with second-long pauses and logs each attempt.
     try:
         ask_for_store(address, deadline)
     except ForeignServiceError as error:
         where = f"{address[0]}:{address[1]}"
         raise _error_of(
             place.rank,
-            f"of {place.world_size} must meet the others at {where}, but {error}. Otherwise choose another MASTER_PORT "
+            f"of {place.world_size} must connect to the store at {where}, but {error}. Or choose another MASTER_PORT "
             "(the same on every rank)",
         ) from error
     return within(deadline, partial(tcp_store, address, deadline), _GRACE_S)
@@ -268,30 +267,35 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
 def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
     store = JOB_STORE.try_get(*address)
     if store is None:
-        raise RendezvousError(f"rank {place.rank} must come while its launch runs, but that has ended", rank=place.rank)
+        raise RendezvousError(
+            f"rank {place.rank} needs the store of its launch, but that launch has ended", rank=place.rank
+        )
     store.reach(deadline)
     return store
 
 
 def tcp_store(address: tuple[str, int], deadline: float, listen_fd: int | None = None) -> dist.Store:
-    """Returns a client of torch's store; with a listening socket its server, too. Use `within`: it may be late."""
+    """Returns a TCPStore client; with a listening socket, also serves the store. Call it through `within`."""
     timeout, is_server = timedelta(seconds=max(0.1, deadline - time.monotonic())), listen_fd is not None
     return dist.TCPStore(*address, None, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd)
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Returns `make()`, given up at the deadline: names resolve late, and TCPStore waits for a silent server."""
+    """Returns `make()`, run in a thread. Raises TimeoutError `grace_s` after the deadline.
+
+    For calls that don't keep a deadline: name resolution, and TCPStore with a silent server.
+    """
     future = in_thread(make, "rendezvous")
-    # A native call with this deadline ends a moment later: it must not come back while the interpreter is going.
+    # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
-        raise TimeoutError("what is there doesn't answer")
+        raise TimeoutError("the service there doesn't answer")
     return future.result()
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """Returns the addresses of a name, which may come late: a pod's name is there once the pod is."""
+    """Returns the addresses of a name. Retries for up to 60 s: a pod's name exists only once the pod runs."""
     give_up = min(deadline, time.monotonic() + _RESOLVE_S)
-    told = False
+    is_logged = False
     for _ in looks(give_up):
         try:
             found = within(deadline, partial(resolve, *address))
@@ -300,11 +304,10 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             problem = error
             if isinstance(error.__cause__, UnicodeError):  # an impossible name
                 break
-        if not told:
-            told = True
+        if not is_logged:
+            is_logged = True
             logger.warning(
-                "rank %d must meet the others at %s:%d, but that name does not resolve yet (%s); it is tried again for "
-                "%.0f s",
+                "rank %d needs the store at %s:%d, but that name does not resolve yet (%s); it retries for %.0f s",
                 place.rank,
                 *address,
                 problem,
@@ -312,6 +315,6 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             )
     raise _error_of(
         place.rank,
-        f"must meet the others at {address[0]}:{address[1]}, but that name does not resolve ({problem}); set "
-        "MASTER_ADDR to an address that every host knows",
+        f"needs the store at {address[0]}:{address[1]}, but that name does not resolve ({problem}); set "
+        "MASTER_ADDR to a name or address that every host resolves",
     ) from problem

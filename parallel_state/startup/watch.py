@@ -1,4 +1,4 @@
-"""Waits for torch's calls that can't be interrupted, until a rank exits or the start's deadline."""
+"""Waits for torch calls that can't be interrupted, until a rank exits or the start's deadline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from device_communicators.liveness.health import NOTICE_S, Watcher
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SLICE_S = 0.05
 
 
 class AbandonedError(RuntimeError):
-    """A call was left behind, as a rank that it waits for has ended, or at the deadline."""
+    """A call was abandoned: a rank that it waits for exited or failed, or the deadline passed."""
 
 
 def run_watched(
@@ -29,31 +29,31 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Runs `call(is_abandoned)` in a thread, which is left behind when one of `ranks` ends, and at the deadline.
+    """Returns the result of `call(is_abandoned)`, which runs in a thread.
 
-    And where `has_failed`, which is asked now and then, says that another rank has given up. torch's calls that connect
-    ranks neither hear of their ends, nor can they be broken off. One that ends after it was left behind asks
-    `is_abandoned` and takes back what it did.
+    Abandons the thread and raises AbandonedError if one of `ranks` exits, `has_failed()` (polled every 0.2 s) returns
+    True, or the deadline passes. torch's calls that connect ranks don't detect exits and can't be interrupted. A call
+    that returns after it was abandoned must check `is_abandoned()` and undo its work.
     """
     ranks = list(ranks)
     abandoned = threading.Event()
     future = in_thread(lambda: call(abandoned.is_set), "connect")
-    asked = time.monotonic()
+    polled_at = time.monotonic()
     while not wait([future], _SLICE_S).done:
         now = time.monotonic()
         late, failure = now > deadline, False
-        if now - asked > _LOOK_S:
-            asked, failure = now, has_failed()
+        if now - polled_at > _POLL_S:
+            polled_at, failure = now, has_failed()
         if late or failure or watcher.deaths_of(ranks):
             if not wait([future], NOTICE_S).done:
                 abandoned.set()
-                raise AbandonedError("the deadline of the start has passed" if late else "a rank has ended or failed")
+                raise AbandonedError("the start's deadline passed" if late else "a rank exited or failed")
             break
     return future.result()
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a HelperThread of this name, which nobody waits for at the end of the process."""
+    """Runs `call` in a HelperThread. The process can exit while it runs."""
     future: Future[T] = Future()
 
     def run() -> None:

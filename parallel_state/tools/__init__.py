@@ -1,4 +1,4 @@
-"""The commands of `python -m parallel_state`: check, plan, topology, debug, bench, peers, tune.
+"""The commands of `python -m parallel_state`: check, plan, topology, debug, trace, bench, tune.
 
-May import everything of the package; nothing imports it.
+They may import every other module of the package; `__main__` imports them.
 """

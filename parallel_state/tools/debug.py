@@ -1,11 +1,11 @@
-"""`python -m parallel_state debug FOLDER`: the ranks' records side by side. Who is at which operation, who is missing.
+"""`python -m parallel_state debug FOLDER`: compares the ranks' records. Shows each rank's last call and missing ranks.
 
 With `--live PID` or `--live JOB` it asks the ranks of a running job instead: see `live`. With `--replay FILE` it runs
 the control plane's core on the events in a `.control` file that a rank wrote, and prints each event and its actions.
 
-A rank writes its record when one of its groups fails while PARALLEL_STATE_DEBUG_DIR names a folder, or when the program
-calls `write_record(folder)`. Operations of a group that involve all its ranks have numbers, the same on each rank that
-made the same calls: the rank with the lowest is the one that the others wait for.
+A rank writes its record when one of its groups fails and PARALLEL_STATE_DEBUG_DIR names a folder, or when the program
+calls `write_record(folder)`. Collectives of a group are numbered, equally on all ranks that made the same calls. The
+other ranks wait for the rank with the lowest number.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _SHOWN = 3
 
 @dataclass
 class _View:
-    """Holds what one rank recorded of one group."""
-
     rank: int
     ranks: list[int]
     failure: str | None
@@ -48,26 +46,28 @@ class _View:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what the records say; 0, or 2 where there are none."""
+    """Prints a comparison of the records. Returns 0, or 2 without records."""
     parser = command_parser(
         "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
     )  # fmt: skip
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("folder", type=Path, nargs="?", help="where the ranks wrote: PARALLEL_STATE_DEBUG_DIR")
+    which.add_argument("folder", type=Path, nargs="?", help="the ranks' records: PARALLEL_STATE_DEBUG_DIR")
     which.add_argument(
-        "--live", metavar="PID|JOB", help="ask the ranks of a running job, without stopping them: the PID of a rank of "
-        "this host or of its launcher, or the job's id (SLURM's, torchrun's, an MPI's)",
+        "--live", metavar="PID|JOB", help="ask the ranks of a running job, without stopping them: PID of a rank "
+        "here or of its launcher, or the job's id (SLURM, torchrun, MPI)",
     )  # fmt: skip
     which.add_argument(
-        "--replay", metavar="FILE", type=Path, help="run the control plane's core on a rank's last events, and print "
-        "them and its actions: a .control file of the folder",
+        "--replay", metavar="FILE", type=Path, help="run the control plane's core on the events in a "
+        ".control file of the folder, and print the events and its actions",
     )  # fmt: skip
     parser.add_argument(
-        "--flight-recorder", metavar="OUT", type=Path, help="write the folder's records in the format of torch's "
-        "flight recorder, a file a rank, for torchfrtrace",
+        "--flight-recorder", metavar="OUT", type=Path, help="write the records in the format of torch's flight "
+        "recorder, one file per rank, for torchfrtrace",
     )  # fmt: skip
-    parser.add_argument("--stacks", action="store_true", help="with --live: the threads' stacks of this host's ranks")
-    parser.add_argument("--json", action="store_true", help="with --live: all that the ranks answered")
+    parser.add_argument(
+        "--stacks", action="store_true", help="with --live: print the stacks of all threads of this host's ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="with --live: print the ranks' whole answers")
     options = parser.parse_args(arguments)
     if options.live is not None:
         return live.show(options.live, stacks=options.stacks, as_json=options.json)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Prints a control plane's record in words. Returns 0 if it ends as recorded, else 1; 2 if it can't be replayed."""
+    """Replays a control plane's record and prints it. Returns 0 if the result is as recorded, 1 if not, 2 on errors."""
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:
@@ -101,7 +101,7 @@ def replay(path: Path) -> int:
 
 
 def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
-    """Gives the content of each rank's files to `use`, the oldest first. Prints which files can't be read, and why."""
+    """Calls `use` with the content of each rank's files, oldest first. Prints which files can't be read, and why."""
     for path in sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime):
         try:
             use(json.loads(path.read_text()))
@@ -110,12 +110,12 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:
-    """Returns views by group: its name's stem, its ranks, and how many such came after it."""
-    newest: dict[int, dict[str, Any]] = {}  # of several processes of one rank, the last
+    """Returns views by group. A key is the stem of the group's name, its ranks, and the number of newer such groups."""
+    newest: dict[int, dict[str, Any]] = {}  # of several processes of a rank, the newest
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)
     for rank, content in sorted(newest.items()):
-        # The number in a name is that process' own count, so it can differ between ranks: the newest are put together.
+        # Each process counts its own groups, so numbers in names can differ between ranks. Match from the newest.
         before: Counter[Any] = Counter()
         for group in sorted(content["groups"], key=lambda group: _number_of(group["group"]), reverse=True):
             key = (group["group"].partition(":")[0], tuple(group["ranks"]))
@@ -131,13 +131,12 @@ def _number_of(name: str) -> int:
 
 
 def describe(key: Any, views: list[_View]) -> list[str]:
-    """Returns the lines about one group."""
     name, ranks, before = key
     lines = [f"group {name}{f' ({before} before the last)' if before else ''}, global ranks {format_ranks(ranks)}"]
     silent = sorted(set(ranks) - {view.rank for view in views})
     if silent:
         lines.append(
-            f"  no record of ranks {format_ranks(silent)}: they ended before they could write one, or still run"
+            f"  no record of ranks {format_ranks(silent)}: they exited before they could write one, or still run"
         )
     ahead = max(view.number for view in views)
     behind = [view for view in views if view.number < ahead]
@@ -155,12 +154,12 @@ def describe(key: Any, views: list[_View]) -> list[str]:
 def _state(view: _View) -> str:
     last = view.last
     if last is None:
-        return "no operation yet"
+        return "no call yet"
     how_long = view.written_s - last["started_s"]
     state = (
         f"in it for {how_long:.1f} s"
         if last["ended_s"] is None
-        else f"done {view.written_s - last['ended_s']:.1f} s before"
+        else f"completed {view.written_s - last['ended_s']:.1f} s earlier"
     )
     return f"{_words(last)}, {state}"
 
@@ -172,7 +171,6 @@ def _words(operation: dict[str, Any]) -> str:
 
 
 def _different_calls(views: list[_View]) -> list[str]:
-    """Returns the first numbers at which ranks made different calls."""
     calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for view in views:
         for operation in view.operations:

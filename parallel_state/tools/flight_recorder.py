@@ -1,7 +1,8 @@
-"""Our records in the format of torch's flight recorder, for its analyser `torchfrtrace`.
+"""Writes the ranks' records in the format of torch's flight recorder, for its analyser `torchfrtrace`.
 
-Ours are JSON; torch's are pickles, which this writes and never reads. The analyser compares collectives, by group and
-number, from the first one that all ranks still have; transfers between two ranks are left out.
+The records are JSON. torch's files are pickles, which this module writes but never reads. `torchfrtrace` compares
+collectives by group and number, beginning with the first one that all records have. Transfers between two ranks are
+left out.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _TYPES = {
     "reduce_scatterv": "reduce_scatter_v", "broadcast_": "broadcast", "ibroadcast_": "broadcast",
 }  # fmt: skip
 _KNOWN = ("all_reduce", "broadcast", "gather", "scatter", "all_to_all", "barrier", *_TYPES.values())
-"""Types that the analyser knows; it is told of another one as a broadcast under its group's name."""
+"""Types that `torchfrtrace` supports. Other collectives are written as a broadcast."""
 
 
 def write(groups: dict[Any, list[Any]], folder: Path) -> list[Path]:
-    """Writes a file for each rank with records; `groups` are views by group, as `debug.read` returns them."""
+    """Writes a file for each rank that has records. `groups` is the result of `debug.read`."""
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[int, list[dict[str, Any]]] = {}
     config: dict[int, dict[str, dict[str, str]]] = {}

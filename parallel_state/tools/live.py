@@ -1,7 +1,7 @@
-"""`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
+"""`python -m parallel_state debug --live PID|JOB`: prints the current state of each rank of a running job.
 
-The control plane of each rank of this host answers, with the stacks of its threads. One of them asks the ranks of other
-hosts. No rank is stopped. Ranks that wait at start say for whom.
+The control plane of each rank on this host answers, with the stacks of its threads. One of them asks the ranks of other
+hosts. No rank is stopped. Ranks that wait during start-up report the missing ranks.
 """
 
 from __future__ import annotations
@@ -29,41 +29,43 @@ _MOST_SHOWN = 256
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Prints what the ranks of the job are at; 0, or 2 where `target` names none of this host's."""
+    """Prints the state of the job's ranks. Returns 0, or 2 if `target` names no rank of this host."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:
         described = _describe_all(endpoints)
     except native.NativeUnavailableError as error:
-        print(f"no rank can be asked, as the compiled library isn't there: {error}", file=sys.stderr)
+        print(f"can't ask any rank, because the compiled library is missing: {error}", file=sys.stderr)
         return 2
     answers = {pid: answer for pid, (answer, _) in described.items()}
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
-        names = f"; those that listen: {', '.join(map(str, pids))}" if pids else ""
-        print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}",
+        names = f"; PIDs of ranks here: {', '.join(map(str, pids))}" if pids else ""
+        print(f"{target!r} isn't a rank or launcher on this host, or the id of a job with ranks here{names}",
               file=sys.stderr)  # fmt: skip
         return 2
     first, answer = next(iter(job.items()))
     at_start = {pid for pid, each in answers.items() if each.get("start") and each["start"] == answer.get("start")}
-    ranks = {first, *answer["pids"].values(), *at_start}  # ranks at start don't know each other's PIDs
+    ranks = {first, *answer["pids"].values(), *at_start}  # ranks don't know each other's PIDs during start-up
     others = sorted(set(job) - ranks)
     job = {pid: each for pid, each in answers.items() if pid in ranks}
     world, states = _states_of(job, described[first][1])
     if as_json:
         shown = {rank: state._asdict() for rank, state in sorted(states.items())}
-        told = {"world": world, "ranks": shown, "answers": list(job.values()), "others": others}
-        print(json.dumps(told, indent=1))
+        content = {"world": world, "ranks": shown, "answers": list(job.values()), "others": others}
+        print(json.dumps(content, indent=1))
         return 0
     print("\n".join(describe(world, states, job, stacks=stacks)))
     if others:
-        print(f"{target!r} has {len(others)} more ranks, of other worlds: ask by PID ({', '.join(map(str, others))})")
+        print(
+            f"{target!r} has {len(others)} more ranks in other worlds; ask them by PID: {', '.join(map(str, others))}"
+        )
     return 0
 
 
 def _pids_of(target: str, listening: list[int]) -> set[int]:
-    """Returns the PIDs that `target` may mean: itself, the ranks below a launcher, or those of a job's id."""
+    """Returns the PIDs that `target` may name: the PID itself, ranks of a launcher, or ranks of a job id."""
     found = {int(target)} if target.isdigit() else set()
     for pid in listening:
         if target.isdigit() and int(target) in _ancestors(pid):
@@ -86,21 +88,21 @@ def _ancestors(pid: int) -> set[int]:
 
 
 def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
-    """Returns the answer of a process; None without one, or if its world has no groups."""
+    """Returns a process' answer about `topic`, or None without one."""
     library, address = native.load_for_tools(), (endpoint.host, endpoint.port)
     try:
         return json.loads(question(library, address, endpoint.token, f"{topic}\0", limit_s) or b"null")
     except ConfigMismatchError as error:
         print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
     except (OSError, ForeignServiceError, ValueError):
-        pass  # it exits, or has no answer yet
+        pass  # the process exits, or has no answer yet
     return None
 
 
 def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, Endpoint]]:
-    """Returns the description of each process' newest world, and the world's endpoint in that process."""
+    """Returns PID -> description of the process' newest world, and the endpoint that gave it."""
     if endpoints:
-        native.load_for_tools()  # before any deadline
+        native.load_for_tools()  # loaded before the deadlines of the questions begin
     asked = [(pid, each) for pid, worlds in sorted(endpoints.items()) for each in worlds]
     found: dict[int, tuple[Any, Endpoint]] = {}
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
@@ -112,7 +114,7 @@ def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, 
 
 
 def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict[int, State]]:
-    """Returns the world's ranks, and what each is known to be at. `endpoint`: of one of its ranks."""
+    """Returns the world's ranks, and the known states. `endpoint`: that of one of the ranks."""
     world = max((each["world"] for each in job.values()), key=len)
     pids = {int(rank): pid for each in job.values() for rank, pid in each["pids"].items()}
     pids |= {each["rank"]: pid for pid, each in job.items()}
@@ -125,19 +127,19 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
         if pid in job:
             states[rank] = State(*job[pid]["state"])
         elif not os.path.exists(f"/proc/{pid}"):
-            states[rank] = State(obstacle=f"not there any more (pid {pid} has ended)")
+            states[rank] = State(obstacle=f"not running (pid {pid} has exited)")
         else:
             states[rank] = State(obstacle=obstacle or SILENT)
     return world, states
 
 
 def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *, stacks: bool = False) -> list[str]:
-    """Returns the lines about a job: who waits for whom, then what each rank is at."""
+    """Returns lines: calls that wait for ranks, then each rank's state."""
     lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
     lines += _waits(states, job)
     pids = {each["rank"]: (pid, each) for pid, each in job.items()}
     is_starting = any(each.get("start") for each in job.values())
-    unknown = "has not arrived, or is on another host" if is_starting else "is on another host, and does not answer"
+    unknown = "has not arrived, or is on another host" if is_starting else "is on another host and doesn't answer"
     for rank in world[:_MOST_SHOWN]:
         state = states.get(rank)
         who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
@@ -150,7 +152,6 @@ def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *,
 
 
 def _waits(states: dict[int, State], job: dict[int, Any]) -> list[str]:
-    """Returns for each call in which ranks wait who isn't in it."""
     ranks_of = {(each["rank"], group["group"]): group["ranks"] for each in job.values() for group in each["groups"]}
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(states.items()):
@@ -162,6 +163,6 @@ def _waits(states: dict[int, State], job: dict[int, Any]) -> list[str]:
         members = next((ranks_of[rank, states[rank].group] for rank in waiting
                         if (rank, states[rank].group) in ranks_of), waiting)  # fmt: skip
         missing = [rank for rank in members if rank not in waiting]
-        whom = f"for ranks {format_ranks(missing)}" if missing else "though all are in it"
+        whom = f"for ranks {format_ranks(missing)}" if missing else "though all ranks are in it"
         lines.append(f"ranks {format_ranks(waiting)} wait in {call} of group {name!r} {whom}")
     return lines

@@ -1,4 +1,4 @@
-"""Output of a command: files that its options name, or stdout; and the frame of an HTML page."""
+"""Writes the output of a command to stdout or to files, and the frame of an HTML page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ STDOUT = "-"
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """Adds the option --json."""
     parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
-                        help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+                        help="write everything as JSON, to stdout without FILE")  # fmt: skip
 
 
 def as_json(content: object) -> str:
@@ -23,19 +22,19 @@ def as_json(content: object) -> str:
 
 
 def write(path: str, text: str) -> None:
-    """Writes to a file, or to stdout."""
+    """Writes `text` to a file, or to stdout for `-`."""
     if path == STDOUT:
         sys.stdout.write(text)
         return
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        error.filename = path  # where it is full, the error doesn't name it
+        error.filename = path  # the error of a full disk has no filename
         raise
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None) -> None:
-    """Ends the command with exit code 2 if a file can't be written, before the work whose result it gets."""
+    """Exits with code 2 if a file can't be written; called before the command's work."""
     for path in (Path(path) for path in paths if path is not None and str(path) != STDOUT):
         is_new = not path.exists()
         try:
@@ -43,29 +42,29 @@ def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None)
         except OSError as error:
             parser.error(f"cannot write {path}: {error.strerror}")
         if is_new:
-            path.unlink(missing_ok=True)  # other ranks of the host test it, too
+            path.unlink(missing_ok=True)  # other ranks of this host may test it at the same time
 
 
 def write_chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace, makers: Mapping[str, Callable[[], str]]
 ) -> bool:
-    """Writes what the options ask for, by their names. Returns True if something went to stdout.
+    """Writes the output of each maker whose option is set. Returns True if one was written to stdout.
 
-    Ends the command with exit code 2 if a file can't be written.
+    Exits with code 2 if a file can't be written.
     """
     chosen = {name: path for name in makers if (path := getattr(options, name)) is not None}
     try:
         for name, path in chosen.items():
             write(path, makers[name]())
     except OSError as error:
-        if error.filename is None:  # stdout's
+        if error.filename is None:  # the error is stdout's
             raise
         parser.error(f"cannot write {error.filename}: {error.strerror}")
     return STDOUT in chosen.values()
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Yields the rows with their cells in columns; `right` are those that are aligned there."""
+    """Yields each row as a line of aligned cells; columns in `right` are aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (text.rjust(width) if at in right else text.ljust(width)
@@ -74,9 +73,9 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterato
 
 
 def html_page(title: str, style: str, body: str, scripts: str = "") -> str:
-    """Returns a page that works from a file: it may load nothing, and run only the scripts in it if it has `scripts`.
+    """Returns an HTML page. Its policy forbids all external resources, and scripts unless `scripts` is set.
 
-    `title` is text; `style` and `body` are CSS and HTML.
+    `title` is plain text; `style`, `body` and `scripts` are CSS and HTML.
     """
     policy = "default-src 'none'; style-src 'unsafe-inline'" + ("; script-src 'unsafe-inline'" if scripts else "")
     return f"""<!DOCTYPE html>

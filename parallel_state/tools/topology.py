@@ -1,10 +1,10 @@
-"""`python -m parallel_state topology`: the GPUs of this machine, and what connects them.
+"""`python -m parallel_state topology`: shows the GPUs of this machine and their connections.
 
-Without a driver it says so, and ends with exit code 0 all the same: that is an answer, too.
+Without a driver it prints the reason; the exit code is 0 then, too.
 
-The picture has the GPUs on a circle, coloured by NUMA node, NVLinks as lines as thick as they are many; NVSwitches are
-a hub in the middle; where there is no NVLink, a thin line is the PCIe path, dotted between NUMA nodes. Hover texts have
-the rest. No script, no outside resource.
+The picture shows the GPUs on a circle, coloured by NUMA node. A thick line is a connection by NVLinks, the thicker the
+more links; NVSwitches are a hub in the middle. Without NVLinks a thin line is the PCIe path, dotted between NUMA nodes.
+Details are hover texts. The file has no script and no external resource.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from parallel_state.tools.plan.picture import NEUTRAL, STYLE, colored, heading, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `topology` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"cannot use {error.filename}: {error.strerror}")
     except RecordError as error:
-        parser.error(f"{options.replay} is no record that --record wrote: {error}")
+        parser.error(f"{options.replay} isn't a file that --record wrote: {error}")
     makers = {"json": lambda: as_json(_as_json(topology, visible)), "svg": lambda: topology_picture(topology)}
     if not write_chosen(parser, options, makers):
         print(topology_text(topology, visible))
@@ -48,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "topology", "[options]",
-        "The GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access. Says so where there are none.",
+        "Shows the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access.",
     )  # fmt: skip
     add_json(parser)
-    parser.add_argument("--svg", metavar="FILE", help="a picture of the GPUs and what connects them")
-    parser.add_argument("--record", metavar="FILE", help="write down all that the driver said, for a bug report")
-    parser.add_argument("--replay", metavar="FILE", help="show the machine of such a file instead of this one")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture of the GPUs and their connections")
+    parser.add_argument("--record", metavar="FILE", help="write all answers of the driver, for a bug report")
+    parser.add_argument("--replay", metavar="FILE", help="show the machine of a file written by --record")
     return parser
 
 
@@ -105,7 +104,7 @@ Point = tuple[float, float]
 
 
 def topology_picture(topology: Topology) -> str:
-    """Returns the SVG's text; of a machine without GPUs, why it has none."""
+    """Returns an SVG file; without GPUs it shows the reason."""
     radius = max(150.0, len(topology.gpus) * (_WIDTH + 24) / (2 * pi)) if len(topology.gpus) > 1 else 0.0
     lines = list(_words(topology))
     top = _MARGIN + _LINE * (len(lines) + 1) + 8
@@ -122,7 +121,6 @@ def topology_picture(topology: Topology) -> str:
 
 
 def _words(topology: Topology) -> Iterator[str]:
-    """Yields the heading, and what lines and colours mean."""
     if topology.problem is not None:
         yield f"No GPUs: {topology.problem}"
         return
@@ -143,7 +141,6 @@ def _words(topology: Topology) -> Iterator[str]:
 
 
 def _circle(count: int, radius: float, middle: Point) -> list[Point]:
-    """Returns places from the top, clockwise; two side by side."""
     start = -pi / 2 if count != 2 else pi
     angles = [start + 2 * pi * place / max(count, 1) for place in range(count)]
     return [(middle[0] + radius * cos(angle), middle[1] + radius * sin(angle)) for angle in angles]
@@ -169,7 +166,6 @@ def _about(path: Path) -> str:
 
 
 def _hub(topology: Topology, places: Mapping[int, Point], middle: Point) -> Iterator[str]:
-    """Yields the switches, with as many links as each GPU has into them."""
     if not any(path.switched for path in topology.paths.values()):
         return
     for gpu in topology.gpus:

@@ -1,7 +1,7 @@
-"""`python -m parallel_state trace FOLDER`: the ranks' traces in one, with arrows, and who was waited for longest.
+"""`python -m parallel_state trace FOLDER`: merges the ranks' traces, with arrows, and prints the longest waits.
 
-The arrows of a collective go from the rank that came last to all others. A rank's wait is the time from its own
-beginning to that of the last one.
+The arrows of a collective go from the rank that entered it last to all other ranks. A rank's wait is the time from its
+own entry to that of the last rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """The wait of one rank in one collective for the last one to come, or until it was done without that one."""
+    """One rank's wait in a collective until the last rank entered, or until its call completed without that rank."""
 
     seconds: float
     rank: int
@@ -40,10 +40,10 @@ class Wait(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes `FOLDER/trace.json` and prints the worst waits; 0, or 2 where there are no traces."""
+    """Writes `FOLDER/trace.json` and prints the longest waits. Returns 0, or 2 without traces."""
     parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="that `with parallel_state.trace(folder)` was given on the ranks")
-    parser.add_argument("--json", action="store_true", help="print the worst waits as JSON")
+    parser.add_argument("folder", type=Path, help="folder that the ranks gave to `with parallel_state.trace(folder)`")
+    parser.add_argument("--json", action="store_true", help="print the longest waits as JSON")
     options = parser.parse_args(arguments)
     folder: Path = options.folder
     events: list[dict[str, Any]] = []
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     ranks = {event["pid"] for event in events}
     print(f"{folder / MERGED}: {len(events)} events of {len(ranks)} ranks; open it in ui.perfetto.dev")
-    print(f"the {len(worst)} longest waits:" if worst else "no rank waited for another one in what was traced")
+    print(f"the {len(worst)} longest waits:" if worst else "no rank waited for another one in these traces")
     for wait in worst:
         print(wait)
     return 0
 
 
 def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait]]:
-    """Returns the events with arrows between those of one collective, from 0 on, and the waits."""
+    """Returns the events with arrows, with times that begin at 0, and the waits."""
     first = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
     merged = [{**event, "ts": event["ts"] - first} if "ts" in event else event for event in events]
     waits: list[Wait] = []
@@ -89,8 +89,8 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
 def _collectives(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yields the events of each collective that at least two ranks have.
 
-    The number in a group's name is its process' own count: groups of one stem and ranks are put together by their
-    order, as far as all ranks have as many of them.
+    Each process counts its own groups, so the number in a group's name may differ between ranks. Groups with the same
+    stem and ranks are therefore matched by their order.
     """
     names: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:

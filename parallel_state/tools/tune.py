@@ -1,15 +1,15 @@
-"""`python -m parallel_state tune`: which kernel all-reduces what on this machine; measured, proven, written down.
+"""`python -m parallel_state tune`: measures which kernel is fastest for which size on this machine, and writes it down.
 
-    python -m parallel_state tune                            ranks of its own: 2, 4, 6 and 8, as far as there are GPUs
+    python -m parallel_state tune                            starts 2, 4, 6 and 8 ranks, if there are as many GPUs
     python -m parallel_state tune --ranks 8 --out node.json
-    torchrun --nproc-per-node 8 -m parallel_state tune       the ranks that torchrun started
+    torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
 
-Candidates are checked, then take turns; of a round the slowest rank's time counts, so what is chosen is what the whole
-group waits for. On GPUs calls are captured, and the graph's replays timed: that is how a decode step has them. What is
-chosen is then proven: calls of all kinds, on random sizes, with ranks that come late at random, each compared with its
-answer. Only then a row is written, with the conditions that it holds for, among the user's rows, where
-PARALLEL_STATE_PEER_MEMORY=auto and PARALLEL_STATE_NCCL=auto find it. Rows of ranks that share a GPU are written as
-evidence, and never found.
+Candidates are checked, then measured in turns. The slowest rank's time of a round counts. On GPUs calls are captured in
+a graph and its replays are timed, as in a decode step. The choice is then proven: all kinds of calls on random sizes,
+with random delays of ranks, and each result is compared with the expected one.
+
+Only then a row with its conditions is written to the user's rows, which PARALLEL_STATE_PEER_MEMORY=auto and
+PARALLEL_STATE_NCCL=auto read. Rows of ranks that share a GPU are written too, but never used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from parallel_state.tools.output import require_writable
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
-"""Names of candidates: the communicator that carries the rest, and torch's own group beside NCCL of our own."""
+"""Names of candidates: the communicator that is used without peer memory; torch's group, if that is another one."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -61,7 +61,7 @@ ORDERS = {
 PROOF_CALLS = 100_000
 CALLS_IN_A_GRAPH = 20
 HIDDEN = 4096
-"""The longest row of a norm."""
+"""Largest row length of a norm."""
 RUN_S = 3600.0
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _UNBOUNDED: dict[str, Any] = {
@@ -69,7 +69,7 @@ _UNBOUNDED: dict[str, Any] = {
     "arch": "any",
     "world_size": 8,
     "measured": False,
-    "source": "for who measures them",
+    "source": "for measurements only",
 }
 UNBOUNDED = Thresholds(**_UNBOUNDED)
 Times = Mapping[int, Mapping[str, float]]
@@ -77,19 +77,17 @@ Times = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Plan(CasePlan):
-    """Sets how long and how much is measured and proven."""
-
     rounds: int = 20
     sizes: Sequence[int] = SIZES
     proof_calls: int = PROOF_CALLS
 
 
 class TuneError(RuntimeError):
-    """There is nothing to measure, or what was measured is wrong."""
+    """Nothing can be measured, or a result was wrong."""
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Returns the sum, which is checked: norms differ in their last bits, and were proven when the group was made."""
+    """Returns the fused norm's sum. The norm itself isn't checked: its last bits vary, and group creation proved it."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -105,19 +103,19 @@ CALLS: dict[str, Callable[[Communicator, Tensor], Tensor]] = {
 
 
 def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
-    """Returns who carries the tensors of this device where none of ours does."""
+    """Returns the first communicator that supports tensors of this device without peer memory."""
     request = Request("all_reduce", torch.bfloat16, device_type, 1, "sum")
     for each in route:
         if each.name != "peer_memory" and each.refusal(request) is None:
             return each
-    raise TuneError(f"there is nothing to compare with: no communicator carries tensors on {device_type}")
+    raise TuneError(f"nothing to compare with: no other communicator supports {device_type} tensors")
 
 
 class Tuning:
-    """One rank's part; all ranks of the group make the same calls of it."""
+    """Tunes a group. All its ranks must make the same calls."""
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
-        """`peers`: the communicator in peer memory, admitted with UNBOUNDED thresholds."""
+        """`peers`: the peer-memory communicator, admitted with UNBOUNDED thresholds."""
         self.group, self.plan = group, plan or Plan()
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
         self._peers = peers
@@ -125,7 +123,7 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Measures, chooses and proves. Raises TuneError on all ranks alike."""
+        """Measures, chooses and proves. Raises TuneError on all ranks or on none."""
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
@@ -144,7 +142,7 @@ class Tuning:
         return found
 
     def _only(self, call: Callable[[Communicator, Tensor], Tensor], name: str) -> Call:
-        """Returns the call with thresholds by which it has this kernel at every size."""
+        """Returns the call with thresholds that select this kernel at every size."""
         kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
         kinds.update({each: each for each in ALGORITHMS})
         never = {bound: 0 for bound, kind in kinds.items() if kind != name}
@@ -160,7 +158,7 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Returns medians of the slowest rank's microseconds. Candidates that are wrong on a rank have none."""
+        """Returns candidate -> median of the slowest rank's microseconds, without candidates with wrong results."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
@@ -169,9 +167,9 @@ class Tuning:
 
     @torch.inference_mode()
     def prove(self, chosen: Thresholds) -> None:
-        """Makes calls as `chosen` has them, some ranks late at random, and compares each result with its answer.
+        """Makes random calls with `chosen` thresholds and random delays of ranks, and checks each result.
 
-        Raises TuneError on all ranks where one result was wrong on one of them.
+        Raises TuneError on all ranks if a result was wrong on one of them.
         """
         same, own = random.Random(self.size), random.Random(self.rank * 1000 + self.size)
         cases = [(operation, size) for operation in ORDERS for size in self._proof_sizes(operation, chosen)]
@@ -185,19 +183,19 @@ class Tuning:
                 answers[operation, numel, number] = self._case(operation, numel, number)
             x, expected = answers[operation, numel, number]
             if own.random() < 0.02:
-                self._be_late(own)
+                self._delay(own)
             wrong[which] += (calls[operation](x) != expected).any()
         counts = self.group.all_gather_object([int(each) for each in wrong])
         for rank, each in enumerate(counts):
             if any(each):
                 operation, numel = cases[max(range(len(cases)), key=each.__getitem__)]
                 raise TuneError(
-                    f"no row is written: of {self.plan.proof_calls} calls {sum(each)} were wrong on rank {rank}, most "
+                    f"no row is written: {sum(each)} of {self.plan.proof_calls} calls were wrong on rank {rank}, most "
                     f"of them {operation} of {numel} elements; report this with `python -m parallel_state topology`"
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns this rank's input and answer. Each element of the input is `number` larger than the harness's."""
+        """Returns this rank's input and the expected result. Input elements are `number` larger than in `bench`."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -207,7 +205,7 @@ class Tuning:
         return x, expected + number * self.size
 
     def _proof_sizes(self, operation: str, chosen: Thresholds) -> list[int]:
-        """Returns numbers of elements: the smallest, and around each bound, up to 1 MiB."""
+        """Returns numbers of elements: the smallest, and those around each bound of up to 1 MiB."""
         bounds = {"all_gather": ("all_gather_push", "all_gather"), FUSED: ("fused",)}
         bounds["reduce_scatter"] = ("reduce_scatter_push", "reduce_scatter")
         at = [getattr(chosen, name) for name in bounds.get(operation, ALGORITHMS)]
@@ -217,7 +215,7 @@ class Tuning:
             found |= {each for each in (few, few + ROWS * self.size) if each}
         return sorted(found)
 
-    def _be_late(self, own: random.Random) -> None:
+    def _delay(self, own: random.Random) -> None:
         if self.device.type == "cuda" and own.random() < 0.5:
             keep_cuda_busy(own.randrange(200_000))
         else:
@@ -225,7 +223,7 @@ class Tuning:
 
 
 class Candidates(GroupTeam):
-    """Measures one operation's candidates with the benchmark's harness; every rank makes one."""
+    """The candidates of one operation, as a team of `bench`. Every rank creates one."""
 
     name = "tune"
 
@@ -238,7 +236,7 @@ class Candidates(GroupTeam):
         return {name: Exchange(call) for name, call in self._candidates.items()}
 
     def check(self, name: str) -> str | None:
-        """Checks a candidate's answer, and captures the candidate in a graph once it was right on all ranks."""
+        """Checks a candidate's result. Captures the candidate in a graph if the result is right on all ranks."""
         problem = super().check(name)
         call, x = self._prepared[name]
         if any(self.group.all_gather_object(problem is not None)) or call in self._graphs:
@@ -261,23 +259,23 @@ class Candidates(GroupTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the graph until at least `calls` calls are made, and scales the time to `calls`."""
+        """Replays the graph for at least `calls` calls. Returns the time scaled to `calls`."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
 
 
 def _collective(operation: str) -> str:
-    """Returns the harness's name of the operation's collective."""
+    """Returns the name that `bench` uses for the operation's collective."""
     return "all_reduce" if operation == FUSED else operation
 
 
 def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-    """Returns the thresholds for a number of ranks; raises TuneError where an operation has no times."""
+    """Returns the thresholds for `conditions`. Raises TuneError if an operation has no times."""
     ranks = conditions.world_size
     for operation in ORDERS:
         if not any(times.get(operation, {}).values()):
-            raise TuneError(f"no row is written: nothing was measured of {operation} on {ranks} ranks")
+            raise TuneError(f"no row is written: {operation} on {ranks} ranks has no measured times")
     bounds = {operation: boundaries(times[operation], order) for operation, order in ORDERS.items()}
     sums, gather, scatter = (bounds[name] for name in ("all_reduce", "all_gather", "reduce_scatter"))
     ratios = [math.log(us[OTHER] / us[TORCHS]) for us in times["all_reduce"].values() if {OTHER, TORCHS} <= us.keys()]
@@ -289,7 +287,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
         two_shot=sums["two_shot"],
         all_gather=max(gather.values()),
         all_gather_push=gather["push"],
-        # Measured by a rank's input, bounded by its output.
+        # Measured sizes are those of the input; thresholds are those of the output.
         reduce_scatter=max(scatter.values()) // ranks,
         reduce_scatter_push=scatter["push"] // ranks,
         fused=bounds[FUSED]["fused"],
@@ -300,7 +298,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
 
 
 def write(row: Thresholds, path: Path) -> None:
-    """Adds a row to the file, in the place of one with the same conditions."""
+    """Adds a row to the file; replaces a row with the same conditions."""
     names = [field.name for field in fields(peer_thresholds.Conditions)]
     key = [getattr(row, name) for name in names]
     others = load(path).rows if path.exists() else ()
@@ -314,10 +312,11 @@ def write(row: Thresholds, path: Path) -> None:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Runs one rank's part from its init to its destroy. Returns the row on the first rank."""
+    """Initializes this rank, tunes, and destroys the world. Returns the row on the first rank, else None."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
-    os.environ.update({settings.NCCL.name: "on", settings.PEER_MEMORY.name: "off"})  # ours is made below, unbounded
+    # The peer-memory communicator is created below, with UNBOUNDED thresholds.
+    os.environ.update({settings.NCCL.name: "on", settings.PEER_MEMORY.name: "off"})
     if gpus < ranks:
         share_gpus()
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
@@ -332,7 +331,7 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         peers = make(group.context, device, UNBOUNDED)
         problem = peers.admit()
         if problem is not None:
-            raise TuneError(f"there is nothing to measure: {problem}")
+            raise TuneError(f"nothing to measure: {problem}")
         conditions = peer_thresholds.conditions_of(device.arch(), peers.group.admission.topology, device.versions())
         name = torch.cuda.get_device_name(group.device)
         tuning = Tuning(group, peers, options.plan)
@@ -347,26 +346,26 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 def _report(row: Thresholds, path: Path) -> None:
     print(f"{row.world_size} ranks, {row.arch}, {row.link}: {row}; {row.proven_calls} calls proven")
     if row.one_gpu_each:
-        print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, goes by it from now on")
+        print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, uses it from now on")
     else:
-        print(f"written to {path} as evidence: the ranks shared a GPU, so auto never goes by it")
+        print(f"written to {path} for the record only: the ranks shared a GPU, so auto never uses it")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 where nothing was written for one of the numbers of ranks, 2 without a GPU."""
+    """Returns the exit code: 1 if no row was written for some number of ranks, 2 without a GPU."""
     parser = command_parser("tune", "[options]", __doc__)
-    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, as there are GPUs")
-    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes that a rank holds")
+    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, up to the number of GPUs")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes per rank")
     parser.add_argument("--rounds", type=positive, default=20)
-    parser.add_argument("--proof-calls", type=positive, default=PROOF_CALLS, help="fewer prove less")
-    parser.add_argument("--out", type=Path, help="instead of the user's rows")
+    parser.add_argument("--proof-calls", type=positive, default=PROOF_CALLS, help="number of checked calls")
+    parser.add_argument("--out", type=Path, help="file to write instead of the user's rows")
     options = parser.parse_args(arguments)
     options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
     require_writable(parser, options.out)
     gpus = torch.cuda.device_count()
     if gpus == 0:
-        print("torch sees no CUDA device: there is nothing to measure here", file=sys.stderr)
+        print("torch finds no CUDA device: there is nothing to measure here", file=sys.stderr)
         return 2
     if environment.detect(rendezvous=False).world_size > 1:
         found = tune_rank(options)
@@ -389,18 +388,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
-    """Returns, for each candidate but the last of `order`, the largest size in bytes that it gets; 0 if it gets none.
+    """Returns, for each candidate but the last of `order`, the largest size in bytes for which it is used (0: none).
 
-    Candidates stand in an order, from the one for small messages to the one for all that is larger; each begins where
-    the one before it ends. Among all such divisions the one is chosen whose times are least, as ratios: each size
-    counts alike, whether it takes a microsecond or a second.
+    `order` lists candidates from the one for the smallest sizes to the one for the largest; each begins where the one
+    before it ends. Of all such divisions the one with the smallest product of times is chosen, so that every size has
+    the same weight, whether it takes a microsecond or a second. In a tie later candidates get more sizes.
 
-    `times`: size -> candidate -> its time, of the slowest rank. A candidate that has none at a size (it was wrong, or
-    the size doesn't fit) isn't chosen there; sizes at which only one candidate has a time still count. Of divisions
-    that are equally good, the one that leaves more to later candidates is taken.
+    `times`: size -> candidate -> time of the slowest rank. A candidate without a time at a size (its result was wrong,
+    or the size doesn't fit) isn't used there. Sizes at which only one candidate has a time still count.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
-    # best[c]: of the sizes so far, the cost of the best division whose last size has candidate c, and where each ended.
+    # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
     best: list[tuple[float, dict[str, int]]] = [(0.0, {})] * len(order)
     for size in sizes:
         after: list[tuple[float, dict[str, int]]] = []

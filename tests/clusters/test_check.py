@@ -247,7 +247,7 @@ FAULTS: dict[str, Fault] = {
             hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport {port} blackhole",
             "ip rule del pref 5"), with_port=True),
     "and that host says why": Fault(
-        "master-unreachable", "no way to", arguments=SHORT, around=lambda hosts, port: on_host(
+        "master-unreachable", "can't connect to", arguments=SHORT, around=lambda hosts, port: on_host(
             hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport {port} prohibit",
             "ip rule del pref 5"), with_port=True),
     "the store's port is dropped": Fault(
@@ -291,7 +291,7 @@ FAULTS: dict[str, Fault] = {
     "rank 0 is missing": Fault("master-refused", "nobody listens", arguments=SHORT, absent=(0,)),
     "an extra rank": Fault(
         "rank-extra", "the world has 4 ranks", placement=(0, 0, 1, 1, 1), everywhere={"WORLD_SIZE": "4"}),
-    "a rank twice": Fault("rank-twice", "rank 2 came 2 times", arguments=SHORT, environments={3: {"RANK": "2"}}),
+    "a rank twice": Fault("rank-twice", "2 processes are rank 2", arguments=SHORT, environments={3: {"RANK": "2"}}),
     "another world size on one host": Fault(
         "world-size-differs", "8 on ranks 2, 3", environments=_both({"WORLD_SIZE": "8"})),
     "few open files": Fault("files-low", "180 files", shims=_all(few_files)),

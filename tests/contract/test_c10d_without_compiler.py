@@ -43,7 +43,7 @@ READ_ONLY = {"HOME": "/dev/null/none"}
 @pytest.mark.parametrize(("without", "variables", "told"), [
     ((0, 1), NEVER, "global rank 0 has no compiled part: it isn't compiled, and PARALLEL_STATE_BUILD is never"),
     ((1,), NEVER, "global rank 1 has no compiled part: it isn't compiled, and PARALLEL_STATE_BUILD is never"),
-    ((0, 1), READ_ONLY, "let XDG_CACHE_HOME name a folder with room that you may write to"),
+    ((0, 1), READ_ONLY, "set XDG_CACHE_HOME to a writable folder with free space"),
 ], ids=["no compiler", "none on rank 1", "read-only home"])  # fmt: skip
 def test_ranks_without_the_compiled_part_go_over_gloo(
     without: tuple[int, ...], variables: dict[str, str], told: str

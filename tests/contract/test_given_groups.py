@@ -175,9 +175,9 @@ def test_what_is_no_group_is_refused(pools: Pools) -> None:
         assert found["before"].kind == "GroupNotInitializedError" and "init_process_group" in found["before"].text
         for name, text in {
             "none": "torch.distributed.group.WORLD, but is None",
-            "device": "must carry tensors of the device, meta, but carries those of cpu",
+            "device": "must support tensors on meta, but supports cpu",
             "cpu_group": "must be a gloo group of global ranks [0, 1]",
-            "destroyed": "it was destroyed, or made by hand",
+            "destroyed": "it was destroyed or created directly",
         }.items():
             assert found[name].kind == "InvalidArgumentError" and text in found[name].text, found[name]
         assert found["works"].kind == "[0, 1]"

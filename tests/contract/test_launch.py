@@ -175,7 +175,7 @@ def test_a_variable_binds_ranks_as_long_as_there_is_a_world(name):
     for before, _, words, after in found:
         assert before == after == usable
         assert f"cores {spans(found[0][1])} | {spans(found[1][1])}" in words
-    with pytest.raises(LaunchError, match=r"must have a list of cores for each rank of this host, but has 1 for 2"):
+    with pytest.raises(LaunchError, match=r"must have a list of cores, but the number of lists is 1 for 2"):
         launch(cores_and_words, 2, env={"PARALLEL_STATE_CORES": str(usable[0])}, name=name, timeout=DEADLINE_S)
 
 
@@ -367,7 +367,7 @@ def fail_as(how: str) -> object:
         ("raise", 1, r"raised ValueError: the reason[\s\S]*in fail_as\n.*raise ValueError"),
         ("unpicklable exception", 1, r"Unpicklable: the reason[\s\S]*in fail_as\n"),
         ("huge message", 1, r"ValueError: the reason xxx[\s\S]*characters left out[\s\S]*the end"),
-        ("unpicklable result", 1, r"rank 1 must return something picklable, but returned a lock"),
+        ("unpicklable result", 1, r"rank 1 must return a picklable value, but returned a lock"),
         ("exit 0", 0, r"SystemExit\(0\); a function that is done must return[\s\S]*in fail_as\n"),
         ("exit 2", 2, r"SystemExit\(2\)"),
         ("_exit 0", 0, r"ended with exit code 0 before the function returned"),
@@ -435,7 +435,7 @@ def hang_on_rank_one() -> None:
 def test_the_deadline_tells_who_hangs_and_where(name):
     begin = time.monotonic()
     with pytest.raises(
-        LaunchError, match=r"within 2.5 s, but of 2 ranks 1 were still running[\s\S]*in wait_for_ever"
+        LaunchError, match=r"timed out after 2.5 s: of 2 ranks 1 were still running[\s\S]*in wait_for_ever"
     ) as caught:
         launch(hang_on_rank_one, 2, timeout=2.5, name=name)
     assert caught.value.rank == 1 and "rank 0 was" not in str(caught.value)
@@ -449,7 +449,7 @@ def never_leave(exiting: bool) -> None:
 
 
 def test_a_worker_that_returns_and_does_not_leave_is_held_to_the_deadline(name):
-    with pytest.raises(LaunchError, match=r"within 2 s, but of 2 ranks 0, 1 were still running"):
+    with pytest.raises(LaunchError, match=r"timed out after 2 s: of 2 ranks 0, 1 were still running"):
         launch(never_leave, 2, args=(False,), timeout=2, name=name)
 
 
@@ -783,7 +783,7 @@ def read_port() -> int:
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1.* port {port}: .*in use.*give another one"):
+        with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1.* port {port}: .*in use.*pass another master_port"):
             launch(read_port, 1, master_port=port)
         assert launch(read_port, 1, preferred_port=port) != [port]
     assert launch(read_port, 1, preferred_port=port) == [port]
@@ -819,20 +819,20 @@ def local_function():
         (rank, {"nproc": 2, "rank_offset": 1}, "rank_offset must be from 0 to 0, but is 1"),
         (rank, {"nproc": 2, "world_size": 4, "rank_offset": 3, "master_port": 1}, "rank_offset must be from 0 to 2"),
         (rank, {"nproc": 2, "world_size": 4, "rank_offset": -1, "master_port": 1}, "rank_offset must be"),
-        (rank, {"nproc": 2, "world_size": 4}, "several nodes must all name the master_port"),
+        (rank, {"nproc": 2, "world_size": 4}, "several nodes need one master_port"),
         (rank, {"nproc": 2, "master_port": 65_536}, "a port must be from 0 to 65535, but is 65536"),
         (rank, {"nproc": 2, "master_port": -1}, "a port must be from 0 to 65535, but is -1"),
         (rank, {"nproc": 2, "master_port": 5, "preferred_port": 5}, "exclude each other"),
         (rank, {"nproc": 2, "bind": "sockets"}, "bind must be 'cores' or None, but is 'sockets'"),
-        (rank, {"nproc": 2, "bind": "cores", "env": {"PARALLEL_STATE_CORES": "0|1"}}, "must not both say"),
+        (rank, {"nproc": 2, "bind": "cores", "env": {"PARALLEL_STATE_CORES": "0|1"}}, "must not both set"),
         (rank, {"nproc": 2, "start_method": "fork"}, "start_method must be 'forkserver' or 'spawn'"),
         (rank, {"nproc": 2, "timeout": 0}, "timeout must be positive"),
         (rank, {"nproc": 2, "timeout": float("nan")}, "timeout must be positive"),
         (rank, {"nproc": 2, "grace": -1}, "grace must not be negative"),
-        (rank, {"nproc": 2, "env": {"RANK": "0"}}, "env must not hold .* RANK"),
+        (rank, {"nproc": 2, "env": {"RANK": "0"}}, "env must not have .* RANK"),
         (rank, {"nproc": 2, "log_level": "LOUD"}, "log_level must be one of"),
-        (rank, {"nproc": 2, "backend": "gloo"}, "must come with sizes"),
-        (rank, {"nproc": 2, "init_method": "tcp://h:1"}, "must come with sizes"),
+        (rank, {"nproc": 2, "backend": "gloo"}, "need sizes"),
+        (rank, {"nproc": 2, "init_method": "tcp://h:1"}, "need sizes"),
         (lambda: 0, {"nproc": 2}, "fn must be picklable.*top level of a module"),
         (local_function(), {"nproc": 2}, "fn must be picklable.*top level of a module"),
         (rank, {"nproc": 2, "setup": lambda: 0}, "setup must be picklable.*top level of a module"),

@@ -118,7 +118,7 @@ def test_several_nodes(given: bool, tmp_path: Path, caplog: pytest.LogCaptureFix
     with held_port() as port, ThreadPoolExecutor(2) as pool:
         nodes = [pool.submit(_launch_node, offset, port, path if given else None) for offset in (2, 0)]
         assert [node.result(DEADLINE_S) for node in nodes] == [[4.0, 4.0]] * 2
-    assert ("several nodes without a secret_file" in caplog.text) is not given
+    assert ("several nodes have no secret_file" in caplog.text) is not given
 
 
 def test_several_nodes_with_different_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_one_node_without_the_library_uses_torchs_store(
     _without(monkeypatch)
     assert launch(_tcp_store, 2, timeout=DEADLINE_S) == ["it came in"] * 2
     assert (
-        "any process that reaches the store of this job can change it: no compiled library is available (no compiler"
+        "any process that reaches this job's store can change it: no compiled library is available (no compiler"
         in caplog.text
     )
 

@@ -136,4 +136,4 @@ def test_two_ranks_without_what_only_linux_has(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["0 0", "1 -9"], other_err
     assert re.search(r"failed: barrier (number \d+ )?of group 'tp:", out), err
     for text in (err, other_err):  # nobody can do anything about it, so nobody is told at each start
-        assert "goes without shared memory" not in text
+        assert "runs without shared memory" not in text

@@ -137,7 +137,7 @@ def _request_body() -> None:
         route.pick(Request("all_reduce", torch.bool, "cpu", 20, "avg"))
     for text in (
         "no communicator of group 'contract:",
-        "carries all_reduce(avg) of 20 × torch.bool on cpu: ",
+        "supports all_reduce(avg) of 20 × torch.bool on cpu: ",
         "small_floats: torch.bool is not float32; ",
         "process_group: avg of torch.bool is not defined",
     ):
@@ -157,7 +157,7 @@ def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
         lines = text.splitlines()
         assert lines[0].endswith(f"rank {rank} of 2 (global ranks [0, 1])")
         assert lines[1].startswith("  1. small_floats: ")
-        assert lines[2] == "  2. process_group: torch.distributed over gloo, every CPU tensor"
+        assert lines[2] == "  2. process_group: torch.distributed over gloo, for all CPU tensors"
         assert lines[3:] == [
             "  -  crowd: not used, it needs more than 8 ranks, the group has 2",
             "  -  peer_memory: not used, its device is the CPU",
@@ -177,7 +177,7 @@ def test_explain_of_other_groups() -> None:
         "     simulated  registered op, copies  the same op  recorded",
     ]
     alone = ps.simulated_group([3], 3).explain().splitlines()
-    assert alone[1:] == ["  (one rank: nothing to carry)"]
+    assert alone[1:] == ["  (one rank: no communication)"]
 
 
 @pytest.mark.parametrize("name", sorted({row.name for row in CATALOG}))
@@ -223,7 +223,7 @@ def test_what_the_host_does_is_refused_while_a_graph_is_recorded(pools: Pools, c
         assert raised[0].startswith("all_reduce on group 'contract:")
         assert raised[1].startswith("barrier on group 'contract:")
         assert raised[2].startswith("broadcast_message on group 'contract:")
-        assert all("a replay would not do it" in text for text in raised)
+        assert all("a replay would not repeat it" in text for text in raised)
 
 
 def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:
@@ -309,7 +309,7 @@ def _life_body() -> None:
     group.route.close()
     group.route.close()
     assert small.events == ["capture", "end of capture", "close"]
-    with pytest.raises(GroupDestroyedError, match=r"was destroyed; take the group anew"):
+    with pytest.raises(GroupDestroyedError, match=r"was destroyed; call the group.s getter again"):
         group.all_reduce(torch.ones(1))
 
 
@@ -441,7 +441,7 @@ def test_gloo_within_a_host_is_warned_of_once_unless_it_was_chosen(
     assert len(first) == warns, first
     if warns:
         assert (
-            "goes without shared memory, which is several times faster than gloo: there is no C++ compiler" in first[0]
+            "runs without shared memory, which is several times faster than gloo: there is no C++ compiler" in first[0]
         )
 
 

@@ -40,5 +40,5 @@ def test_rank_0_has_the_compiled_part_and_another_has_not() -> None:
         assert code == 0, output
         (line,) = (line for line in output.splitlines() if line.startswith("seconds "))
         assert float(line.split()[1]) < 5.0, line
-        assert "rank 1 on host" in line and "compiled part, which rank 0 has" in line and " (1,) " in line, line
+        assert "rank 1 on host" in line and "compiled library, which rank 0 has" in line and " (1,) " in line, line
         assert "PARALLEL_STATE_BUILD is never" in line, line

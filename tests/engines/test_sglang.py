@@ -108,7 +108,7 @@ def test_the_entry_point_stands_back(plugins: Path) -> None:
     for variables, arguments, expected, said in (
         ({"SGLANG_USE_CPU_ENGINE": "1"}, (), "backend gloo False", ""),
         ({"PARALLEL_STATE_PLUGIN": "sglang"}, (), "backend gloo", "doesn't run on the CPU"),
-        (on, ("0.6.1",), "backend gloo False", "not of the tested versions"),
+        (on, ("0.6.1",), "backend gloo False", "not a tested version"),
         (on, (), "backend parallel_state True", ""),
     ):
         command = [sys.executable, "-c", code, *arguments]

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enforce_eager": False},
 }
 GROUPS_OURS = "groups of CPU workers communicate over shared memory (parallel_state.compat.vllm.communicator)"
-STANDS_BACK = "parallel_state: stands back, vLLM runs as it is"
+STANDS_BACK = "parallel_state: not used, vLLM runs unchanged"
 Run = Callable[..., tuple[dict[str, Any], str]]
 
 

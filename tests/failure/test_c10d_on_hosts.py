@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ from tests.failure.test_killed import killed_in
 from tests.failure.trials import late, median_of
 from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S
 from tests.hosts import HostRanks, Hosts, problem
+from tests.internals.host_faults import as_without_descriptors
 
 STARTED_S = 10.0
 reason = problem()
@@ -51,6 +53,27 @@ def _average_and_repeat(rank: int, size: int) -> None:
     lists = [[torch.empty(1) for _ in range(2 * size)] for _ in range(2)]
     group.allgather(lists, [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]).wait()
     assert [[x.item() for x in each] for each in lists] == [list(range(2 * size))] * 2
+
+
+def _without_descriptors() -> bool:
+    """Rank 2 has none left, so only the first ranks of the hosts are connected."""
+    with as_without_descriptors(os.environ["RANK"] == "2"), torch_world() as world:
+        rank, size = world.rank, world.world_size
+        outs = [torch.empty(3) for _ in range(size)]
+        dist.all_gather(outs, torch.full((3,), float(rank)))
+        right = [out.tolist() for out in outs] == [[float(each)] * 3 for each in range(size)]
+        outs = [torch.empty(1) for _ in range(size)] if rank == 1 else []
+        dist.gather(torch.tensor([float(rank)]), outs or None, 1)
+        right &= [out.item() for out in outs] == ([0.0, 1.0, 2.0, 3.0] if rank == 1 else [])
+        dist.scatter(x := torch.empty(1), [torch.tensor([10.0 * each]) for each in range(size)] if rank == 0 else None)
+        dist.all_to_all_single(y := torch.empty(size), torch.full((size,), float(rank)))
+        dist.all_reduce(z := torch.tensor([1.0]))
+        return right and (x.item(), y.tolist(), z.item()) == (10.0 * rank, [0.0, 1.0, 2.0, 3.0], size)
+
+
+def test_hosts_whose_first_ranks_alone_are_connected() -> None:
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
+        assert ranks.run(_without_descriptors, timeout_s=60.0) == [True] * 4
 
 
 def _compare_with_gloo() -> int:

@@ -282,7 +282,7 @@ def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
                     until_closed(stranger, SLACK_S)
         said = launcher.printed + launcher.said
     assert said.count("refused a connection") == said.count("(from 127.0.0.1:") == 2, said  # the first and the tenth
-    assert "the store of launch, which takes ranks with the job's secret" in said, "each rank says where it meets"
+    assert "the store of launch, which requires the job's secret" in said, "each rank says where it meets"
     assert path.read_text() not in said
 
 

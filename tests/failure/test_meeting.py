@@ -197,7 +197,7 @@ def test_row_24_the_launchers_port_is_in_use(tmp_path: Path) -> None:
             began = time.monotonic()
             with pytest.raises(ps.RendezvousError, match=rf"can't listen on 127.0.0.1 port {port}: .*in use") as caught:
                 ps.launch(_nothing, 4, master_port=port, timeout=DEADLINE_S)
-        assert "give another one, 0 for any, or preferred_port" in str(caught.value)
+        assert "pass another master_port, 0 for any, or preferred_port" in str(caught.value)
         return time.monotonic() - began
 
     assert_in_time(trial, tmp_path)
@@ -340,5 +340,5 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
                 assert addresses[host] in told.text, told
             assert f"interface {interface or 'docker0'}" in told.text, told
             if obstacle == "firewall":
-                assert f":{port} " in told.text and "open that store's port only" in told.text, told
+                assert f":{port} " in told.text and "allow that store's port, but not" in told.text, told
                 assert "PARALLEL_STATE_PORTS (unset: any port)" in told.text, told

@@ -7,12 +7,12 @@ from typing import Any
 from device_communicators import Row
 from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.device import PeerDevice
-from device_communicators.peer.memory import IpcSharing, SymmetricSharing, Way
+from device_communicators.peer.memory import IpcSharing, SharingMethod, SymmetricSharing
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state import GroupCoordinator
 
 __all__ = ["ALGORITHMS", "WAYS", "peers_of", "row_over", "share_by"]
-WAYS: dict[str, Way] = {"symmetric": SymmetricSharing, "ipc": IpcSharing}
+WAYS: dict[str, SharingMethod] = {"symmetric": SymmetricSharing, "ipc": IpcSharing}
 
 
 def peers_of(group: GroupCoordinator) -> PeerMemoryCommunicator:

@@ -138,7 +138,7 @@ def test_a_rank_that_left_is_named(world: World) -> None:
 
     for rank, outcome in enumerate(world.each(gather, EVERYONE[:3])):
         assert isinstance(outcome, CollectiveTimeoutError) and outcome.suspect_ranks == (3,)
-        assert f"rank {rank} counts, but ranks [3] left the world before they came" in str(outcome)
+        assert f"rank {rank} counts, but ranks [3] left the world before they did so" in str(outcome)
 
 
 def test_gathering_without_a_control_plane_and_gloo_says_why() -> None:
@@ -233,7 +233,7 @@ def test_a_rank_that_others_report_as_ended_says_who_did() -> None:
     watcher, _ = _watching("ab")
     watcher._take_in(Change("died", 0, "its port is closed", 1))
     (death,) = watcher.deaths_of([0])
-    assert "was reported as ended by global rank 1, though it runs" in death.reason
+    assert "was reported as exited by global rank 1, but runs" in death.reason
 
 
 def test_a_world_that_cannot_be_joined_watches_nobody() -> None:
@@ -270,9 +270,9 @@ def test_a_rank_without_a_reachable_endpoint_leaves_all_unwatched(caplog: pytest
     places = {rank: Place("", f"network {rank}", "", 0, "", own) for rank in range(2)}
     watcher.follow(0, places)
     assert not watcher.watches([0, 1])
-    assert "rank 0 can be reached on its own host only, at 127.0.0.1" in caplog.text
+    assert "rank 0 can be reached from its own host only, at 127.0.0.1" in caplog.text
     assert watcher.agree("what", 1, (0, 1), b"", 5.0, (0, 1)) is None
-    with pytest.raises(ControlError, match="rank 0 can be reached on its own host only"):
+    with pytest.raises(ControlError, match="rank 0 can be reached from its own host only"):
         watcher.gather("what", (0, 1), b"", 5.0)
     watcher.close()
 

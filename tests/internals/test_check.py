@@ -183,11 +183,11 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
                       (2,), _set("limits.processes", 9000, 1)),
     "address space": ("address-space-limited", "may map 16 GiB", (2,), _set("limits.address_space_bytes", 16 << 30)),
     "file size": ("file-size-limited", "files of 100 MiB", (2,), _set("limits.file_size_bytes", 100 << 20)),
-    "gloo's interface": ("interface-missing", "eth7 on node0, but that interface isn't there; there are eth0", (1,),
+    "gloo's interface": ("interface-missing", "eth7 on node0, but that interface doesn't exist; available: eth0", (1,),
                          _variables({"GLOO_SOCKET_IFNAME": "eth7"})),
-    "NCCL's interface": ("interface-missing", "=ib on node0 fits no interface", (1,), lambda arrivals: [
+    "NCCL's interface": ("interface-missing", "=ib on node0 matches no interface", (1,), lambda arrivals: [
         _variables({"NCCL_SOCKET_IFNAME": "ib"})(arrivals), _set("network.nccl_interface", "")(arrivals)]),
-    "another job's nodes": ("host-not-in-job", "node0 isn't in gpu[1-2]", (1,), lambda arrivals: [
+    "another job's nodes": ("host-not-in-job", "node0 isn't in SLURM's node list gpu[1-2]", (1,), lambda arrivals: [
         _variables({"SLURM_JOB_NODELIST": "gpu[1-2]"})(arrivals), _set("place.source", "slurm")(arrivals)]),
     "a local rank twice": ("local-rank-twice", "ranks 0, 1 on node0 all have local rank 0", (2,), _set(
         "place.local_rank", 0)),
@@ -287,7 +287,7 @@ def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pyt
     system.with_set_cores(facts)
     assert facts.cpu.affinity == [4, 5, 6, 7]
     (wrong,) = facts.settings_wrong
-    assert "must have a list of cores for each rank of this host, but has 1 for 2 ranks" in wrong
+    assert "must have a list of cores, but the number of lists is 1 for 2 ranks" in wrong
     monkeypatch.delenv("PARALLEL_STATE_CORES")
     system.with_set_cores(facts)
     assert facts.cpu.affinity == [4, 5, 6, 7]
@@ -299,31 +299,31 @@ def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pyt
 def test_a_missing_rank_is_named_with_its_host() -> None:
     two_hosts = job(2, 2)
     (text,) = findings(two_hosts[:3])["rank-missing"]
-    assert "rank 3 of 4 never came" in text and "host node1, as ranks 2, 3" in text
+    assert "rank 3 of 4 never arrived" in text and "host node1, which has ranks 2, 3" in text
     (text,) = findings(two_hosts[:2])["rank-missing"]
-    assert "node 1 of 2 (ranks 2, 3), from which nobody came" in text
+    assert "node 1 of 2 (ranks 2, 3), of which no rank arrived" in text
     for distribution, host in (("block", "gpu09"), ("cyclic", "gpu08")):
         _variables(_slurm("gpu[07-09]", "2(x2),1", distribution))(two_hosts)
         for facts in two_hosts:
             facts.place.world_size = 5
         (text,) = findings([facts for facts in two_hosts if facts.place.rank != 4])["rank-missing"]
         if distribution == "block":
-            assert f"host {host} (by SLURM" in text
+            assert f"host {host} (according to SLURM" in text
         else:
             (text,) = findings([two_hosts[0], *two_hosts[2:]])["rank-missing"]
             assert "ranks 1, 4 of 5" in text  # dealt out in turns: 1 and 4 are on the second host
-            assert f"host {host} (by SLURM" in text
+            assert f"host {host} (according to SLURM" in text
 
 
 def test_ranks_that_do_not_belong() -> None:
     arrivals = job(2, 2)
     arrivals[3].place.rank = 2
     found = findings(arrivals)
-    assert "rank 2 came 2 times" in found["rank-twice"][0] and "rank 3" in found["rank-missing"][0]
+    assert "2 processes are rank 2" in found["rank-twice"][0] and "rank 3" in found["rank-missing"][0]
     arrivals = job(2, 3)
     for facts in arrivals:
         facts.place.world_size = 4
-    assert "rank 4 came from node1" in findings(arrivals, world_size=4)["rank-extra"][0]
+    assert "rank 4 arrived from node1" in findings(arrivals, world_size=4)["rank-extra"][0]
     arrivals = job(2, 2)
     for facts in arrivals[2:]:
         facts.place.world_size = 8
@@ -399,7 +399,7 @@ def test_the_clock_that_is_off_is_named() -> None:
     assert text.startswith("the clock of node2 is 60 min ahead of")
     by_plan = {1: Measured(clock_offset_s=0.0), 2: Measured(clock_offset_s=-7.0), 3: Measured(clock_offset_s=0.4)}
     (text,) = findings(arrivals, measured=by_plan)["clock-offset"]
-    assert text == "the clock of rank 1 is 7.0 s behind that of the rank that leads"
+    assert text == "the clock of rank 1 is 7.0 s behind that of the leader"
 
 
 def test_slow_ranks_groups_and_wrong_answers() -> None:
@@ -423,9 +423,9 @@ def test_slow_ranks_groups_and_wrong_answers() -> None:
         number: Traffic(problem="RendezvousError: no", stage="init_distributed_environment") for number in (1, 2)
     }  # fmt: skip
     (text,) = findings(arrivals, traffic=groups)["start-failed"]
-    assert "RendezvousError: no (1 more ranks have errors)" in text
+    assert "RendezvousError: no (other ranks with errors: 1)" in text
     found = findings(arrivals, traffic={1: Traffic(problem="x", stage="traffic in tp")}, lost={2: "traffic in tp"})
-    assert "its last news: traffic in tp" in found["rank-lost"][0] and "traffic-failed" in found
+    assert "its last stage: traffic in tp" in found["rank-lost"][0] and "traffic-failed" in found
 
 
 def test_outliers_need_both_a_ratio_and_a_distance() -> None:
@@ -514,13 +514,13 @@ def test_the_report_in_all_its_forms() -> None:
     assert "<script>" not in html and "<b>no" not in html and 'class="bad"' in html and 'class="level4"' in html
     again = msgspec.json.decode(msgspec.json.encode(report), type=Report)
     assert again == report and json.loads(msgspec.json.encode(report))["schema"] == "parallel_state check 1"
-    assert page.heading(_report(job(2))).startswith("2 ranks on 1 host: nothing found")
+    assert page.heading(_report(job(2))).startswith("2 ranks on 1 host: no problems found")
 
 
 def test_a_place_by_arguments_is_whole_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command.main(["--rank", "0", "--size", "2", "--local-rank", "0", "--address", "29500"])
-    assert end.value.code == 2 and "--address HOST:PORT belong together" in capsys.readouterr().err
+    assert end.value.code == 2 and "--address HOST:PORT must be given together" in capsys.readouterr().err
 
 
 def test_the_exit_code_is_that_of_the_worst() -> None:

@@ -114,7 +114,7 @@ def test_mpi_needs_all_ranks_for_each_list(pool: ProcessGroupPool, calls: Calls)
     pool.acquire([2, 3], options, division=lambda: PAIRS)
     assert calls == [("global", pair) for pair in PAIRS]
     assert pool.groups_made == 1
-    with pytest.raises(UnsupportedError, match="made by all ranks of the world together"):
+    with pytest.raises(UnsupportedError, match="created by all ranks of the world together"):
         pool.acquire([2, 3], options)
 
 

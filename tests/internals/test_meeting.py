@@ -108,7 +108,7 @@ def test_a_rank_that_ends_is_named_at_once(job: Job, monkeypatch: pytest.MonkeyP
     began = time.monotonic()
     entered[2].raw.close()
     for rank in (0, 3):
-        with pytest.raises(PeerDiedError, match=r"global ranks \[2\] ended while") as told:
+        with pytest.raises(PeerDiedError, match=r"global ranks \[2\] exited while") as told:
             futures[rank].result(AMPLE_S)
         assert told.value.suspect_ranks == (2,)
     assert time.monotonic() - began < SOON_S
@@ -206,7 +206,7 @@ def test_a_rank_that_reaches_the_launcher_s_store_only(job: Job, monkeypatch: py
             future.result(AMPLE_S)
         assert error.value.suspect_ranks == (0, 1)
     thread.join(AMPLE_S)
-    assert "PARALLEL_STATE_PORTS" in str(told[0]) and "The ranks met at here" in str(told[0])
+    assert "PARALLEL_STATE_PORTS" in str(told[0]) and "The rendezvous was at here" in str(told[0])
     assert time.monotonic() - began < SOON_S
 
 

@@ -209,7 +209,7 @@ def _mismatched(path: str, rank: int, size: int, sent: Tensor, wanted: Tensor) -
 def test_a_buffer_of_another_form_stays_untouched(pools: Pools, tmp_path: Path, other: Tensor, larger: bool) -> None:
     sent, wanted = (other, torch.full((100,), 7.0)) if larger else (torch.zeros(100), torch.full_like(other, 7))
     text = _run(pools, 2, _mismatched, tmp_path, sent, wanted)[1]
-    assert "met another call: this rank receives" in str(text)
+    assert "mismatched: this rank receives" in str(text)
 
 
 # Failures.

@@ -116,6 +116,6 @@ def test_a_device_that_is_lost_is_a_failure(watch: Watch, device: Device) -> Non
     _call(watch)
     device.lost = True
     _until(lambda: watch.failure is not None)
-    assert "unspecified launch failure. The group can't be used further" in str(watch.failure)
+    assert "unspecified launch failure. This group is unusable now" in str(watch.failure)
     assert not watch.device_is_done(), "its communicators are aborted then, not ended in order"
     watch.close()

@@ -288,8 +288,8 @@ def test_a_window_is_proven_by_its_first_sum(stand_in: str) -> None:
         pool.kill()
     for kind, text in answers:
         assert kind == "CommunicationError"
-        assert "gave 1, not 2" in text
-        assert "PARALLEL_STATE_SYMMETRIC_BYTES=0 does without registered memory" in text
+        assert "returned 1 instead of 2" in text
+        assert "PARALLEL_STATE_SYMMETRIC_BYTES=0 turns off registered memory" in text
 
 
 def _ordinary_body(library: str) -> tuple[list[str], str, str]:
@@ -381,5 +381,5 @@ def test_debug_mode_finds_ranks_that_pass_different_parts(pools: Pools, stand_in
         for kind, _ in (reduced, gathered, scattered):
             assert kind == "CollectiveMismatchError"
         assert "window 0 at byte 16" in reduced[1]
-        assert "All ranks must pass the same part of the same tensor of empty" in reduced[1]
+        assert "All ranks must pass the same slice of the same tensor of group.empty" in reduced[1]
         assert "ordinary memory" in gathered[1]

@@ -508,13 +508,13 @@ def _asked_body(env: Env, asked: bool) -> list[str]:
     row = Here("peer_memory", "", "", asked_for=lambda: asked)
     build_route(twin_of(ps.get_tp_group()).context, (row, CATALOG[-1])).close()
     logging.getLogger("parallel_state").removeHandler(handler)
-    return [each for each in said if "asked for" in each]
+    return [each for each in said if "requested" in each]
 
 
 def test_what_was_asked_for_and_is_not_had_is_said_once(pools: Pools, env: Env) -> None:
     one, other = pools(2).run(_asked_body, env, True, tp=2)
     assert other == []
-    assert len(one) == 1 and "goes without peer_memory, which was asked for: rank 0: nothing compiles here" in one[0]
+    assert len(one) == 1 and "runs without peer_memory, which was requested: rank 0: nothing compiles here" in one[0]
     assert pools(2).run(_asked_body, env, False, tp=2) == [[], []]
 
 

@@ -124,7 +124,7 @@ class Spy:
     def __del__(self): print("freed", self.name)
 
 kept = [peer_memory.PeerMemory(Spy(name), [256], 1, "a test") for name in ("left", "closed", "forgotten")]
-kept[0].leave()
+kept[0].leak()
 kept[1].close()
 """
 

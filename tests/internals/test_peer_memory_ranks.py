@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import parallel_state as ps
-from device_communicators.peer.memory import NotSharedError, share, together
+from device_communicators.peer.memory import NotSharedError, run_on_all_ranks, share
 from tests.contract.carriers import twin_of
 from tests.internals.peer_stand_in import FOLDER, FileWay
 from tests.workers import WorkerPool
@@ -30,9 +30,9 @@ def _share_body(folder: str) -> tuple[str, list[int], int]:
     # Each rank writes its number into every region, at its own place; all see what all wrote.
     for address in memory.addresses:
         ctypes.c_uint64.from_address(address + 8 * context.rank).value = 100 + context.rank
-    together(context, "test", lambda: None)
+    run_on_all_ranks(context, "test", lambda: None)
     found = [ctypes.c_uint64.from_address(memory.addresses[context.rank] + 8 * r).value for r in range(context.size)]
-    together(context, "test", lambda: None)
+    run_on_all_ranks(context, "test", lambda: None)
     memory.close()
     memory.close()
     return str(memory), found, way.closed

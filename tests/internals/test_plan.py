@@ -343,7 +343,7 @@ def test_one_rank_of_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stage 1 of 8: previous rank 37, next rank 293" in out
     rows = {line.split()[0]: line for line in out.splitlines() if line}
     assert "165 173" in rows["cp"]
-    assert "not in one" in rows["embedding"]
+    assert "not in a group" in rows["embedding"]
 
 
 def test_first_and_last_stage(capsys: pytest.CaptureFixture[str]) -> None:

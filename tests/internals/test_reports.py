@@ -10,7 +10,7 @@ import torch
 from device_communicators.base.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.reports import _MOST_REPORTS, Report, _asked, _verdict, explained
+from device_communicators.routing.reports import _MOST_REPORTS, Report, _peers_to_ask, _verdict, explained
 from tests.internals.asked_peers import Peers
 
 
@@ -44,7 +44,7 @@ def test_one_that_is_ahead_is_a_mismatch_to_the_others() -> None:
 def test_one_that_was_late_is_told_so() -> None:
     found = _conclude(2, r0="4 gather", r1="4 gather", r2="3 barrier", r3="4 gather")
     assert type(found) is CommunicationError
-    assert "in gather number 4 already: this rank, in barrier number 3, was late" in str(found)
+    assert "already in gather number 4: this rank, in barrier number 3, was late" in str(found)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -53,7 +53,7 @@ def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
     there, ahead = "3 gather barrier", "4 barrier gather"
     found = _conclude(rank, r0=ahead, r1=ahead, r2=there, r3=there)
     assert type(found) is CommunicationError
-    assert "gather number 3 had ended on global rank 0, global rank 1, not on the others" in str(found)
+    assert "gather number 3 had completed on global rank 0, global rank 1, but not on other ranks" in str(found)
 
 
 def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
@@ -69,7 +69,7 @@ def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         for found in threads.map(fail, range(4)):
-            assert "gather number 3 had ended on global rank 0, global rank 1" in str(found)
+            assert "gather number 3 had completed on global rank 0, global rank 1" in str(found)
 
 
 @pytest.mark.parametrize("ahead", ["4 barrier broadcast", "4 barrier", "5 barrier gather"])
@@ -99,7 +99,7 @@ def test_the_report_of_a_rank_that_left_is_known() -> None:
 @pytest.mark.parametrize("size", [2, 65, 66, 1000])
 def test_ranks_of_large_groups_exchange_reports_with_some_others(size: int) -> None:
     def asked(rank: int) -> list[int]:
-        return _asked(GroupContext("test", tuple(range(size)), rank, torch.device("cpu"), 1.0))
+        return _peers_to_ask(GroupContext("test", tuple(range(size)), rank, torch.device("cpu"), 1.0))
 
     assert len(set(asked(0))) == len(asked(0)) == min(size - 1, _MOST_REPORTS)
     for rank in asked(0):

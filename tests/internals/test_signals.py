@@ -135,7 +135,7 @@ def test_a_library_that_another_thread_loaded_is_told_later(monkeypatch: pytest.
     thread.join()
     wakeup.begin()
     assert told.reader >= 0 and told.inode == os.fstat(told.reader).st_ino
-    wakeup._wakeup().told.remove(told)
+    wakeup._wakeup().pipes.remove(told)
 
 
 CLOSED = """

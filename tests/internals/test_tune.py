@@ -100,8 +100,8 @@ def _spoiled_body(env: dict[str, str]) -> Any:
 def test_a_result_that_is_wrong_once_in_a_while_is_no_row(pools: Pools, env: dict[str, str]) -> None:
     """On any rank."""
     for text in pools(2).run(_spoiled_body, env, tp=2):
-        assert isinstance(text, str) and text.startswith("no row is written: of 60 calls"), text
-        assert "wrong on rank 1" in text
+        assert isinstance(text, str) and text.startswith("no row is written: "), text
+        assert " of 60 calls were wrong on rank 1" in text
 
 
 def _broken_body(env: dict[str, str]) -> Any:

@@ -323,8 +323,9 @@ void movements(Handle& handle, std::size_t bytes, std::size_t outer, bool meshed
   CHECK(data == bytes_of(root + 3 * rank, bytes));
   for (int kind = 0; kind < 3; ++kind) {  // even, ragged, even on some ranks
     const auto sent = [&](int from, int to) -> std::size_t {
-      if (kind == 0 || (kind == 2 && from % 2 == 0 && to % 2 == 0)) return bytes / ranks;
-      return kind == 2 ? bytes / ranks : bytes / (1 + static_cast<std::size_t>(from + 2 * to) % 4);
+      if (kind == 1) return bytes / (1 + static_cast<std::size_t>(from + 2 * to) % 4);
+      const bool differs = kind == 2 && from == 0 && to == size - 1;  // so all other ranks but these two are even
+      return differs ? bytes / ranks / 2 : bytes / ranks;
     };
     std::vector<std::size_t> gives, takes;
     std::vector<char> rows, received;
@@ -581,6 +582,140 @@ void absences() {
   });
 }
 
+// Rank 0 of two hosts, whose other rank sends what `forge` makes of the head of rank 0's own call.
+Status against(const std::function<std::string(CallRecord)>& forge, bool blocks, std::vector<char>* received) {
+  CallRecord own;
+  Status status = Status::kDone;
+  for (const bool is_forged : {false, true}) {  // the first call is for its head
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
+    const int size = 4 << 20, peer = 1;
+    setsockopt(pair[1], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+    Handle handle(nullptr, 0, 0, 1, WaitPolicy{}, is_forged ? 5.0 : 0.01);
+    handle.span(0, {0, 1}, std::make_unique<Connections>(2, &peer, &pair[0], 1), true, false);
+    if (is_forged) {
+      const std::string bytes = forge(own);
+      CHECK(write(pair[1], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+      shutdown(pair[1], SHUT_WR);
+    }
+    const std::vector<char> in(16, 'a');
+    received->assign(16, 0);
+    const std::size_t each[2] = {8, 8};
+    status = run(handle, told(blocks ? Method::kAllToAll : Method::kAllGather, 1), [&](Group& group, double limit) {
+      return blocks ? group.all_to_all(received->data(), in.data(), each, each, limit)
+                    : group.all_gather(received->data(), in.data(), 1, 8, limit);
+    });
+    if (!is_forged) CHECK(read(pair[1], &own, sizeof own) == sizeof own);
+    close(pair[1]);
+  }
+  return status;
+}
+
+std::string as_bytes(const CallRecord& head, const std::string& body) {
+  return std::string(reinterpret_cast<const char*>(&head), sizeof head) + body;
+}
+
+// What another program may send: an error, and no byte outside of the output.
+void hostile() {
+  std::vector<char> out;
+  for (const bool blocks : {false, true}) {
+    const auto honest = [](const CallRecord& own) { return as_bytes(own, "12345678"); };
+    CHECK(against(honest, blocks, &out) == Status::kDone && std::string(&out[8], 8) == "12345678");
+    const auto foreign = [](CallRecord own) {
+      own.magic ^= 1;
+      return as_bytes(own, "12345678");
+    };
+    CHECK(against(foreign, blocks, &out) == Status::kBroken);
+    const auto longer = [](CallRecord own) {  // than its head says of each block
+      own.bytes = 1 << 20;
+      return as_bytes(own, std::string(1 << 20, 'x'));
+    };
+    CHECK(against(longer, blocks, &out) == (blocks ? Status::kBroken : Status::kMismatch));
+    const auto leaves = [](CallRecord own) {
+      own.kind = CallRecord::kLeave;
+      own.bytes = 0;
+      return as_bytes(own, "");
+    };
+    CHECK(against(leaves, blocks, &out) == Status::kPeerDied);
+    for (int kind = 0; kind < 10; ++kind) {
+      const auto fails = [kind](CallRecord own) {
+        FailureNote note;
+        note.status = kind == 0 ? 0 : kind == 1 ? 6 : kind == 2 ? 8 : kind == 3 ? 99 : 3;
+        if (kind == 4) note.suspect = 77;
+        if (kind == 5) note.reporter = -9;
+        if (kind == 6) note.misfit.from = 2;
+        if (kind == 7) note.suspect = kOutside;
+        if (kind == 8) note.expected.count = kMaxRanks + 1;
+        own.kind = CallRecord::kFailure;
+        own.bytes = sizeof note - (kind == 9 ? 1 : 0);
+        return as_bytes(own, std::string(reinterpret_cast<const char*>(&note), own.bytes));
+      };
+      CHECK(against(fails, blocks, &out) == Status::kBroken);
+    }
+    Draw draw(blocks ? 11 : 12);
+    for (int round = 0; round < 300; ++round) {
+      const auto garbled = [&](CallRecord own) {
+        std::string bytes = as_bytes(own, "12345678");
+        for (std::uint64_t flips = 1 + draw(3); flips > 0; --flips) {
+          bytes[draw(sizeof own)] = static_cast<char>(draw(256));
+        }
+        return bytes;
+      };
+      const Status status = against(garbled, blocks, &out);
+      CHECK(status == Status::kDone || status == Status::kMismatch || status == Status::kBroken ||
+            status == Status::kPeerDied);
+    }
+  }
+}
+
+// A rank that left after its last call isn't missed by a call that has received all from it.
+void leaves_early() {
+  const int peers[2] = {1, 2}, buffer = 4096;
+  int ends[2][2], own_ends[2];
+  for (int each = 0; each < 2; ++each) {
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends[each]) != 0) std::abort();
+    setsockopt(ends[each][0], SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
+    own_ends[each] = ends[each][0];
+  }
+  Connections connections(3, peers, own_ends, 2);
+  CallRecord own;
+  own.history = 5;
+  connections.begin(&own);
+  const std::string large(100'000, 'x');
+  char received[2][8];
+  connections[1].send(own, large.data(), large.size());
+  for (const int rank : peers) connections[rank].in.expect(received[rank - 1], 8);
+  while (connections[1].is_sending()) {  // incomplete at first, so this side listens for a failure note
+    char drain[8192];
+    connections.move();
+    while (read(ends[0][1], drain, sizeof drain) > 0) continue;
+  }
+  CallRecord head = own, leaves = own;
+  head.bytes = 8;
+  leaves.kind = CallRecord::kLeave;
+  const std::string bytes = as_bytes(head, "12345678") + as_bytes(leaves, "");
+  CHECK(write(ends[0][1], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+  while (connections.move()) continue;
+  CHECK(connections[1].in.is_idle() && connections.trouble() == nullptr && connections.late() == 2);
+  for (const auto& each : ends) close(each[1]);
+}
+
+// Two ranks that each take themselves for the root of a large broadcast find out while they send.
+void two_roots() {
+  Team team;
+  team.host_of_rank = {0, 1};
+  team.send_buffer = 4096;
+  team.timeout_s = 10;
+  team.run([&](Handle& handle) {
+    std::vector<char> data(8 << 20);
+    const int root = handle.rank();
+    CHECK(run(handle, told(Method::kBroadcast, 8 << 20, root), [&](Group& group, double limit) {
+            return group.broadcast(data.data(), data.size(), root, limit);
+          }) == Status::kMismatch);
+    CHECK(handle.failure().elapsed_s < 5);
+  });
+}
+
 // One rank a host, 8 KiB: a send and a receive for each other rank and call.
 void system_calls() {
   Team team;
@@ -614,6 +749,9 @@ int main(int count, char** arguments) {
   }
   mismatches();
   absences();
+  hostile();
+  leaves_early();
+  two_roots();
   system_calls();
   std::printf("%ld checks, %ld wrong\n", checks.load(), wrong.load());
   return wrong != 0;

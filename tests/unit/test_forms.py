@@ -71,5 +71,5 @@ def test_an_init_method_in_another_form(method: str, form: str) -> None:
 
 
 def test_a_port_that_nobody_else_knows() -> None:
-    with pytest.raises(ps.UsageError, match="give a port that all ranks know"):
+    with pytest.raises(ps.UsageError, match="pass a fixed port"):
         _init(world_size=2, rank=0, distributed_init_method="tcp://127.0.0.1:0")

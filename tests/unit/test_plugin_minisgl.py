@@ -72,7 +72,7 @@ def test_sglangs_stands_back_without_it(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setenv("PARALLEL_STATE_PLUGIN", "sglang")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.6.0")
     plugins.sglang_general()
-    assert "sglang 0.6.0 is not of the tested versions, 0.5.23 up to but without 0.5.24" in caplog.text
+    assert "sglang 0.6.0 is not a tested version (at least 0.5.23, below 0.5.24)" in caplog.text
 
 
 class _Hooks:
@@ -111,5 +111,5 @@ def test_sglangs_stands_back_where_the_backend_cannot_be_had(
     caplog.set_level("INFO", "sglang.parallel_state")
     plugins.sglang_general()
     assert len(_Hooks.registered) == (problem is None)
-    assert ("SGLang runs as it is: no compiler here" in caplog.text) == (problem is not None)
+    assert ("SGLang runs unchanged: no compiler here" in caplog.text) == (problem is not None)
     assert ("have the backend parallel_state instead of gloo" in caplog.text) == (problem is None)

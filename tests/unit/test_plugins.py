@@ -61,10 +61,10 @@ def test_versions_outside_the_tested_range_are_left_alone(
 @pytest.mark.parametrize(
     ("variable", "value", "warned"),
     [
-        ("PARALLEL_STATE_PLUGIN", "vlm", "but has 'vlm'"),
-        ("PARALLEL_STATE_PLUGIN", "vllm sglang", "but has 'vllm sglang'"),
-        ("PARALLEL_STATE_PLUGIN", "sglang, 1", "but has '1'"),
-        ("PARALLEL_STATE_PLUGINS", "vllm", "PARALLEL_STATE_PLUGINS is read by nobody"),
+        ("PARALLEL_STATE_PLUGIN", "vlm", "ignored: 'vlm'"),
+        ("PARALLEL_STATE_PLUGIN", "vllm sglang", "ignored: 'vllm sglang'"),
+        ("PARALLEL_STATE_PLUGIN", "sglang, 1", "ignored: '1'"),
+        ("PARALLEL_STATE_PLUGINS", "vllm", "PARALLEL_STATE_PLUGINS is ignored"),
         ("PARALLEL_STATE_PLUGIN", " sglang ,", ""),
     ],
 )
@@ -82,14 +82,12 @@ def test_a_name_that_no_engine_has_is_in_the_log_once(
 def test_each_reason_is_in_the_log_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Of two that begin alike both are."""
     monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
-    for text in ("stands back, vLLM runs as it is: one", "stands back, vLLM runs as it is: another") * 2:
+    for text in ("not used, vLLM runs unchanged: one", "not used, vLLM runs unchanged: another") * 2:
         plugins.log_once("vllm", plugins.logging.WARNING, text)
     assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["one", "another"]
 
 
-@pytest.mark.parametrize(
-    ("version", "said"), [(None, "vllm None is not of the tested"), ("", "vllm  is not of the tested")]
-)
+@pytest.mark.parametrize(("version", "said"), [(None, "vllm None is not a tested"), ("", "vllm  is not a tested")])
 def test_an_installation_without_a_version_is_left_alone(
     version: str | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,7 +131,7 @@ def test_a_platform_that_was_not_asked_for_is_in_the_log(
     assert "as with VLLM_TARGET_DEVICE=cpu" in caplog.text
     caplog.clear()
     assert plugins.vllm_platform() is None
-    assert "0.1 is not of the tested" in caplog.text
+    assert "0.1 is not a tested" in caplog.text
     monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
     caplog.clear()
     plugins.vllm_general()

@@ -12,6 +12,7 @@ namespace parallel_state {
 namespace {
 
 constexpr int kPiecesAtOnce = 16;
+constexpr char kEnded[] = "this rank ended the connection";
 
 std::string in_words(int error) {
   const bool broken = error == ECONNRESET || error == EPIPE || error == ECONNABORTED || error == ECONNREFUSED;
@@ -132,7 +133,9 @@ void Inbox::parse() {
     } else if (head_.kind == CallRecord::kLeave) {
       state_ = State::kLeft;
     } else if (is_idle()) {
-      listens_ = false;  // of a later call, which this rank won't make
+      // The next call's, or one of this call that the caller will expect later; else the calls differ.
+      if (head_.sequence == own_->sequence && head_.history != own_->history) state_ = State::kDiffers;
+      listens_ = false;
     } else if (!is_same_call(*own_, head_) || (!expected_[done_].is_any && head_.bytes != expected_[done_].bytes)) {
       state_ = State::kDiffers;
     } else {
@@ -335,11 +338,8 @@ void Link::poll_for(std::vector<pollfd>* polled) const {
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
   };
   auto& inbox = const_cast<Inbox&>(in);
-  const bool is_whole =
-      in.state() != Inbox::State::kBody;  // of a striped body this connection may have brought its part
   iovec pieces[2];
-  add(descriptors_[0], !out_.is_idle() && !broken_,
-      wants_to_read() && in.state() != Inbox::State::kChosen && (is_whole || inbox.room(pieces) > 0));
+  add(descriptors_[0], !out_.is_idle() && !broken_, wants_to_read() && inbox.room(pieces) > 0);
   for (std::size_t index = 0; index < stripes_.size(); ++index) {
     const StripeOut& stripe = stripes_[index];
     add(descriptors_[index + 1], stripe.first < stripe.pieces.size() && !broken_, inbox.stripe_at(index).missing > 0);
@@ -353,10 +353,12 @@ void Link::leave() {
   // Best effort: without it the other side reads the end of the connection.
   static_cast<void>(::send(descriptors_[0], &head, sizeof head, MSG_NOSIGNAL | MSG_DONTWAIT));
   broken_ = true;
+  broken_by_ = kEnded;
 }
 
 void Link::end(const FailureNote* why) {
-  if (out_.drop() && why != nullptr && !broken_) {
+  // Behind a part of a striped body no note can be read.
+  if (out_.drop() && striped_ == 0 && why != nullptr && !broken_) {
     CallRecord head;
     head.kind = CallRecord::kFailure;
     head.bytes = sizeof *why;
@@ -366,6 +368,7 @@ void Link::end(const FailureNote* why) {
   }
   for (StripeOut& stripe : stripes_) stripe = {};
   striped_ = 0;
+  if (!broken_) broken_by_ = kEnded;
   broken_ = true;
   for (const int descriptor : descriptors_) shutdown(descriptor, SHUT_WR);
 }
@@ -393,8 +396,9 @@ bool Connections::move() {
   for (const auto& link : links_) {
     if (link->is_sending()) {
       moved |= link->write();
-      if (link->is_sending()) link->in.listen();  // a rank that has failed reads no more, but says so
     }
+    // A rank that has failed reads no more, but reports why. One that left has received all from this rank.
+    link->in.listen(link->is_sending() || link->is_broken());
     if (link->wants_to_read()) moved |= link->read();
   }
   return moved;

@@ -6,12 +6,13 @@
 // no call expects: what a rank sends ahead stays in the kernel, whose buffers bound how far a rank gets ahead.
 //
 // Inbox and Outbox are values without I/O: bytes in, positions and states out. Link and Connections move the bytes.
-// One thread at a time; Connections::end is for any thread.
+// One thread at a time; Connections::close is for any thread.
 #pragma once
 
 #include <poll.h>
 #include <sys/uio.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -76,8 +77,8 @@ class Inbox {
   // The next message has any number of bytes: with its head the state is kChosen, until `take`.
   void expect_any();
   void take(char* at);  // as many as the head says
-  // From now on a failure is looked for, though no message is expected.
-  void listen() { listens_ = true; }
+  // Whether a failure note is read though no message is expected.
+  void listen(bool on = true) { listens_ = on; }
   bool listens() const { return listens_; }
 
   // Where bytes are to be read to, in up to two pieces; none if nothing is to be read.
@@ -167,6 +168,7 @@ class Link {
   void read_behind();
   bool is_sending() const { return !out_.is_idle() || striped_ != 0; }
   bool has_sent(std::uint32_t count) const;  // the first `count` messages of the call
+  bool is_broken() const { return broken_; }
   bool wants_to_read() const {
     return error_.empty() && !in.is_stuck() && (!in.is_idle() || broken_ || (in.listens() && is_sending()));
   }
@@ -182,7 +184,7 @@ class Link {
 
   const int rank;
   Inbox in;
-  std::uint64_t sends = 0, receives = 0;  // system calls that moved something
+  std::atomic<std::uint64_t> sends{0}, receives{0};  // system calls that moved something; read by any thread
 
  private:
   struct Piece {

@@ -79,8 +79,8 @@ class Group {
   // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
   virtual Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes,
                             double timeout_s) = 0;
-  // `outs[r]` receives rank r's bytes[r], on rank `dst`, or on all ranks if `dst` is -1; null where this rank doesn't
-  // want them. Copying this rank's own bytes is the caller's part.
+  // `outs[r]` receives rank r's bytes[r], on rank `dst` (null on the others), or on all ranks if `dst` is -1. Copying
+  // this rank's own bytes is the caller's part.
   virtual Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) = 0;
   virtual Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) = 0;
   // Broadcasts `bytes` of `src`, a number that other ranks don't know: they get memory of malloc, which is theirs.
@@ -102,6 +102,13 @@ class Group {
 
   // Tells the ranks of other hosts that a call failed with `status`, and why. They get no more from this rank.
   virtual void give_up(Status) {}
+
+  // What a call that found no memory has failed with.
+  Status out_of_memory() {
+    forget_failure();
+    text_ = "there is no memory for what the call needs";
+    return Status::kBroken;
+  }
 
   // Starts or stops timing the waits of the calls that follow. Of the last timed call: for how long this rank waited
   // for others, which rank came last (this one if it waited for none), and the number of its method.

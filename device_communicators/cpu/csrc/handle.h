@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -126,7 +127,12 @@ class Handle {
     group_->measure(measured);
     const std::int64_t started_ns = measured ? now_ns() : 0;
     in_call_ = true;
-    const Status status = call(*group_, timeout_s_.load(std::memory_order_relaxed));
+    Status status;
+    try {
+      status = call(*group_, timeout_s_.load(std::memory_order_relaxed));
+    } catch (const std::bad_alloc&) {
+      status = group_->out_of_memory();
+    }
     in_call_ = false;
     if (measured) meter_->note(*group_, now_ns() - started_ns);
     // An unsupported call has done nothing: another way may carry it.

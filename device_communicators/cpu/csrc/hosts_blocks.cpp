@@ -30,11 +30,10 @@ Status HostsGroup::all_gather(void* out, const void* in, std::size_t outer, std:
   begin(Kind::kAllGather, bytes, Method::kAllGather, timeout_s);
   auto* const to = static_cast<char*>(out);
   const auto* const from = static_cast<const char*>(in);
-  // Blocks by host, in which the lead's or the lanes' are; or by rank, if those are in that order, or each is alone.
-  const bool as_it_is = outer == 1 && (is_in_order_ || all_alone_);
+  // The lead's or the lanes' blocks come by host: in order of the ranks, too, if those are numbered host by host.
+  const bool as_it_is = outer == 1 && is_in_order_;
   char* const blocks = as_it_is ? to : blocks_.take(bytes * index_of(size_));
-  RETURN_IF_FAILED(has_lanes_ ? gather_by_lanes(blocks, from, bytes)
-                              : gather_by_leads(blocks, from, bytes, as_it_is && all_alone_));
+  RETURN_IF_FAILED(has_lanes_ ? gather_by_lanes(blocks, from, bytes) : gather_by_leads(blocks, from, bytes));
   if (!as_it_is) put_in_place(to, blocks, outer, inner_bytes);
   return Status::kDone;
 }
@@ -84,13 +83,13 @@ Status HostsGroup::gather_by_lanes(char* blocks, const char* in, std::size_t byt
   return finish();
 }
 
-// The lead of each host gives the others what its ranks have. `by_rank`: blocks are by rank, of ranks that are alone.
-Status HostsGroup::gather_by_leads(char* blocks, const char* in, std::size_t bytes, bool by_rank) {
+// The lead of each host sends the blocks of its ranks to the other leads.
+Status HostsGroup::gather_by_leads(char* blocks, const char* in, std::size_t bytes) {
   constexpr std::size_t kPiece = 4 * kPieceBytes;
   const auto start_of = [&](int host) {
     std::size_t ranks = 0;
     for (int before = 0; before < host; ++before) ranks += ranks_of(before).size();
-    return blocks + (by_rank ? index_of(at(host)) : ranks) * bytes;
+    return blocks + ranks * bytes;
   };
   const auto bytes_of = [&](int host) { return ranks_of(host).size() * bytes; };
   char* const own = start_of(host_);
@@ -274,6 +273,10 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
       }
       if (same && even) std::fill_n(table(), row * size, each);
       same = false;
+      if (head.sizes != 0 && head.bytes != head.sizes - 1) {
+        is_strange_ = true;
+        return true;
+      }
       if (head.sizes != 0) {
         std::fill_n(table() + index_of(rank) * row, row, head.sizes - 1);
         pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(at));

@@ -15,9 +15,11 @@
 namespace parallel_state {
 namespace {
 
+constexpr char kForeignText[] = "it sent bytes that are no message of this version";
 constexpr std::int64_t kSliceNs = 20'000'000;
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
 constexpr std::uint64_t kDirectBytes = 64 << 10;  // of a broadcast, what goes from the source to all other hosts itself
+constexpr std::uint32_t kMovesAtOnce = 64;        // between two looks at the deadline, while bytes move
 constexpr std::size_t kCopiedBytes = 1 << 20;
 constexpr std::uint64_t kPieceBytes = 4 << 20;  // is passed on while the next one is on its way
 
@@ -37,7 +39,7 @@ class HostsGroup::Listener final : private control::EndListener {
  private:
   void on_end(int global_rank, bool died) noexcept override {
     const auto rank = static_cast<std::size_t>(std::find(ranks_.begin(), ranks_.end(), global_rank) - ranks_.begin());
-    if (rank >= ranks_.size()) return;
+    if (rank >= ranks_.size() || static_cast<int>(rank) == group_.rank_) return;  // its own: the control plane ended
     // Release: a wait that reads a death in any_died_ also reads whose it is.
     (*group_.ended_)[rank].store(died ? kDied : kLeft, std::memory_order_release);
     if (died) group_.any_died_.store(true, std::memory_order_release);
@@ -52,6 +54,7 @@ class HostsGroup::Listener final : private control::EndListener {
 char* HostsGroup::Scratch::take(std::size_t bytes) {
   if (bytes > bytes_) {
     memory_.reset();
+    bytes_ = 0;
     memory_.reset(new char[bytes]);
     bytes_ = bytes;
   }
@@ -87,8 +90,7 @@ HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std:
   host_ = host_of_rank_[static_cast<std::size_t>(rank)];
   const auto& own = local_ranks();
   place_ = static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
-  all_alone_ = hosts_ == size_;
-  has_lanes_ = meshed && !all_alone_ && std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& ranks) {
+  has_lanes_ = meshed && hosts_ != size_ && std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& ranks) {
                  return ranks.size() == ranks_[0].size();
                });
   for (auto* scratch : {&parts_, &rounded_parts_}) scratch->resize(kTurns);
@@ -166,6 +168,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
   const std::int64_t spin_ns = gentle ? kGentleSpinNs : policy_.spin_ns;
   std::int64_t started = 0;
   int yields = gentle ? 0 : policy_.yields, late = -1;
+  std::uint32_t moves = 0;
   for (bool signal = false;;) {
     const bool moved = connections_->move();
     const std::int64_t now = started != 0 || measures_ ? now_ns() : 0;
@@ -177,7 +180,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
       return Status::kDone;
     }
     if (Link* const link = connections_->trouble()) return blame(*link);
-    if (moved) continue;
+    if (moved && ++moves % kMovesAtOnce != 0) continue;
     if (started == 0) {
       started = now_ns();
       continue;
@@ -262,6 +265,10 @@ Status HostsGroup::blame(Link& link) {
   switch (link.in.state()) {
     case Inbox::State::kFailed: {
       const FailureNote& why = link.in.failure();
+      if (!is_sound(why)) {
+        text_ = kForeignText;
+        return Status::kBroken;
+      }
       const auto rank_of = [this](std::int64_t told) {
         return told == kOutside || (told >= 0 && told < size_) ? static_cast<int>(told) : -1;
       };
@@ -282,10 +289,22 @@ Status HostsGroup::blame(Link& link) {
     case Inbox::State::kLeft:
       (*ended_)[static_cast<std::size_t>(link.rank)].store(kLeft, std::memory_order_release);
       return Status::kPeerDied;
-    case Inbox::State::kForeign: text_ = "what came is no message of this version's"; return Status::kBroken;
+    case Inbox::State::kForeign: text_ = kForeignText; return Status::kBroken;
     default: break;
   }
   return blame_broken(link);
+}
+
+// Whether a failure note has values that a rank of this group can have sent.
+bool HostsGroup::is_sound(const FailureNote& why) const {
+  const auto is_rank = [this](std::int64_t rank) { return rank >= -1 && rank < size_; };
+  const auto is_count = [](int count) { return count >= 0 && count <= kMaxRanks; };
+  const bool is_failure =
+      why.status > static_cast<int>(Status::kDone) && why.status <= static_cast<int>(Status::kTooLarge) &&
+      why.status != static_cast<int>(Status::kUnsupported) && why.status != static_cast<int>(Status::kBusy);
+  return is_failure && is_rank(why.reporter) && is_rank(why.misfit.from) && is_rank(why.misfit.to) &&
+         is_count(why.expected.count) && is_count(why.found.count) &&
+         (is_rank(why.suspect) || (why.suspect == kOutside && why.status == static_cast<int>(Status::kPeerDied)));
 }
 
 // Whether a rank of this host is reported as dead by its control plane within a moment.
@@ -328,7 +347,7 @@ void HostsGroup::show_difference(const CallRecord& other) {
 Status HostsGroup::at_home(Status status) {
   if (measures_) {
     waited_ns_ += local_.waited_ns();
-    last_ = local_ranks()[static_cast<std::size_t>(local_.last())];
+    if (local_.waited_ns() > 0) last_ = local_ranks()[static_cast<std::size_t>(local_.last())];
     local_.measure(true);
   }
   if (status == Status::kDone) return status;

@@ -133,6 +133,7 @@ class HostsGroup final : public Group {
   void copy_meanwhile(void* out, const void* in, std::size_t bytes);
   Status ends(std::int64_t now);
   Status blame(Link& link);
+  bool is_sound(const FailureNote& why) const;
   Status at_home_ended();
   bool dies_soon(int rank) const;
   Status blame_broken(Link& link);
@@ -151,7 +152,7 @@ class HostsGroup final : public Group {
   void combine(const Reduction& how, void* out, std::size_t count);
   Status reduce_all(char* out, const char* in, std::size_t count, const Reduction& how);
   Status gather_by_lanes(char* blocks, const char* in, std::size_t bytes);
-  Status gather_by_leads(char* blocks, const char* in, std::size_t bytes, bool by_rank);
+  Status gather_by_leads(char* blocks, const char* in, std::size_t bytes);
   Status gather_all(void* const* outs, const std::size_t* bytes, const void* in);
   Status share_at_home(const std::vector<int>& ranks, void* const* outs, const std::size_t* bytes, const void* in);
   Status exchange_at_home(char* out, const char* in, const std::size_t* out_bytes, const std::size_t* in_bytes);
@@ -167,7 +168,6 @@ class HostsGroup final : public Group {
   int hosts_ = 0, host_ = 0, place_ = 0;
   bool is_in_order_ = false;  // `order_` counts up
   bool has_lanes_ = false;
-  bool all_alone_ = false;
   const std::unique_ptr<Connections> connections_;
   const bool meshed_, rounded_;
   WaitPolicy policy_;

@@ -50,7 +50,7 @@ HostsGroup::Reduction HostsGroup::reduction_of(Dtype dtype, ReduceOp op) const {
 
 // Whether each host sends all of `count` elements to all others; nothing is rounded then.
 bool HostsGroup::in_one_round(const Reduction& how, std::size_t count) const {
-  const std::size_t width = all_alone_ ? how.width : how.wide_width;
+  const std::size_t width = hosts_ == size_ ? how.width : how.wide_width;
   if (count * width * static_cast<std::size_t>(hosts_ - 1) <= kOneRoundBytes) return true;
   return hosts_ == 2 && !how.is_rounded && width <= how.width;
 }

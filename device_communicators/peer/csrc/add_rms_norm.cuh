@@ -1,19 +1,21 @@
 // all_reduce, add and RMS norm in one kernel, by push, for few rows: y = round(round(sum of input) + residual) and
-// round(y / rms(y) * weight), or that quantised to float8. The numerics are those of calls/reductions.py.
+// round(y / rms(y) * weight), optionally quantized to float8. The numerics are those of calls/reductions.py.
 //
-// A row is shared by a *team* of neighbouring blocks, so that each thread has one pair of it and each epoch carries a
-// whole row: its data is on the way once, at the latency of one push, however long the row is. Every rank computes all
-// rows; the teams of a rank take turns over them. What a team needs of all of a row, the sum of squares and, with a
-// scale per token, the largest magnitude, its blocks tell each other through their own rank's region: a *part* is a
-// packet, as in push.cuh, that every member writes into every other member's place for packets from its own rank,
-// which nobody else uses. A block sums what its threads have in a fixed order, and the members' parts in theirs; teams
-// are alike on all ranks: so all of them get the same bits.
+// A *team* of neighboring blocks shares a row, so that each thread has one pair of it and each epoch handles a whole
+// row with the latency of one push, however long the row is. Every rank computes all rows; the teams of a rank
+// alternate.
 //
-// Parts are flagged with the *receiver's* epoch, and lie in its slot: blocks don't have the same number, as they don't
-// all take part in all calls. Each member reads the others' numbers before its first part; theirs can't have gone on
-// then, as they need that part, and all members take an epoch for each row. The rules of epochs.cuh hold: a block ends
-// an epoch after it has got all parts that are written for it there, and writes for the next one only after that, so a
-// slot that a member is about to clear or to reuse holds no part that is still wanted.
+// A team needs the sum of squares of the whole row and, with a scale per token, the largest magnitude. Its blocks
+// exchange these through their own rank's region. A *part* is a packet, as in push.cuh. Each member writes its part
+// into the place, in every other member's slot, for packets from its own rank, which is otherwise unused. A block sums
+// its threads' values in a fixed order, and then the members' parts in member order. Teams are equal on all ranks, so
+// all ranks get the same bits.
+//
+// Parts carry the *receiver's* epoch and use its slot, because blocks have different epoch numbers: not all blocks take
+// part in all calls. Each member reads the other members' numbers before it sends its first part. These can't advance
+// before that, because they need this part, and all members take one epoch per row. The rules of epochs.cuh hold: a
+// block ends an epoch only after it has received all parts of that epoch, and writes for the next epoch only after
+// that. So a slot that a member is about to clear or reuse has no part that is still needed.
 //
 // Each thread reads and writes the same indices, so output may be input, and residual_out may be residual.
 #pragma once
@@ -27,7 +29,7 @@ enum class Norm { PLAIN, STATIC_FLOAT8, TOKEN_FLOAT8 };
 
 static_assert(2 * MAX_BLOCKS <= PART_PACKETS, "two parts of each member have a place");
 
-// The members of a row, as one of them sees them. It is handed its block, as a reference kept here would keep both out
+// One member's view of its team. Methods take the block as an argument, because a stored reference would keep both out
 // of registers.
 class Team {
  public:
@@ -42,12 +44,13 @@ class Team {
 
   const u32 size, own;
 
-  // With each of the block's.
+  // Call it with each begin_epoch of the block.
   __device__ __forceinline__ void begin_epoch() {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) epochs_[j] = next_epoch(epochs_[j]);
   }
 
-  // All members' parts, of which all threads of a block have the same; `phase` is 0, then 1. False: stopped.
+  // Exchanges parts with all members. All threads of a block pass the same part; `phase` is 0, then 1. Returns false if
+  // a wait was stopped.
   __device__ __forceinline__ bool exchange(const Block& block, u32 phase, u32 part) {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) {
       const u64 flag = u64{epochs_[j]} << 32;
@@ -60,7 +63,7 @@ class Team {
     return __syncthreads_or(stopped) == 0;
   }
 
-  // After an exchange, until the next one.
+  // Valid from an exchange to the next one.
   __device__ __forceinline__ u32 part(u32 member) const { return parts_[member]; }
 
  private:
@@ -93,19 +96,20 @@ struct Sum {
   }
 };
 
-// Of magnitudes: as integers they have the same order, and a NaN is above all.
+// For magnitudes of floats: as integers they have the same order, and NaN is the largest.
 struct Largest {
   static __device__ __forceinline__ u32 of(u32 one, u32 other) { return one < other ? other : one; }
 };
 
-// Over the block, the same for all threads. Any number of threads; the next call has another TAG, or a barrier before.
+// Reduces over the block; returns the same value on all threads. Works for any number of threads. The next call must
+// have another TAG, or follow a barrier.
 template <class Operation, u32 TAG>
 __device__ __forceinline__ u32 over_block(u32 value) {
   constexpr u32 LANES = 32;
   u32* const of_warps = shared_array<u32, MAX_THREADS / LANES, TAG>();
   const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #pragma unroll
-  for (u32 mask = 1; mask < LANES; mask *= 2) {  // right in lane 0, whichever lanes there are
+  for (u32 mask = 1; mask < LANES; mask *= 2) {  // correct in lane 0, however many lanes exist
     const u32 other = __shfl_xor_sync(~0u, value, mask);
     if (warp * LANES + (lane ^ mask) < blockDim.x) value = Operation::of(value, other);
   }
@@ -116,7 +120,7 @@ __device__ __forceinline__ u32 over_block(u32 value) {
   return value;
 }
 
-// Over the row. False: stopped.
+// Reduces over the row. Returns false if a wait was stopped.
 template <class Operation, u32 PHASE>
 __device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& value) {
   value = over_block<Operation, 3 + PHASE>(value);
@@ -127,7 +131,7 @@ __device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& va
   return true;
 }
 
-// As many float8 as a pair has elements, from `index` on in a row of `length` at `address`.
+// Stores one float8 per element of a pair, from `index` on in a row of `length` at `address`.
 template <class T>
 __device__ __forceinline__ void store_float8(u64 address, u32 index, u32 length, const u32 (&values)[8 / T::BYTES]) {
   constexpr u32 COUNT = 8 / T::BYTES;
@@ -194,7 +198,7 @@ class NormPiece {
     return finish(row, scale);
   }
 
-  // y of a pair, and its squares. What doesn't depend on the others is fetched before they are waited for.
+  // Computes y of a pair and adds its squares. Loads that don't need the peers' data are issued before waiting for it.
   __device__ __forceinline__ bool add(u32 row, const Tensor& input, u32 i, u32& squares) {
     const Values before = Values::of(row_of(call_.residual, row).template load<2>(at(i)));
     weights_[i] = row_of(call_.weight, 0).template load<2>(at(i));
@@ -207,12 +211,12 @@ class NormPiece {
     y = Values::of(ys_[i]);
     float added = __uint_as_float(squares);
 #pragma unroll
-    for (u32 k = 0; k < Values::LENGTH; ++k) added += y.at[k] * y.at[k];  // past the end of a row there are zeros
+    for (u32 k = 0; k < Values::LENGTH; ++k) added += y.at[k] * y.at[k];  // elements past the end of a row are 0
     squares = __float_as_uint(added);
     return true;
   }
 
-  // The norm, from the thread's own ys, and what becomes of it.
+  // Computes the norm from this thread's ys, quantizes and stores it. Returns false if a wait was stopped.
   __device__ __forceinline__ bool finish(u32 row, float scale) {
     const float inverse = NORM == Norm::STATIC_FLOAT8 ? 1.0f / *reinterpret_cast<const float*>(call_.scale) : 0.0f;
     u32 largest = 0;
@@ -228,7 +232,7 @@ class NormPiece {
       if constexpr (NORM == Norm::TOKEN_FLOAT8) {
         ys_[i] = rounded;
 #pragma unroll
-        for (u32 k = 0; k < Values::LENGTH; ++k) {  // past the end of a row: 0, or NaN where all of it is
+        for (u32 k = 0; k < Values::LENGTH; ++k) {  // past the end of a row: 0, or NaN if the whole row is NaN
           largest = Largest::of(largest, __float_as_uint(normed.at[k]) & 0x7fffffff);
         }
       }
@@ -236,7 +240,7 @@ class NormPiece {
     if constexpr (NORM == Norm::TOKEN_FLOAT8) {
       if (!over_row<Largest, 1>(block_, team_, largest)) return false;
       float token_scale = __uint_as_float(largest) / FLOAT8_MAX;
-      if (token_scale < MIN_TOKEN_SCALE) token_scale = MIN_TOKEN_SCALE;  // not of a NaN
+      if (token_scale < MIN_TOKEN_SCALE) token_scale = MIN_TOKEN_SCALE;  // false for NaN
       for (u32 i = threadIdx.x; i < count_; i += blockDim.x) {
         quantise(row, i, Values::of(ys_[i]), [&](float value) { return value / token_scale; });
       }
@@ -253,7 +257,7 @@ class NormPiece {
     store_float8<T>(call_.output + u64{row} * call_.hidden, (begin_ + i) * Values::LENGTH, call_.hidden, bytes);
   }
 
-  // The byte in a row at which the i-th pair of this piece begins.
+  // The offset, in bytes within a row, of the i-th pair of this piece.
   __device__ __forceinline__ u64 at(u32 i) const { return u64{begin_ + i} * PAIR_BYTES; }
 
   const Call& call_;
@@ -275,7 +279,7 @@ __device__ __forceinline__ void add_rms_norm(const Call& call) {
   const u32 pairs = static_cast<u32>(pieces_of(u64{call.hidden} * T::BYTES, PAIR_BYTES));
   const u32 members = static_cast<u32>(pieces_of(pairs, PART_PACKETS));
   const u32 teams = gridDim.x / members, team = blockIdx.x / members;
-  if (teams == 0) trap();  // a grid that isn't of kernels.py's making, whose result would be nothing
+  if (teams == 0) trap();  // never with a grid of kernels.py; without the trap there would be no result
   if (team < teams && team < call.rows) {
     with_ranks(call.size, [&](auto ranks) { norm_rows<T, NORM>(call, ranks, pairs, members, team, teams); });
   }

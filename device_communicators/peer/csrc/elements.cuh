@@ -1,6 +1,6 @@
-// Dtypes, and sums of them: packed in 32-bit words as they lie in memory, or as floats.
+// Dtypes and their sums. Elements are packed in 32-bit words, as in memory, or unpacked as floats.
 //
-// A sum is made in fp32, from rank 0 on, and rounded once, so that all ranks get the same bits from any algorithm.
+// Sums are computed in fp32, in rank order, and rounded once, so that all algorithms give the same bits on all ranks.
 
 #pragma once
 
@@ -36,7 +36,7 @@ struct BFloat16 {
   }
 };
 
-// The slow way, for the end of a tensor and for rows that aren't aligned. Apart, so that the fast way stays short.
+// The slow path, for the end of a tensor and for unaligned rows. Not inlined, to keep the fast path short.
 template <u32 COUNT>
 __device__ __noinline__ Words<COUNT> load_bytes(u64 address, u64 bytes) {
   Words<COUNT> words;
@@ -63,13 +63,12 @@ __device__ __noinline__ void store_bytes(u64 address, u64 bytes, Words<COUNT> wo
   }
 }
 
-// What a kernel reads or writes of its own: bytes from an address on, which needn't be aligned (a row of an odd
-// length).
+// A tensor of this rank, or a row of it. The address needn't be aligned (a row of an odd length isn't).
 struct Tensor {
   u64 address;
   u64 bytes;
 
-  // Whether words up to this offset can be moved whole.
+  // Returns true if words up to the offset `end` can be moved by whole instructions.
   template <u32 COUNT>
   __device__ __forceinline__ bool is_whole(u64 end) const {
     return end <= bytes && address % (4 * COUNT) == 0;
@@ -87,14 +86,14 @@ struct Tensor {
     store_own(address + offset, words);
   }
 
-  // What is past the end is zero.
+  // Bytes past the end of the tensor are read as zero.
   template <u32 COUNT>
   __device__ __forceinline__ Words<COUNT> load(u64 offset) const {
     if (is_whole<COUNT>(offset + 4 * COUNT)) return load_whole<COUNT>(offset);
     return load_bytes<COUNT>(address + offset, bytes - offset);
   }
 
-  // Nothing is written past the end.
+  // Bytes past the end of the tensor aren't written.
   template <u32 COUNT>
   __device__ __forceinline__ void store(u64 offset, const Words<COUNT>& words) const {
     if (is_whole<COUNT>(offset + 4 * COUNT)) return store_whole(offset, words);
@@ -102,7 +101,7 @@ struct Tensor {
   }
 };
 
-// How many pieces of this many bytes a tensor has, the last one perhaps in part.
+// The number of pieces of `piece` bytes in a tensor, with a partial last one.
 __device__ __forceinline__ u64 pieces_of(u64 bytes, u32 piece) { return (bytes + piece - 1) / piece; }
 
 // The elements of 4 * COUNT bytes, as floats.
@@ -124,7 +123,7 @@ struct Floats {
     for (u32 i = 0; i < LENGTH; ++i) at[i] += other.at[i];
   }
 
-  // To nearest, ties to even.
+  // Rounds to nearest, ties to even.
   __device__ __forceinline__ Words<COUNT> rounded() const {
     Words<COUNT> words;
 #pragma unroll
@@ -133,7 +132,7 @@ struct Floats {
   }
 };
 
-// How many ranks there are, as a number that the compiler knows: loads from all of them are then under way at once.
+// The number of ranks as a compile-time constant, so that loads from all ranks are issued at once.
 template <u32 SIZE>
 struct Ranks {
   static constexpr u32 MOST = SIZE;
@@ -141,7 +140,7 @@ struct Ranks {
   __device__ __forceinline__ bool has(u32) const { return true; }
 };
 
-// The same for a number that is rarer. Loads from a rank that isn't there go elsewhere, so that there is no branch.
+// For rarer numbers of ranks. To avoid a branch, loads from a rank that doesn't exist use another address.
 template <>
 struct Ranks<0> {
   static constexpr u32 MOST = MAX_RANKS;
@@ -149,7 +148,7 @@ struct Ranks<0> {
   __device__ __forceinline__ bool has(u32 r) const { return r < size; }
 };
 
-// Calls body(ranks).
+// Calls body(ranks) with the Ranks type for `size`.
 template <class Body>
 __device__ __forceinline__ void with_ranks(u32 size, Body body) {
   switch (size) {
@@ -160,7 +159,7 @@ __device__ __forceinline__ void with_ranks(u32 size, Body body) {
   }
 }
 
-// From rank 0 on: it starts with that rank's elements, as 0 + -0 would lose the sign.
+// Starts with rank 0's elements, not with 0, because 0 + -0 would lose the sign.
 template <class T, u32 COUNT, u32 SIZE, u32 MOST>
 __device__ __forceinline__ Floats<T, COUNT> sum_in_rank_order(Ranks<SIZE> ranks, const Words<COUNT> (&of_ranks)[MOST]) {
   static_assert(MOST == Ranks<SIZE>::MOST, "the words of each rank");

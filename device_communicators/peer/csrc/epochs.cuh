@@ -1,50 +1,52 @@
-// Epochs: how the blocks of a call keep out of each other's way, in one call and in the next.
+// Epochs keep the exchanges of blocks apart, within a call and between calls.
 //
-// Block b of a rank works with block b of the other ranks and with nobody else. It has its own flags, its own parts of
-// the regions and its own epoch. One *epoch* is one exchange between these blocks: everyone writes into its slot of the
-// regions (slot = epoch % 2), everyone waits for the others, everyone reads. A call takes as many epochs as its block's
-// share of the data needs, so a region of fixed size serves any tensor. The grid depends on what is equal on all ranks
-// only (kernel, numel, dtype, size), so block b has the same share, and takes the same epochs, everywhere. A block
-// without a share takes none. The number is kept in device memory, so a graph may be replayed any number of times, and
-// calls of different kernels and sizes may follow each other in any order, as long as all ranks make the same ones, one
-// after the other: two calls at once on two streams of one rank would share an epoch. That is for the host to prevent.
+// Block b of a rank exchanges data only with block b of each other rank. It has its own flags, its own parts of the
+// regions and its own epoch number. One *epoch* is one exchange between these blocks: each block writes into its slot
+// of the regions (slot = epoch % 2), waits for the others, and reads. A call takes as many epochs as the block's share
+// of the data needs, so regions of a fixed size serve any tensor. The grid depends only on values that are equal on all
+// ranks (kernel, numel, dtype, size), so block b has the same share and takes the same epochs on all ranks. A block
+// without a share takes none.
 //
-// Each kernel keeps these two rules, with which all others follow:
+// The epoch number is in device memory. So a graph may be replayed any number of times, and calls of different kernels
+// and sizes may follow each other in any order. All ranks must make the same calls, one after the other. The host must
+// prevent two simultaneous calls of one rank on two streams: they would use the same epoch.
 //
-//   Heard.   Block b ends epoch e only after block b of every other rank has *begun* e: it has something from each.
-//   Drained. Block b ends epoch e only after everything that the others write into its region in e has arrived.
+// Each kernel obeys two rules, on which the rest is based:
 //
-// Why two slots are enough. What is written in epoch e+2 goes where e's was. The writer has ended e+1, so (Heard) every
-// other block has begun e+1, so it has ended e and read what it wanted: its threads pass a barrier, or end a kernel,
-// between the reads of e and the first write of e+1, and the writer's do likewise between e+1 and e+2. Kernels of one
-// rank follow each other in its stream, each behind the end of the one before: they are never launched as programmatic
-// dependents. Where e+1 was a push, whose packets carry no release, the chain rests on this: a read whose value has
-// been used was performed before a store that follows it behind a barrier, and no GPU makes a store visible early.
+//   Heard.   Block b ends epoch e only after block b of every other rank has *begun* e: it received data from each.
+//   Drained. Block b ends epoch e only after everything that peers write into its region in e has arrived.
 //
-// Why flags are compared for being equal. A place of a slot is written once in an epoch, and nobody is in e+2 before
-// this block has ended e, so a flag is that of e, or an older one. Packets past the end of a short call, and flags
-// of a phase that a kernel doesn't use, keep the numbers of older epochs. 32 bits come round after 2^32 epochs, which
-// is days of decoding, so what is old is cleared before (clear_next_slot), twice every 2^30 epochs.
+// Why two slots are enough. Writes of epoch e+2 overwrite those of e. The writer has ended e+1. So (Heard) every other
+// block has begun e+1, and has ended e and read its data. Its threads pass a barrier, or end a kernel, between the
+// reads of e and the first write of e+1. The writer's threads do the same between e+1 and e+2. Kernels of one rank run
+// in stream order, each after the end of the previous one: they are never launched as programmatic dependents. If e+1
+// was a push, whose packets have no release, this holds because a read whose value was used is performed before a store
+// that follows it after a barrier, and no GPU makes a store visible early.
 //
-// Blocks spin, so all of a grid must be on the device at once: the host launches no more than fit (kernels.py).
-// Other kernels on the device only delay that, as long as they end by themselves; kernels of other processes take turns
-// with this one as a whole.
+// Why flags are compared for equality. Each place of a slot is written once per epoch, and no block is in e+2 before
+// this block has ended e. So a flag has the number of e or of an older epoch. Packets past the end of a short call, and
+// flags of a phase that a kernel doesn't use, keep the numbers of older epochs. 32 bits wrap around after 2^32 epochs,
+// which is days of decoding, so old numbers are cleared before that (clear_next_slot), twice every 2^30 epochs.
 //
-// Every wait ends: when the flag comes, at the deadline (a report, then a trap, which ends the CUDA context), or when
-// the host sets the abort word (a report, and the kernel returns; its output is undefined). A block that has stopped
-// never sends or raises a flag again, so that no peer takes garbage for a result. Its epoch stays behind: the regions
-// of a group that failed are of no further use.
+// Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit (kernels.py). Other
+// kernels on the device only delay that if they end by themselves. Kernels of other processes alternate with this one
+// as a whole.
+//
+// Every wait ends: when the flag arrives; at the deadline (a report, then a trap, which destroys the CUDA context); or
+// when the host sets the abort word (a report, then the kernel returns with undefined output). A block that has stopped
+// never sends or sets a flag again, so that no peer takes invalid data for a result. Its epoch number stays behind, so
+// the regions of a failed group can't be used again.
 #pragma once
 
 #include "memory.cuh"
 
 namespace parallel_state {
 
-constexpr u32 LOOKS_PER_CLOCK = 256;  // a look at a flag takes about 1 us over NVLink, and some 100 ns in own memory
-constexpr u32 CLOCKS_PER_ABORT = 8;   // a look at the host's memory takes a few us
+constexpr u32 LOOKS_PER_CLOCK = 256;  // polling a flag takes about 1 us over NVLink, about 100 ns in own memory
+constexpr u32 CLOCKS_PER_ABORT = 8;   // reading host memory takes a few us
 constexpr u32 CLEAR_EVERY = 1u << 30;
 
-// Tells the host why a thread gave up.
+// Reports to the host why a thread's wait ended early.
 __device__ __noinline__ void give_report(const Call& call, Report reason, u32 peer, u32 epoch) {
   const u64 word = u64{static_cast<u32>(reason)} << 56 | u64{peer & 0xff} << 48 | u64{call.operation & 0xff} << 40 |
                    u64{blockIdx.x & 0xff} << 32 | epoch;
@@ -55,7 +57,7 @@ __device__ __noinline__ void give_report(const Call& call, Report reason, u32 pe
 // The deadline of one wait.
 class Patience {
  public:
-  // After each look that was in vain; true: stop waiting.
+  // Called after each unsuccessful poll. Returns true if the wait must end.
   __device__ __forceinline__ bool is_over(const Call& call, u32 peer, u32 epoch) {
     if (++looks_ % LOOKS_PER_CLOCK != 0) return false;
     const u64 now = clock_ns();
@@ -71,13 +73,14 @@ class Patience {
   }
 
  private:
-  u64 looks_ = 0;  // 32 bits came round after some minutes, and the deadline began anew
+  u64 looks_ = 0;  // 32 bits would wrap around after some minutes and restart the deadline
   u64 start_ns_ = 0;
 };
 
-// Sets a block's flags and packets in the slot of the epoch after this one to 0. Nobody touches them now: those of the
-// epoch before have arrived (Drained), and none of the next comes before this block has sent something in this one
-// (Heard). At two epochs in a row, so both slots get their turn. Apart from Block, whose number stays in a register.
+// Zeroes a block's flags and packets in the slot of the next epoch. No peer writes them now: those of the previous
+// epoch have arrived (Drained), and those of the next are sent only after this block has sent data in this epoch
+// (Heard). Called in two consecutive epochs, for both slots. Not a member of Block, so that the epoch stays in a
+// register.
 __device__ __noinline__ void clear_next_slot(const Call& call, u32 epoch) {
   const u32 next = (epoch + 1) % SLOTS;
   const u64 region = call.regions[call.rank];
@@ -93,10 +96,10 @@ __device__ __noinline__ void clear_next_slot(const Call& call, u32 epoch) {
   __syncthreads();
 }
 
-// 0 is what memory holds at first, so no epoch has it; then 2, as slots take turns.
+// Skips 0, the value of zeroed memory; 2 follows 2^32 - 1, because slots alternate.
 __device__ __forceinline__ u32 next_epoch(u32 epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
 
-// One block's walk through the epochs of a call. All threads of the block make the same calls.
+// One block's epochs of a call. All threads of the block make the same calls.
 class Block {
  public:
   explicit __device__ __forceinline__ Block(const Call& call)
@@ -106,29 +109,29 @@ class Block {
 
   __device__ __forceinline__ u32 epoch() const { return epoch_; }
 
-  // This rank's place in its slot of `owner`'s region for packets; see push.cuh.
+  // The address, in `owner`'s region, of the packets that rank `from` sends to this block in this epoch; see push.cuh.
   __device__ __forceinline__ u64 packets(u32 owner, u32 from) const {
     const u64 part = (u64{slot()} * MAX_BLOCKS + blockIdx.x) * MAX_RANKS + from;
     return call.regions[owner] + PACKETS_OFFSET + part * (PART_PACKETS * PACKET_BYTES);
   }
 
-  // Where this block of `owner` stages data; see staged.cuh.
+  // The address, in `owner`'s region, where this block of `owner` stages data; see staged.cuh.
   __device__ __forceinline__ u64 stage(u32 owner) const {
     return call.regions[owner] + STAGES_OFFSET + (u64{slot()} * MAX_BLOCKS + blockIdx.x) * STAGE_BYTES;
   }
 
-  // Before anything else in an epoch.
+  // Must be the first call of an epoch.
   __device__ __forceinline__ void begin_epoch() {
     epoch_ = next_epoch(epoch_);
     if (epoch_ % CLEAR_EVERY == 2 || epoch_ % CLEAR_EVERY == 3) clear_next_slot(call, epoch_);
   }
 
-  // All threads have what they waited for, or one of them has stopped: then false, for all, and the kernel returns.
+  // Waits for all threads of the block. Returns false, on all threads, if one has stopped: then the kernel must return.
   __device__ __forceinline__ bool end_epoch(bool stopped = false) { return __syncthreads_or(stopped) == 0; }
 
-  // Every rank's block has come here, and what it wrote before can be read. False: stopped, as in end_epoch.
+  // Waits for this block of every rank. What they wrote before is readable then. Returns false as end_epoch does.
   __device__ __forceinline__ bool barrier(u32 phase) {
-    __syncthreads();  // what the other threads wrote is what these release
+    __syncthreads();  // the flags also release the writes of the block's other threads
     for (u32 r = threadIdx.x; r < call.size; r += blockDim.x) {
       if (r != call.rank) release_flag(flag(r, phase, call.rank), epoch_);
     }
@@ -146,7 +149,7 @@ class Block {
     return __syncthreads_or(stopped) == 0;
   }
 
-  // After the last epoch of a call, when all threads have read the number: end_epoch sees to that.
+  // Call it after the last epoch of a call. end_epoch ensures that all threads have read the number.
   __device__ __forceinline__ void keep_epoch() {
     if (threadIdx.x == 0) control(call.rank)->epoch[blockIdx.x] = epoch_;
   }
@@ -165,7 +168,7 @@ class Block {
   u32 epoch_;
 };
 
-// The block's share of `count` things, equal on all ranks; empty for the last blocks of a grid that is too large.
+// This block's share of `count` items, equal on all ranks. The last blocks of a too large grid have an empty share.
 struct Share {
   u64 begin, end;
 };

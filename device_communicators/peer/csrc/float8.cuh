@@ -1,6 +1,6 @@
-// float8 e4m3fn: 4 bits of exponent with a bias of 7, 3 of fraction, no infinities, one NaN.
+// float8 e4m3fn: 4 bits of exponent with a bias of 7, 3 bits of fraction, no infinities, one NaN.
 //
-// In integer arithmetic, so that every architecture gives the same bits; sm_89 has an instruction for it.
+// Converted by integer arithmetic, so that every architecture gives the same bits. sm_89 has an instruction for it.
 #pragma once
 
 #include "call.cuh"
@@ -10,12 +10,12 @@ namespace parallel_state {
 constexpr float FLOAT8_MAX = 448.0f;
 constexpr float MIN_TOKEN_SCALE = 1.0f / (448.0f * 512.0f);  // MIN_SCALE of calls/reductions.py
 
-// To nearest, ties to even; what is beyond ±448 becomes that, infinities too; NaN stays NaN.
+// Rounds to nearest, ties to even. Values beyond ±448, also infinities, become ±448; NaN stays NaN.
 __device__ __forceinline__ u32 float8_of_float(float value) {
   const u32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return 0x7f;
   if (magnitude >= 0x43e00000) return sign | 0x7e;
-  if (magnitude < 0x3c800000) {  // below 2^-6, in units of 2^-9, which is what 2^14 is precise to: the sum is rounded
+  if (magnitude < 0x3c800000) {  // below 2^-6 the unit is 2^-9, the precision of floats at 2^14: adding 2^14 rounds
     return sign | (__float_as_uint(__uint_as_float(magnitude) + 16384.0f) - 0x46800000);
   }
   return sign | (((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3));

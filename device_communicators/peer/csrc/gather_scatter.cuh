@@ -1,9 +1,9 @@
-// all_gather and reduce_scatter, by push for small messages and by pull for larger ones.
+// all_gather and reduce_scatter, by push for small messages and by pull for larger ones. See push.cuh and staged.cuh.
 //
-// all_gather moves bytes: `numel` of them from each rank, to `output` [size, numel]. reduce_scatter sums `input`
-// [size, numel] over all ranks, and each keeps its row. Rows needn't be aligned; those that aren't are moved in bytes.
-// Output may lie in input, or input in output, where a rank's own row is. One body for any number of ranks, as these
-// are not what a decoder waits for most. See push.cuh and staged.cuh.
+// all_gather moves `numel` bytes of each rank to `output` [size, numel]. reduce_scatter sums `input` [size, numel] over
+// all ranks; each rank keeps its row. Unaligned rows are supported and moved bytewise. The input of all_gather may be
+// this rank's row of `output`; the output of reduce_scatter may be this rank's row of `input`. There is one body for
+// all numbers of ranks, because these calls matter less for the latency of a decode step.
 #pragma once
 
 #include "push.cuh"
@@ -11,7 +11,7 @@
 
 namespace parallel_state {
 
-// The same bytes of every rank, each to its row.
+// Stores each rank's words at the same offset of its row.
 template <u32 COUNT>
 __device__ __forceinline__ void store_rows(const Call& call, u64 offset, const Words<COUNT> (&of_ranks)[MAX_RANKS]) {
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ __forceinline__ void reduce_scatter_push(const Call& call) {
       });
 }
 
-// A stage holds as much of each row: row r's from r * most on.
+// Each stage has the same number of quads of each row. Those of row r begin at r * most.
 template <class T>
 __device__ __forceinline__ void reduce_scatter_pull(const Call& call) {
   const u64 row_bytes = call.numel * T::BYTES;

@@ -1,10 +1,10 @@
-// The translation unit of all kernels: their names, as the host looks them up (kernels.py). Not run on a GPU.
+// The translation unit of all kernels. The host looks them up by these names (kernels.py).
 #include "add_rms_norm.cuh"
 #include "gather_scatter.cuh"
 #include "push.cuh"
 #include "staged.cuh"
 
-// One block on a multiprocessor is enough, so that the compiler has all registers: latency counts here.
+// For low latency the compiler may use all registers: a multiprocessor needs to hold only one block.
 #define KERNEL(NAME, BODY)                                                     \
   extern "C" __global__ void __launch_bounds__(parallel_state::MAX_THREADS, 1) \
       NAME(const __grid_constant__ parallel_state::Call call) {                \

@@ -1,21 +1,21 @@
-// Every access whose order or atomicity matters, and everything else that needs PTX: no other file has any.
+// Every access whose order or atomicity matters, and all other PTX. No other file has PTX.
 //
-// All accesses to a region go through here with .sys scope, as the other side is another GPU, or another process on
-// this one. Data is moved relaxed, so that no access is weak and none can race in the sense of PTX's memory model;
-// flags of a barrier are released and acquired. With PARALLEL_STATE_ON_CPU the same are atomics of the host's compiler:
-// that is for tests, which run the very same kernels there (tests/native/cuda_on_cpu.h).
+// All accesses to a region use these functions, with .sys scope, because the peer is another GPU, or another process on
+// this GPU. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model. Barrier flags use
+// release and acquire. With PARALLEL_STATE_ON_CPU these functions are atomics of the host's compiler, for tests that
+// run the same kernels on the CPU (tests/native/cuda_on_cpu.h).
 #pragma once
 
 #include "call.cuh"
 
 namespace parallel_state {
 
-// 64 bits that arrive whole: 32 of data, 32 that say of which epoch they are. Two of them are moved by one instruction.
+// Each half is 32 bits of data and 32 bits of epoch, which arrive together. One instruction moves both halves.
 struct Packet {
   u64 halves[2];
 };
 
-// 8 or 16 bytes that one instruction moves; 16 is the most.
+// 8 or 16 bytes, moved by one instruction.
 template <u32 COUNT>
 struct alignas(4 * COUNT) Words {
   u32 at[COUNT];
@@ -23,7 +23,7 @@ struct alignas(4 * COUNT) Words {
 
 #ifndef PARALLEL_STATE_ON_CPU
 
-// Each 64-bit half is a single access; nothing is promised about the two together.
+// Each 64-bit half is a single access. The two halves may arrive separately.
 __device__ __forceinline__ void store_packet(u64 address, Packet packet) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};"
                :
@@ -56,7 +56,7 @@ __device__ __forceinline__ Words<4> load_shared(u64 address) {
   return words;
 }
 
-// Of a tensor that only this rank's kernels touch, one after the other: no order is needed.
+// For tensors that only this rank's kernels access, one after the other: no order is needed.
 __device__ __forceinline__ void load_own(u64 address, Words<2>& words) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.at[0]), "=r"(words.at[1]) : "l"(address) : "memory");
 }
@@ -79,7 +79,8 @@ __device__ __forceinline__ void store_own(u64 address, const Words<4>& words) {
                : "memory");
 }
 
-// Makes what this thread has written or seen, barriers of its block included, visible to whoever acquires the flag.
+// Makes this thread's writes, and those that it observed (also by barriers of its block), visible to the thread that
+// acquires the flag.
 __device__ __forceinline__ void release_flag(u64 address, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }
@@ -94,7 +95,7 @@ __device__ __forceinline__ void clear_flag(u64 address) {
   asm volatile("st.relaxed.sys.global.u32 [%0], 0;" : : "l"(address) : "memory");
 }
 
-// Words that need no order: what is read or written beside them doesn't depend on them.
+// For words that need no order relative to other accesses.
 __device__ __forceinline__ void store_word(u64 address, u64 value) {
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
@@ -107,14 +108,14 @@ __device__ __forceinline__ u64 load_word(u64 address) {
 
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 
-// Of all of this GPU's kernels, in ns; it advances every 32 ns to every 1 us.
+// A clock in ns, shared by all kernels of this GPU. It advances in steps of 32 ns to 1 us.
 __device__ __forceinline__ u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) : : "memory");
   return now;
 }
 
-// Ends the kernel with an error that stays with the CUDA context.
+// Ends the kernel with an error that makes the CUDA context unusable.
 __device__ __forceinline__ void trap() { asm volatile("trap;" : : : "memory"); }
 
 __device__ __forceinline__ float float_of_half(u16 bits) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ u16 bfloat_of_float(float value) {
   return bits;
 }
 
-// Memory that the threads of a block share. Another TAG, another array.
+// An array in the block's shared memory. Each TAG is a separate array.
 template <class T, u32 COUNT, u32 TAG = 0>
 __device__ __forceinline__ T* shared_array() {
   __shared__ T values[COUNT];

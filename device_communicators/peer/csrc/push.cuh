@@ -1,13 +1,13 @@
-// Push: every rank writes its data into every other rank's region, and waits for nothing but the data. Not run on a
-// GPU.
+// Push: every rank writes its data into every other rank's region and then waits only for the peers' data.
 //
-// A packet is 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, which arrives
-// whole, so who finds the epoch in a half has its data; neither fence nor barrier is needed, and the latency is that of
-// one store and one load. Twice the bytes travel, so this is for small messages. (NCCL calls such a protocol LL.)
+// A packet has 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, which arrives as a
+// whole. So a thread that reads the expected epoch in a half also has its data. No fence or barrier is needed, and the
+// latency is that of one store and one load. Twice the bytes are sent, so push is for small messages. (NCCL calls such
+// a protocol LL.)
 //
-// In an epoch block b of each rank sends `count` packets (the same everywhere, at least 1) to its place in each other
-// rank's slot, then waits for as many from each: so it has heard all ranks, and all that was sent to it has arrived.
-// Each thread sends, receives and writes the same indices, so output may be input.
+// In an epoch, block b of each rank sends `count` packets (equal on all ranks, at least 1) to its part of each other
+// rank's slot. Then it waits for `count` packets from each rank. This satisfies the rules Heard and Drained of
+// epochs.cuh. Each thread sends, receives and writes the same indices, so output may be input.
 #pragma once
 
 #include "elements.cuh"
@@ -18,14 +18,14 @@ namespace parallel_state {
 using Pair = Words<2>;  // the data of a packet
 constexpr u32 PAIR_BYTES = 8;
 
-// The i-th pair of this epoch, to one rank.
+// Sends the i-th pair of this epoch to one rank.
 __device__ __forceinline__ void send_pair(const Block& block, u32 to, u32 i, const Pair& pair) {
   const u64 flag = u64{block.epoch()} << 32;
   store_packet(block.packets(to, block.call.rank) + u64{i} * PACKET_BYTES,
                Packet{{flag | pair.at[0], flag | pair.at[1]}});
 }
 
-// To all others, each rank in another order.
+// Sends the pair to all other ranks, on each rank in another order.
 template <u32 SIZE>
 __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& pair) {
   const u32 own = block.call.rank;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE>
   }
 }
 
-// The i-th pair of this epoch from every rank; `own` is this one's. False: stopped.
+// Receives the i-th pair of this epoch from every rank; `own` is this rank's. Returns false if the wait was stopped.
 template <u32 SIZE, u32 MOST>
 __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                               Pair (&pairs)[MOST]) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   while (true) {
     Packet packets[MOST];
 #pragma unroll
-    for (u32 r = 0; r < MOST; ++r) {  // all are under way before the first is looked at; one's own place stays empty
+    for (u32 r = 0; r < MOST; ++r) {  // all loads are issued before the first is used; this rank's own part is unused
       packets[r] = load_packet(first + (ranks.has(r) ? u64{r} * PART_PACKETS * PACKET_BYTES : 0));
     }
     u32 missing = MAX_RANKS;
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   }
 }
 
-// The reusable step: the sum over all ranks of the i-th pair, in fp32; every rank has sent its own before.
+// Receives the i-th pair of all ranks and sums them in fp32. Returns false if the wait was stopped.
 template <class T, u32 SIZE>
 __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                             Floats<T, 2>& sum) {
@@ -72,8 +72,8 @@ __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> rank
   return true;
 }
 
-// Walks through the block's share of `pairs`, an epoch for each PART_PACKETS of it: `send(block, i, pair)`, then
-// `receive(block, i, pair) -> bool`, where i counts within the epoch and pair within the tensor.
+// Runs the epochs of the block's share of `pairs`, PART_PACKETS pairs per epoch. Each calls `send(block, i, pair)` and
+// then `receive(block, i, pair) -> bool`; i is the index within the epoch, pair that within the tensor.
 template <class Send, class Receive>
 __device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send, Receive receive) {
   const Share share = share_of(pairs);

@@ -1,4 +1,4 @@
-"""The shape of `megatron.core.parallel_state`, of 0.16 and of main: its names and signatures, over the one state.
+"""The names and signatures of `megatron.core.parallel_state` (0.16 and main), over this library's groups.
 
     from parallel_state.compat import megatron as mpu
 
@@ -6,9 +6,9 @@
     mpu.initialize_model_parallel(tensor_model_parallel_size=2)
     mpu.get_tensor_model_parallel_group()                  # a torch ProcessGroup
 
-`install()` puts this module in the place of Megatron's own, for programs that import that. Getters return real process
-groups: on the CPU of the backend "parallel_state", on GPUs NCCL's. They are those of the groups that `get_tp_group()`
-and the others of `parallel_state` return, which exist as well. What differs from Megatron is in `NOTES` and `MISSING`.
+`install()` replaces Megatron's own module, for programs that import it. Getters return torch ProcessGroups: of the
+backend "parallel_state" on the CPU, of NCCL on GPUs. They belong to the groups that `get_tp_group()` and the other
+getters of `parallel_state` return. `NOTES` and `MISSING` list the differences from Megatron.
 """
 
 from __future__ import annotations
@@ -44,28 +44,33 @@ _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 
 
 def __getattr__(name: str) -> Any:
-    """Returns Megatron's module variables of groups, which its tests and tools read; None without a group."""
+    """Returns the group for one of Megatron's module variables, which its tests and tools read, or None."""
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
     raise absent(__name__, name, MISSING)
 
 
 NOTES = reasons({
-    "as 0.16; main's four other arguments, by keyword only: gtp_remat_size, expert_gtp_remat_size, rank_offset, "
-    "local_world_size": "initialize_model_parallel",
-    "with main's `gtp_remat`; wrong sizes raise an error that is RuntimeError and AssertionError": "RankGenerator",
-    "main's `with_gtp_remat` is by keyword only; what comes by position is as in 0.16": (
+    "as in 0.16, plus main's keyword-only gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size": (
+        "initialize_model_parallel"
+    ),
+    "has main's `gtp_remat`; wrong sizes raise an error that is both RuntimeError and AssertionError": "RankGenerator",
+    "main's `with_gtp_remat` is keyword-only; positional arguments are as in 0.16": (
         "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group "
         "get_expert_data_parallel_world_size get_expert_data_parallel_rank"
     ),
-    "with main's `with_egtp_remat`": "get_expert_tensor_model_pipeline_parallel_group",
-    "a buffer of the same interface, which is on the CPU where the groups are": "get_global_memory_buffer",
-    "as 0.16; main has the rank in `gtp` in second place, which is here where gtp_remat_size isn't 1": "get_all_ranks",
-    "on the CPU, without a backend, a group of the backend parallel_state": "create_group",
+    "has main's `with_egtp_remat`": "get_expert_tensor_model_pipeline_parallel_group",
+    "the buffer has Megatron's interface and is on the device of the groups, which may be the CPU": (
+        "get_global_memory_buffer"
+    ),
+    "as in 0.16; main always has the rank in `gtp` in second place, this one only if gtp_remat_size isn't 1": (
+        "get_all_ranks"
+    ),
+    "on the CPU the default backend is parallel_state": "create_group",
     "needs no einops": "create_hierarchical_groups",
-    "of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set": (
+    "a group of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set": (
         "get_data_parallel_group_gloo get_expert_data_parallel_group_gloo"
     ),
-    "destroys the process groups as well, and forgets what set_data_parallel_rank was given": "destroy_model_parallel",
+    "also destroys the process groups and resets the value of set_data_parallel_rank": "destroy_model_parallel",
 })  # fmt: skip
-MISSING = {"HAVE_EINOPS": "nothing here needs einops"}
+MISSING = {"HAVE_EINOPS": "this library doesn't use einops"}

@@ -1,4 +1,4 @@
-"""Megatron's global buffers, which it keeps with its groups."""
+"""The global buffers of Megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from parallel_state import state
-from parallel_state.compat.megatron.errors import InitializedError
+from parallel_state.compat.megatron.errors import InitializedError, NotInitializedError
 from parallel_state.compat.megatron.lookup import BUFFERS, group_of, or_raise
 
 
 class GlobalMemoryBuffer:
-    """Keeps one tensor of each name and dtype, which grows; on the device of the groups, which may be the CPU."""
+    """Keeps one growing tensor per name and dtype, on the device of the groups (which may be the CPU)."""
 
     def __init__(self) -> None:
         self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -23,9 +23,9 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Callable[[], Any] | None = None
     ) -> torch.Tensor:
-        """Returns a tensor of this shape, uninitialised; the next call with this name and dtype has the same memory.
+        """Returns an uninitialized tensor. The next call with this name and dtype returns the same memory.
 
-        A larger one is allocated within `mem_alloc_context()`.
+        A larger tensor is allocated within `mem_alloc_context()`.
         """
         shape = torch.Size(tensor_shape)
         found = self.buffer.get((name, dtype))
@@ -39,8 +39,14 @@ class GlobalMemoryBuffer:
 
 def _set(name: str, make: Callable[[], Any]) -> None:
     if name in BUFFERS:
-        raise InitializedError(f"there is a global {name} buffer already; destroy_global_{name}_buffer() ends it")
+        raise InitializedError(f"the global {name} buffer already exists; call destroy_global_{name}_buffer() first")
     BUFFERS[name] = make()
+
+
+def _get(name: str) -> Any:
+    if name not in BUFFERS:
+        raise NotInitializedError(f"the global {name} buffer is not initialized; call set_global_{name}_buffer() first")
+    return BUFFERS[name]
 
 
 def set_global_memory_buffer() -> None:
@@ -54,21 +60,19 @@ def set_global_symmetric_memory_buffer() -> None:
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Returns the buffer that initialize_model_parallel made; NotInitializedError without."""
-    found: GlobalMemoryBuffer = or_raise(BUFFERS.get("memory"), "global memory buffer's")
+    """Returns the buffer that initialize_model_parallel made. Raises NotInitializedError without one."""
+    found: GlobalMemoryBuffer = _get("memory")
     return found
 
 
 def get_global_symmetric_memory_buffer() -> Any:
-    """Returns Megatron's own GlobalSymmetricMemoryBuffer, if it was set; NotInitializedError without."""
-    return or_raise(BUFFERS.get("symmetric_memory"), "global symmetric memory buffer's")
+    """Returns Megatron's own GlobalSymmetricMemoryBuffer. Raises NotInitializedError unless it was set."""
+    return _get("symmetric_memory")
 
 
 def destroy_global_memory_buffer() -> None:
-    """Forgets the global memory buffer."""
     BUFFERS.pop("memory", None)
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
-    """Forgets the global symmetric memory buffer."""
     BUFFERS.pop("symmetric_memory", None)

@@ -1,4 +1,4 @@
-"""Megatron's `initialize_model_parallel` and its end, over the state's; and groups that it makes beside."""
+"""Megatron's `initialize_model_parallel` and `destroy_model_parallel`, and the groups that only Megatron has."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from parallel_state.process_groups.options import GroupOptions
 logger = logging.getLogger("parallel_state")
 
 _LOGGED: set[str] = set()
-"""Options that the log has named as unused."""
+"""Options that were logged as having no effect."""
 _JOINED: list[weakref.ref[Any]] = []
-"""torch's default group, over which the world was made here on demand."""
+"""torch's default group, if `_join_world` made the world over it; else empty."""
 
 _TOKENS = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "dp_gtp": "gtp_remat-dp",
@@ -94,28 +94,30 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Divides the world as Megatron does, and the state with it; every rank of torch's default group calls it alike.
+    """Makes the groups that Megatron makes. Every rank of torch's default group calls it with the same arguments.
 
-    All groups are made now, those of equal ranks once; `create_gloo_process_groups` makes gloo's beside the
-    data-parallel ones. `distributed_timeout_minutes` is the deadline of every call of theirs. Options without a meaning
-    here (SHARP; on the CPU those of NCCL) are named once in the log. `gtp_remat_size`, `expert_gtp_remat_size`,
-    `rank_offset` and `local_world_size` are main's; with any of them only the getters of this module have the groups,
-    not the state's, and their members alone make them.
+    All groups are made now; groups with equal ranks share one process group. `create_gloo_process_groups` also makes
+    gloo groups of the data-parallel ones. `distributed_timeout_minutes` is the timeout of each call of the groups.
+    Options without effect (SHARP; on the CPU those of NCCL) are logged once.
 
-    Raises NotInitializedError before init_process_group and InitializedError at the second time, both AssertionErrors;
-    RefusedError for sizes that don't fit, a RuntimeError and an AssertionError.
+    `gtp_remat_size`, `expert_gtp_remat_size`, `rank_offset` and `local_world_size` are arguments of Megatron's main.
+    With any of them, only the getters of this module return the groups, not those of `parallel_state`, and only the
+    members of a group make it.
+
+    Raises NotInitializedError before init_process_group, InitializedError if the groups exist (both AssertionErrors),
+    RefusedError (RuntimeError and AssertionError) if sizes don't fit.
     """
     _check_sharp(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
     if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
         raise RefusedError(
-            f"pipeline_model_parallel_comm_backend must be 'nccl', 'ucc' or None, "
+            "pipeline_model_parallel_comm_backend must be 'nccl', 'ucc' or None, "
             f"but is {pipeline_model_parallel_comm_backend!r}"
         )
     if hierarchical_context_parallel_sizes:
         hierarchical_ranks(range(context_parallel_size), hierarchical_context_parallel_sizes)
     _join_world()
     if has_group("dp"):
-        raise InitializedError("the model-parallel groups exist already; call destroy_model_parallel() first")
+        raise InitializedError("the model-parallel groups already exist; call destroy_model_parallel() first")
     on_gpu = backend_of_groups() is None and torch.cuda.is_available()
     nccl = _nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
     if on_gpu and pipeline_model_parallel_comm_backend is not None:
@@ -133,10 +135,11 @@ def initialize_model_parallel(
             if gtp_remat_size * expert_gtp_remat_size > 1 or rank_offset or local_world_size is not None:
                 if num_distributed_optimizer_instances > 1:
                     raise RefusedError(
-                        "gtp_remat_size, rank_offset and local_world_size go with one optimizer instance"
+                        "gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size need "
+                        f"num_distributed_optimizer_instances=1, but it is {num_distributed_optimizer_instances}"
                     )
                 if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size == 1:
-                    raise RefusedError("virtual stages need a pipeline-parallel size above 1")
+                    raise RefusedError("virtual stages need a pipeline_model_parallel_size above 1")
                 ends = {
                     "embedding": get_embedding_ranks or default_embedding_ranks,
                     "position_embedding": get_position_embedding_ranks or default_position_embedding_ranks,
@@ -166,7 +169,7 @@ def initialize_model_parallel(
                 )
         OPTIONS["gloo"] = create_gloo_process_groups
         if create_gloo_process_groups:
-            for kind in _GLOO_KINDS:  # now, while all ranks are here: later only some may ask
+            for kind in _GLOO_KINDS:  # made now, on all ranks: later perhaps not all ranks of a group call the getter
                 gloo_group_of(kind)
         if create_all_gather_group:
             LISTED["dp_cp_ag"] = _apart("dp_cp", timeout)
@@ -181,19 +184,19 @@ def initialize_model_parallel(
 
 
 def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: timedelta) -> None:
-    """Makes the groups within `cp`, by level, and those within `dp_cp`, by size; all ranks that made the others do."""
+    """Makes the hierarchical groups of `cp`, by level, and the hybrid groups of `dp_cp`, by size."""
     me = dist.get_rank()
     for ranks in _lists("cp") if levels else ():
         made, _ = create_hierarchical_groups(me, ranks, levels or (), timeout=timeout, group_desc="CONTEXT_PARALLEL")
         HIERARCHICAL.extend(made)
     for ranks in _lists("dp_cp") if hybrid else ():
         if len(ranks) % 2:
-            raise RefusedError(f"hybrid context parallelism needs an even dp · cp, but it is {len(ranks)}")
+            raise RefusedError(f"hybrid context parallelism needs an even dp × cp, but it is {len(ranks)}")
         HYBRID.update(create_hybrid_dp_cp_groups(me, ranks, None))
 
 
 def destroy_model_parallel() -> None:
-    """Ends the groups, and forgets what setters were given. Every rank calls it; twice is fine. The world stays."""
+    """Destroys the groups and resets the values of setters. Every rank calls it; twice is fine. The world stays."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
@@ -205,7 +208,10 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Leaves a world whose default group has gone; NotInitializedError without one. The state joins the new one."""
+    """Makes the world over torch's default group, unless there is one. Raises NotInitializedError without that group.
+
+    A world that this function made over an earlier default group is destroyed first.
+    """
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -215,7 +221,7 @@ def _join_world() -> None:
     if world is None:
         if not dist.is_initialized():
             raise NotInitializedError(
-                "torch.distributed must be initialised first: call torch.distributed.init_process_group()"
+                "torch.distributed is not initialized; call torch.distributed.init_process_group() first"
             )
         state.init_distributed_environment()
         _JOINED[:] = [weakref.ref(dist.group.WORLD)]
@@ -227,24 +233,23 @@ def _check_sharp(use_sharp: bool, sharp_enabled_group: str | None, instances: in
     if sharp_enabled_group not in (None, "dp", "dp_replica"):
         raise RefusedError(f"sharp_enabled_group must be 'dp' or 'dp_replica', but is {sharp_enabled_group!r}")
     if sharp_enabled_group == "dp_replica" and instances == 1:
-        raise RefusedError("sharp_enabled_group='dp_replica' needs several optimizer instances")
+        raise RefusedError("sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances above 1")
 
 
 def _log_unused(**options: Any) -> None:
-    """Names options in the log that were given and have no meaning here, each once in a process."""
     for name in (name for name, value in options.items() if value and name not in _LOGGED):
         _LOGGED.add(name)
-        logger.info("initialize_model_parallel(%s=…) has no effect here", name)
+        logger.info("initialize_model_parallel: %s has no effect here", name)
 
 
 def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str, GroupOptions]:
-    """Returns the options of Megatron's YAML file, and of groups with a stream of high priority, by our kinds."""
+    """Returns the options of Megatron's YAML file and of groups with a high-priority stream, by our kinds."""
     found: dict[str, dict[str, Any]] = {}
     if path is not None:
         try:
             yaml: Any = importlib.import_module("yaml")
         except ImportError as error:
-            raise RuntimeError("nccl_communicator_config_path needs PyYAML: pip install pyyaml") from error
+            raise RuntimeError("nccl_communicator_config_path needs PyYAML; run: pip install pyyaml") from error
         with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file) or {}
     for name in high_priority or ():
@@ -254,7 +259,7 @@ def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str
 
 
 _Sizes = tuple[int, int, int, int, str]
-"""tp, ep, cp, the axis of gathered weights, and the axis that this one is behind."""
+"""Sizes of tp, ep, cp and gtp_remat, and the axis after which gtp_remat is inserted into the order."""
 
 
 def _make_listed(
@@ -266,7 +271,7 @@ def _make_listed(
     ends: Mapping[str, Callable[[list[int]], list[int]]],
     timeout: timedelta,
 ) -> None:
-    """Fills `LISTED` from two RankGenerators, as Megatron's main does; members alone make each list's group."""
+    """Fills `LISTED` from two RankGenerators, as Megatron's main does. Only the members of a group make it."""
 
     def generator(tp: int, ep: int, cp: int, gtp: int, after: str) -> RankGenerator:
         size = tp * ep * cp * pp * gtp
@@ -277,9 +282,12 @@ def _make_listed(
     of_dense, of_experts = generator(*dense), generator(*experts)
     pipelines = of_dense.get_ranks("pp")
     if pipelines != of_experts.get_ranks("pp"):
-        raise RefusedError(f"the pipeline groups of dense and expert layers must be the same, but in {order!r} aren't")
+        raise RefusedError(f"order {order!r} gives dense and expert layers different pipeline groups; put pp last")
     if not order.endswith("pp") and pp > 1 and of_dense.dp != of_experts.dp:
-        raise RefusedError(f"in {order!r} dense and expert layers must have the same data-parallel size; put pp last")
+        raise RefusedError(
+            f"order {order!r} needs the same data-parallel size for dense and expert layers, but they are "
+            f"{of_dense.dp} and {of_experts.dp}; put pp last"
+        )
     lists = {kind: of_dense.get_ranks(token) for kind, token in _TOKENS.items()}
     lists |= {kind: of_experts.get_ranks(token) for kind, token in _EXPERT_TOKENS.items()}
     lists |= {kind: [pick(list(each)) for each in pipelines] for kind, pick in ends.items()}
@@ -296,12 +304,12 @@ def _make_listed(
 
 
 def _lists(kind: str) -> list[list[int]]:
-    """Returns all groups of a kind in the world; those of a part of it are made by its ranks alone."""
+    """Returns the rank lists of a kind: all of the world, or only this rank's if its members alone made it."""
     return [LISTED[kind][1]] if kind in LISTED else state.get_parallel_groups().layout.groups(kind)
 
 
 def _apart(kind: str, timeout: timedelta | None) -> tuple[Any, list[int]]:
-    """Returns one more group of the ranks of a kind, in which calls don't wait for those in the first."""
+    """Returns a second group of the same ranks, and these; its calls don't wait for those of the first group."""
     found: tuple[Any, list[int]] = (None, [])
     for ranks in _lists(kind):
         group = create_group(ranks, timeout, use_local_synchronization=kind in LISTED, group_desc=f"{kind}_ag")
@@ -315,9 +323,10 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Returns groups of the ranks of `dp_cp` and, for experts, `edp`, apart from those: None where not asked for.
+    """Returns second groups of the ranks of `dp_cp` and `edp`. Every rank of the world calls it.
 
-    An all-gather over them can run beside a reduce-scatter over the others. Every rank of the world calls it.
+    An all-gather over them can overlap a reduce-scatter over `dp_cp` and `edp`. The second is None unless
+    `for_expert_parallelism` and `ep` has several ranks.
     """
     if not has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
@@ -328,12 +337,15 @@ def create_all_gather_groups(
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
-    """Sets the deadline of a process group, or of all: the default one's too. Its ranks call it, and meet in it."""
+    """Sets the timeout of a process group; without one, of all groups and torch's default group.
+
+    All ranks of the group (or of the default group) call it: it runs a barrier.
+    """
     groups = [pg]
     if pg is None:
         kinds = [group_of(kind) for kind in (*VARIABLES.values(), *WITHOUT_GTP)]
         groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.CREATED]))
-    dist.barrier(pg)  # so that no deadline gets shorter in the middle of a call
+    dist.barrier(pg)  # no timeout may become shorter during a call
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:

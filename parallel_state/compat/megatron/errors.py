@@ -1,4 +1,4 @@
-"""This library's usage errors under Megatron's: it raises AssertionError and RuntimeError, which programs catch."""
+"""Usage errors that are also an AssertionError or RuntimeError, which callers of Megatron catch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class InitializedError(AlreadyInitializedError, AssertionError):
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Sizes, order or ranks don't fit: Megatron's RuntimeError or AssertionError."""
+    """Sizes, order or ranks don't fit. Megatron raises RuntimeError or AssertionError."""
 
 
 as_megatrons = functools.partial(raised_as, NotInitializedError, InitializedError, RefusedError)

@@ -1,4 +1,4 @@
-"""Megatron's getters and setters: those that follow from a table, and the others."""
+"""Megatron's getters and setters. Most are generated from a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parallel_state.compat.megatron.lookup import (
 )
 from parallel_state.compat.tables import named
 
-# Kinds by Megatron's flags, whose names, order and defaults are those of its getters.
+# These return the kind for Megatron's flags. Names, order and defaults of the flags are those of Megatron's getters.
 
 
 def _data_parallel(
@@ -72,17 +72,18 @@ _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
     "gtp_weight_remat": ("gtp", "group world_size rank global_ranks"),
     "expert_gtp_weight_remat": ("egtp", "group world_size rank global_ranks"),
 }
-"""Megatron's stems: the kind of group that each means, by its flags if it has some, and its getters."""
+"""Stem of Megatron's getters -> kind of group (or a function of the getter's flags that returns it), and getters."""
 _TEXTS = {
-    "group": "Returns this rank's {} process group; NotInitializedError, or None, without.",
-    "group_gloo": "Returns the gloo group of this rank's {} group; NotInitializedError if none was made.",
+    "group": "Returns this rank's {} process group. Without one, returns None unless `check_initialized`, else raises "
+    "NotInitializedError.",
+    "group_gloo": "Returns the gloo group of this rank's {} group. Raises NotInitializedError if none was made.",
     "global_ranks": "Returns the global ranks of this rank's {} group.",
-    "src_rank": "Returns the global rank of the first one in this rank's {} group.",
-    "world_size": "Returns the number of ranks in this rank's {} group, or what was set.",
-    "rank": "Returns this rank's position in its {} group, or what was set.",
+    "src_rank": "Returns the first global rank of this rank's {} group.",
+    "world_size": "Returns the number of ranks in this rank's {} group, or the setter's value.",
+    "rank": "Returns this rank's position in its {} group, or the setter's value.",
 }
 _NOT_ZERO = ("tp", "pp")
-"""Kinds whose size and rank raise before any initialisation; those of others are 0, as in Megatron."""
+"""Kinds whose size and rank raise before init. Those of other kinds are 0 then, as in Megatron."""
 _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "pipeline_model_parallel_world_size",
             "pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_world_size",
             "expert_model_parallel_world_size", "expert_model_parallel_rank", "expert_tensor_parallel_world_size",
@@ -114,7 +115,7 @@ def _getter(kind: str | Callable[..., str], fact: str, name: str) -> Callable[..
         def get() -> int:
             return ranks_of(by_flags())[0]
 
-    else:  # gloo's, of groups without what gathers each other's weights
+    else:  # group_gloo, always without `gtp`
         flags = [each for each in flags if each.kind is not each.KEYWORD_ONLY]
 
         def get(*given: bool, **named: bool) -> Any:
@@ -126,7 +127,7 @@ def _getter(kind: str | Callable[..., str], fact: str, name: str) -> Callable[..
 
 def _number(kind: str, of: Callable[[str], int], name: str) -> Any:
     has_none = kind in ("etp", "gtp", "egtp") and group_of(kind) is None
-    if has_none and kind == "etp":  # as Megatron, for programs that set sizes without groups
+    if has_none and kind == "etp":  # as in Megatron, for programs that set sizes without making groups
         return CHOSEN.get(name.replace("expert_tensor", "tensor_model"))
     return 0 if has_none or (kind not in _NOT_ZERO and is_before_start()) else of(kind)
 
@@ -138,7 +139,7 @@ def _setter(name: str) -> Callable[..., None]:
     def set_rank(rank: int | None) -> None:
         CHOSEN[f"get_{name}"] = rank
 
-    text = f"Sets what get_{name}() returns; None makes it the group's again. No other rank takes part."
+    text = f"Sets the value that get_{name}() returns; None resets it to the group's. Only this rank is affected."
     return named(__name__, set_rank if name.endswith("rank") else set_world_size, f"set_{name}", text)
 
 
@@ -159,8 +160,8 @@ def _made() -> Iterator[Callable[..., Any]]:
     yield from map(_setter, _SETTERS)
     yield _stage(lambda rank, size: 0, "first", "this pipeline's first stage")
     yield _stage(lambda rank, size: size - 1, "last", "this pipeline's last stage")
-    yield _stage(lambda rank, size: (rank + 1) % size, "next", "the next stage, round the end")
-    yield _stage(lambda rank, size: (rank - 1) % size, "prev", "the previous stage, round the end")
+    yield _stage(lambda rank, size: (rank + 1) % size, "next", "the next stage; the first follows the last")
+    yield _stage(lambda rank, size: (rank - 1) % size, "prev", "the previous stage; the last precedes the first")
 
 
 globals().update({made.__name__: made for made in _made()})
@@ -180,7 +181,7 @@ def is_initialized() -> bool:
 
 
 def is_unitialized() -> bool:
-    """Returns `not is_initialized()`, with a DeprecationWarning: Megatron's name, in its spelling."""
+    """Returns `not is_initialized()`, with a DeprecationWarning. The spelling is Megatron's."""
     _warn("is_unitialized", "use is_initialized instead")
     return not is_initialized()
 
@@ -197,10 +198,11 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns `dp`, with context parallelism `dp_cp`, or this optimizer instance's part of that, `intra_dp_cp`.
+    """Returns the process group of `dp`; `with_context_parallel` of `dp_cp`; `partial_data_parallel` of `intra_dp_cp`.
 
-    `independent_all_gather`: the group of create_all_gather_group. `with_gtp_remat=False` leaves out ranks that gather
-    each other's weights, and hold other data.
+    `intra_dp_cp` is this optimizer instance's part of `dp_cp`. `independent_all_gather` selects the group that
+    `create_all_gather_group` made. `with_gtp_remat=False` leaves out the axis `gtp_remat`, along which ranks gather
+    each other's weights.
     """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return or_raise(group_of("dp_cp_ag"), "dp_cp all-gather")
@@ -209,17 +211,17 @@ def get_data_parallel_group(
 
 
 def has_separate_all_gather_group() -> bool:
-    """Returns True with `create_all_gather_group`."""
+    """Returns True if initialize_model_parallel had `create_all_gather_group=True`."""
     return group_of("dp_cp_ag") is not None
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the global rank of the first one in `dp`, or `dp_cp`."""
+    """Returns the first global rank of `dp`, or of `dp_cp`."""
     return ranks_of("dp_cp" if with_context_parallel else "dp")[0]
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
-    """Returns the group over which FP8 scales are reduced: `tp_dp`, only `tp`, or these with `cp`."""
+    """Returns the group for the reduction of FP8 scales: `tp_dp` or `tp`, each with `_cp` if asked for."""
     kind = ("tp" if tp_only_amax_red else "tp_dp") + ("_cp" if with_context_parallel else "")
     return or_raise(group_of(kind), kind)
 
@@ -232,29 +234,38 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Returns this rank's context-parallel groups by level; NotInitializedError, or None, where none were made."""
+    """Returns this rank's context-parallel groups by level.
+
+    Without them, returns None unless `check_initialized`, else raises NotInitializedError.
+    """
     if not HIERARCHICAL and check_initialized:
-        raise NotInitializedError("no hierarchical context-parallel groups; give hierarchical_context_parallel_sizes")
+        raise NotInitializedError(
+            "there are no hierarchical context-parallel groups; pass hierarchical_context_parallel_sizes to "
+            "initialize_model_parallel"
+        )
     return list(HIERARCHICAL) or None
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Any:
-    """Returns this rank's group of `group_size` neighbours in `dp_cp`, or all of that; KeyError for another size."""
+    """Returns this rank's group of `group_size` neighbors in `dp_cp`; `dp_cp` itself for its own size.
+
+    Raises KeyError for a size without a group.
+    """
     if (0 if is_before_start() else size_of(_data_parallel(True))) == group_size:
         return or_raise(group_of("dp_cp"), "dp_cp") if check_initialized else group_of("dp_cp")
     return HYBRID[group_size]  # type: ignore[index]
 
 
-# Virtual stages of the pipeline.
+# Virtual pipeline stages.
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the virtual stage that was set; None without."""
+    """Returns the current virtual stage as set, or None."""
     return CHOSEN.get("get_virtual_pipeline_model_parallel_rank")
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets the virtual stage, with a DeprecationWarning; the state's as well where it has such a stage."""
+    """Sets the virtual stage, with a DeprecationWarning; also in `parallel_state` if it has this stage."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None
@@ -263,7 +274,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Returns the number of virtual stages on each pipeline rank; None without."""
+    """Returns the number of virtual stages of each pipeline rank, or None."""
     return CHOSEN.get("get_virtual_pipeline_model_parallel_world_size")
 
 
@@ -271,7 +282,7 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
     virtual = get_virtual_pipeline_model_parallel_world_size()
     if not ignore_virtual and virtual is not None:
         if vp_stage is None:
-            raise RefusedError("vp_stage must be given where there are virtual pipeline stages")
+            raise RefusedError("ignore_virtual=False needs vp_stage: the pipeline has virtual stages")
         if vp_stage != (virtual - 1 if last else 0):
             return False
     stage = _get("pipeline_model_parallel_world_size") - 1 if last else 0
@@ -279,17 +290,17 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True in the first pipeline stage; with `ignore_virtual=False` where `vp_stage` is the model's first."""
+    """Returns True on the first pipeline stage; with `ignore_virtual=False` only if `vp_stage` is its first, too."""
     return _is_stage(False, ignore_virtual, vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True in the last pipeline stage; with `ignore_virtual=False` where `vp_stage` is the model's last."""
+    """Returns True on the last pipeline stage; with `ignore_virtual=False` only if `vp_stage` is its last, too."""
     return _is_stage(True, ignore_virtual, vp_stage)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True where this rank, or with `ignore_virtual=False` its `vp_stage`, shares the word embedding."""
+    """Returns True if this rank shares the word embedding; with `ignore_virtual=False` if its `vp_stage` does."""
     if group_of("embedding") is None:
         return False
     ranks, rank = ranks_of("embedding"), dist.get_rank()
@@ -299,12 +310,11 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Returns True where this rank has the position embedding."""
     return group_of("position_embedding") is not None
 
 
 def get_all_ranks() -> str:
-    """Returns the ranks in tp, (gtp,) dp, cp, pp and ep as `0_1_0_3_0`: Megatron's names of shards."""
+    """Returns this rank's positions in tp, (gtp,) dp, cp, pp and ep as `0_1_0_3_0`, for names of shards."""
     gtp = ["gtp_weight_remat"] if _get("gtp_weight_remat_world_size") > 1 else []
     stems = ("tensor_model_parallel", *gtp, "data_parallel", "context_parallel", "pipeline_model_parallel",
              "expert_model_parallel")  # fmt: skip

@@ -1,4 +1,4 @@
-"""`install`: puts this package in the place of `megatron.core.parallel_state`, for programs that aren't changed."""
+"""`install`: replaces `megatron.core.parallel_state` by this package, for unchanged programs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CORE, _NAME = "megatron.core", "megatron.core.parallel_state"
 
 
 def install() -> None:
-    """Makes `megatron.core.parallel_state` this module, for all that is imported from now on, in this process.
+    """Replaces `megatron.core.parallel_state` by this module, in this process.
 
-    Best before the first import of Megatron. Modules that have imported its own already get this one, and its functions
-    by the same names: as attributes, not in default arguments or closures. The log says what was changed. Twice is
-    fine. Raises UnsupportedError without megatron-core, AlreadyInitializedError where Megatron's own groups are there.
+    Call it before the first import of Megatron. In modules that imported Megatron's own already, `install` replaces
+    attributes that hold the module or its functions, but not default arguments or closures. It logs their names. Twice
+    is fine. Raises UnsupportedError without megatron-core, AlreadyInitializedError if Megatron's own groups exist.
     """
     ours = sys.modules[__package__]
     theirs = sys.modules.get(_NAME)
@@ -29,19 +29,19 @@ def install() -> None:
         return
     if theirs is None:
         if importlib.util.find_spec("megatron") is None or not _has_core():
-            raise UnsupportedError("megatron-core isn't installed here; pip install megatron-core")
+            raise UnsupportedError("megatron-core isn't installed; run: pip install megatron-core")
         sys.modules[_NAME] = ours
-        logger.info("%s is %s from now on", _NAME, ours.__name__)
+        logger.info("replaced %s by %s", _NAME, ours.__name__)
         return
     if getattr(theirs, "_DATA_PARALLEL_GROUP", None) is not None:
         raise AlreadyInitializedError(
-            "Megatron's own parallel state has groups already; call install() before its initialize_model_parallel(), "
-            "or its destroy_model_parallel() first"
+            "Megatron's own parallel state already has groups; call install() before its initialize_model_parallel(), "
+            "or call its destroy_model_parallel() first"
         )
     sys.modules[_NAME] = ours
     replaced = _replace(theirs, ours)
     logger.info(
-        "%s is %s from now on; replaced in modules that were imported: %s",
+        "replaced %s by %s; also in modules that had imported it: %s",
         _NAME,
         ours.__name__,
         ", ".join(replaced) or "none",
@@ -55,7 +55,7 @@ def _has_core() -> bool:
 
 
 def _replace(theirs: ModuleType, ours: ModuleType) -> list[str]:
-    """Puts our module and functions where modules hold theirs; returns those modules' names."""
+    """Replaces their module and functions by ours in all modules; returns the names of the changed modules."""
     other: dict[int, Any] = {id(theirs): ours}
     for name, value in vars(theirs).items():
         if getattr(value, "__module__", None) == _NAME and hasattr(ours, name):

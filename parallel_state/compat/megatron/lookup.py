@@ -1,6 +1,7 @@
-"""This rank's groups by kind: those of the state, those that its layouts don't have, and those that a program has put.
+"""Finds this rank's groups by kind, and keeps the values of Megatron's setters.
 
-A kind is a row of the axis table, or one of Megatron's beside it. What setters were given is kept here as well.
+A kind is a row of the axis table, or one that only Megatron has. Its group is, in this order: the one that a program
+assigned to Megatron's module variable, the one in `LISTED`, the one of `parallel_state.state`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from parallel_state.compat.megatron.errors import NotInitializedError, as_megatr
 from parallel_state.compat.megatron.process_groups import create_group
 
 CHOSEN: dict[str, Any] = {}
-"""What setters were given: by the getter's name."""
+"""Values of setters, by the name of the getter."""
 LISTED: dict[str, tuple[Any, list[int]]] = {}
-"""Groups that the state's layouts don't have, by kind, with their ranks."""
+"""Groups that `parallel_state.state` doesn't have, with their ranks, by kind."""
 HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Of the last initialisation: whether there are gloo groups."""
+"""`gloo`: True if the last initialize_model_parallel made gloo groups."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -46,27 +47,27 @@ VARIABLES = {
     }.items()
     for name, kind in kinds.items()
 }  # fmt: skip
-"""Megatron's module variables, which its tools read, and set to groups of their own, which then count."""
+"""Megatron's module variable -> kind. A group that a tool assigns to the variable replaces ours."""
 _VARIABLE_OF = {kind: name for name, kind in VARIABLES.items()}
 
 WITHOUT_GTP = {"dp_gtp": "dp", "dp_cp_gtp": "dp_cp", "intra_dp_cp_gtp": "intra_dp_cp", "edp_gtp": "edp",
                 "intra_edp_gtp": "intra_edp", "tp_ep_pp_gtp": "tp_ep_pp", "gtp": "dp_replicate",
                 "egtp": "dp_replicate"}  # fmt: skip
-"""Kinds that are others where no weights are gathered at each use; `dp_replicate` is this rank alone here."""
+"""Kinds that are equal to another kind if gtp_remat_size is 1. `dp_replicate` is then a group of one rank."""
 
 
 def usual_kind(kind: str) -> str:
-    """Returns the kind without `_gtp` where there is no such group, so that Megatron's usual variable counts."""
+    """Returns the kind without `_gtp` if there is no such group, so that Megatron's variable of that kind is read."""
     return kind if kind in LISTED else WITHOUT_GTP.get(kind, kind)
 
 
-def _put(kind: str) -> Any:
-    """Returns the group that a program has put into Megatron's variable, as its tools do; None if it hasn't."""
+def _assigned(kind: str) -> Any:
+    """Returns the group that a program assigned to Megatron's module variable, or None."""
     return vars(sys.modules[__package__]).get(_VARIABLE_OF.get(kind, ""))
 
 
 def forget() -> None:
-    """Forgets all that is kept here, but for the groups of the state."""
+    """Resets this module: setters' values, assigned variables, and groups that the state doesn't have."""
     for name in VARIABLES:
         vars(sys.modules[__package__]).pop(name, None)
     for kept in (CHOSEN, LISTED, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):
@@ -74,27 +75,27 @@ def forget() -> None:
 
 
 def group_of(kind: str) -> Any:
-    """Returns this rank's process group of a kind: the one that a program has put into Megatron's variable, if any."""
-    put = _put(kind)
-    if put is not None:
-        return put
+    """Returns this rank's process group of a kind, or None."""
+    assigned = _assigned(kind)
+    if assigned is not None:
+        return assigned
     if kind in LISTED:
         return LISTED[kind][0]
     if kind == "dp_cp_ag" or not state.model_parallel_is_initialized():
         return None
     if kind == "inter_dist_opt" and "intra_dp_cp" not in state.get_parallel_groups().layout.parts:
-        return None  # one instance has no others to reduce with
+        return None  # with one optimizer instance there is no group between instances
     group = state.try_get_group(WITHOUT_GTP.get(kind, kind))
     return None if group is None else group.device_group
 
 
 def has_group(kind: str) -> bool:
-    """Returns True if this rank has its group of a kind that every layout has; makes no process group of one rank."""
-    return _put(kind) is not None or kind in LISTED or state.model_parallel_is_initialized()
+    """Returns True if this rank has a group of this kind, without making it. Only for kinds that every layout has."""
+    return _assigned(kind) is not None or kind in LISTED or state.model_parallel_is_initialized()
 
 
 def ranks_of(kind: str) -> list[int]:
-    """Returns the global ranks of this rank's group of a kind; NotInitializedError without."""
+    """Returns the global ranks of this rank's group. Raises NotInitializedError without a group."""
     if kind in LISTED:
         return LISTED[kind][1]
     with as_megatrons():
@@ -102,16 +103,18 @@ def ranks_of(kind: str) -> list[int]:
 
 
 def or_raise(group: Any, kind: str) -> Any:
-    """Returns `group`; NotInitializedError where it is None."""
+    """Returns `group`. Raises NotInitializedError if it is None."""
     if group is None:
         raise NotInitializedError(f"the {kind} group is not initialized; call initialize_model_parallel() first")
     return group
 
 
 def gloo_group_of(kind: str) -> Any:
-    """Returns gloo's process group of a kind; NotInitializedError with create_gloo_process_groups=False."""
+    """Returns the gloo group of a kind. Raises NotInitializedError if create_gloo_process_groups was False."""
     if not OPTIONS.get("gloo", True):
-        raise NotInitializedError(f"the gloo group of {kind} was not made: create_gloo_process_groups was False")
+        raise NotInitializedError(
+            f"the {kind} group has no gloo group: initialize_model_parallel had create_gloo_process_groups=False"
+        )
     if kind not in LISTED:
         with as_megatrons():
             return state.get_group(kind).cpu_group
@@ -123,16 +126,16 @@ def gloo_group_of(kind: str) -> Any:
 
 
 def size_of(kind: str) -> int:
-    """Returns the number of ranks in this rank's group of a kind; NotInitializedError without."""
-    put = _put(kind)
-    return len(ranks_of(kind)) if put is None else int(put.size())
+    """Returns the number of ranks in this rank's group. Raises NotInitializedError without a group."""
+    assigned = _assigned(kind)
+    return len(ranks_of(kind)) if assigned is None else int(assigned.size())
 
 
 def rank_of(kind: str) -> int:
-    """Returns this rank's position in its group of a kind; NotInitializedError without."""
-    put = _put(kind)
-    if put is not None:
-        return int(put.rank())
+    """Returns this rank's position in its group. Raises NotInitializedError without a group."""
+    assigned = _assigned(kind)
+    if assigned is not None:
+        return int(assigned.rank())
     if kind in LISTED:
         return LISTED[kind][1].index(dist.get_rank())
     with as_megatrons():
@@ -140,5 +143,5 @@ def rank_of(kind: str) -> int:
 
 
 def is_before_start() -> bool:
-    """Returns True where there is neither a default group nor a division: sizes are 0 then, in most of Megatron."""
+    """Returns True if there are no groups and no default group. Most of Megatron's sizes are 0 then."""
     return not dist.is_initialized() and not state.model_parallel_is_initialized()

@@ -1,4 +1,4 @@
-"""Megatron's ProcessGroupCollection, from groups of ours and into them."""
+"""Converts between our groups and Megatron's ProcessGroupCollection."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KINDS = {
     "intra_expt_dp": "intra_edp", "intra_dist_opt": "intra_dist_opt", "gtp_remat": "dp_replicate",
     "expt_gtp_remat": "dp_replicate",
 }  # fmt: skip
-"""Fields of a ProcessGroupCollection, and our kinds."""
+"""Field of a ProcessGroupCollection -> our kind of group."""
 
 
 def process_group_collection(groups: ParallelGroups | None = None) -> Any:
-    """Returns Megatron's ProcessGroupCollection of `groups`, or of the current ones; every rank calls it.
+    """Returns Megatron's ProcessGroupCollection of `groups` (default: the current ones). Every rank calls it.
 
-    It has the fields of the installed megatron-core; those without a group are None. Groups that aren't made yet are
-    made. With `install()` Megatron's own `ProcessGroupCollection.use_mpu_process_groups()` does the same for the
-    groups of `initialize_model_parallel`.
+    It has the fields of the installed megatron-core; fields without a group are None. Missing groups are made. After
+    `install()`, Megatron's own `ProcessGroupCollection.use_mpu_process_groups()` does the same for the groups of
+    `initialize_model_parallel`.
     """
     kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     groups = groups or state.get_parallel_groups()
@@ -39,10 +39,10 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns a GroupCoordinator over each of these groups of a ProcessGroupCollection, by its field: `tp`, `dp_cp`, ….
+    """Returns a GroupCoordinator for each named field of a ProcessGroupCollection, by field: `tp`, `dp_cp`, ….
 
-    Every rank of the groups calls it with the same fields in the same order; left out where this rank has no such
-    group. The groups stay their owner's; `destroy()` of each coordinator ends what was made beside its group.
+    Every rank of the groups calls it with the same fields in the same order. Fields without a group on this rank are
+    left out. The coordinators borrow the process groups: `destroy()` ends only what a coordinator made itself.
     """
     found = {name: getattr(collection, name, None) for name in names}
     return {

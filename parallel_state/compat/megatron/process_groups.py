@@ -1,4 +1,4 @@
-"""Process groups by lists of ranks, as Megatron's `create_group` makes them; their options and their deadlines."""
+"""Process groups from rank lists, as Megatron's `create_group` makes them, and their NCCL options."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_BACKEND = "parallel_state"
 CREATED: list[Any] = []
-"""The groups that `create_group` has made on this rank and is in, in its order."""
+"""Groups of this rank that `create_group` made, oldest first."""
 
 
 def backend_of_groups() -> str | None:
-    """Returns the backend of groups that are made without one: on the CPU this library's; None for torch's default.
+    """Returns the default backend of new groups: this library's on the CPU, or None for the default group's.
 
-    PARALLEL_STATE_CPU_BACKEND=gloo leaves it at the default group's, as does a machine without a C++ compiler.
+    None also if PARALLEL_STATE_CPU_BACKEND is set to another backend, or if the backend can't be compiled.
     """
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
@@ -38,13 +38,13 @@ def backend_of_groups() -> str | None:
     try:
         creation.load()
     except UnsupportedError as error:
-        logger.warning("Megatron's groups are of torch's backend %r: %s", default, error)
+        logger.warning("Megatron's groups use torch's backend %r: %s", default, error)
         return None
     return _OWN_BACKEND
 
 
 def forget_groups() -> None:
-    """Destroys them on this rank, unless torch.distributed has ended them already."""
+    """Destroys the groups in CREATED on this rank, unless torch.distributed has destroyed them already."""
     while CREATED:
         group = CREATED.pop()
         if dist.is_initialized() and is_registered(group):
@@ -59,9 +59,9 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Returns torch's `new_group` of these global ranks: all ranks of the world call it, in one order.
+    """Returns torch's `new_group` of these global ranks; the default `backend` is `backend_of_groups()`.
 
-    With `use_local_synchronization` its members only. Without `backend` it has `backend_of_groups()`.
+    All ranks of the world call it in the same order; with `use_local_synchronization` only `ranks` do.
     """
     given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
     group = dist.new_group(**given)
@@ -79,13 +79,14 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Returns this rank's group of each level, and gloo's beside it or None; all ranks of the world call it.
+    """Returns this rank's group of each level, and its gloo group (or None) of each level.
 
-    Sizes [2, 2, 4] of 16 ranks: neighbours in pairs, pairs two apart, and fours four apart. `pg_options`: one, or a
-    list with one for each level. Ranks that aren't in `ranks` get empty lists.
+    All ranks of the world call it. Sizes [2, 2, 4] divide 16 ranks into pairs of neighbors, pairs with stride 2, and
+    groups of 4 with stride 4. `pg_options` is for all levels, or a list with one per level. Ranks outside `ranks` get
+    empty lists.
     """
     groups: list[Any] = []
-    beside: list[Any] = []
+    gloo_groups: list[Any] = []
     levels = hierarchical_ranks(ranks, hierarchical_group_sizes)
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
     for level, (lists, chosen) in enumerate(zip(levels, options, strict=True)):
@@ -95,12 +96,12 @@ def create_hierarchical_groups(
             gloo = create_group(members, timeout, "gloo", group_desc=name) if create_gloo_process_groups else None
             if rank in members:
                 groups.append(made)
-                beside.append(gloo)
-    return groups, beside
+                gloo_groups.append(gloo)
+    return groups, gloo_groups
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Returns this rank's group of 2, 4, … neighbours among `ranks`, by size; all ranks of the world call it."""
+    """Returns this rank's groups of 2, 4, … neighbors among `ranks`, by size. All ranks of the world call it."""
     made = {}
     for members in hybrid_ranks(ranks):
         group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{len(members)}")
@@ -109,32 +110,30 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
     return made
 
 
-# Options of NCCL's communicators, by Megatron's names of groups.
-
 KINDS = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp_cp", "mp": "model", "tp_cp": "tp_cp", "tp_dp": "tp_dp",
     "tp_dp_cp": "tp_dp_cp", "embd": "embedding", "pos_embd": "position_embedding", "ep": "ep", "ep_tp": "etp",
     "tp_ep_mp": "tp_ep", "tp_ep_pp": "tp_ep_pp", "ep_dp": "edp", "intra_dp_cp": "intra_dp_cp",
     "intra_ep_dp": "intra_edp", "inter_ep_dp": "inter_dist_opt", "intra_dist_opt_instance": "intra_dist_opt",
 }  # fmt: skip
-"""Megatron's names of groups in files of options, and ours."""
+"""Megatron's name of a group in its file of NCCL options -> our kind."""
 _NCCLS = ("cga_cluster_size", "min_ctas", "max_ctas")
 _FIELDS = {"is_high_priority_stream": "high_priority_stream", **{name: name for name in _NCCLS}}
 
 
 class UnsupportedNetError(InvalidArgumentError, RuntimeError):
-    """A network was named that NCCL hasn't."""
+    """`net_name` is not a network of NCCL."""
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Returns options of Megatron's file as ours. Raises RuntimeError for a net that isn't one, as Megatron does."""
+    """Converts one group's options of Megatron's file. Raises RuntimeError for an unknown net, as Megatron does."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Returns the ProcessGroupNCCL.Options of a group, by Megatron's name; None where the options don't name it."""
+    """Returns the ProcessGroupNCCL.Options of a group, by Megatron's name, or None if it has no options."""
     if pg_name not in nccl_comm_cfgs:
         return None
     chosen = options_of(nccl_comm_cfgs[pg_name])
@@ -149,5 +148,5 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
 def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
 ) -> None:
-    """Puts one option of one group into `nccl_comm_cfgs`, in place."""
+    """Sets one option of one group in `nccl_comm_cfgs`, in place."""
     nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]

@@ -1,4 +1,4 @@
-"""SGLang's parallel state (0.5.23): the names of `sglang.srt.distributed` and of attention's data parallelism.
+"""SGLang's parallel state (0.5.23): the names of `sglang.srt.distributed` and of `layers.dp_attention`.
 
     from parallel_state.compat import sglang
     sglang.init_distributed_environment(backend="gloo")
@@ -6,8 +6,8 @@
     sglang.initialize_model_parallel()
     x = sglang.tensor_model_parallel_all_reduce(x)
 
-Or `sglang.install()` before the first import of SGLang, whose own layers then run on it. What differs is in `NOTES`,
-what isn't here in `MISSING`.
+Or call `sglang.install()` before the first import of SGLang; its own layers then use this library. `NOTES` lists
+differences, `MISSING` missing names.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ globals().update(collect({
 
 
 def __getattr__(name: str) -> Any:
-    """Returns SGLang's globals, `_TP` and the like."""
+    """Returns one of SGLang's globals, such as `_TP`."""
     if name in MISSING:
         raise absent(__name__, name, MISSING)
     return getattr(parallel_state, name)
 
 
 def install() -> None:
-    """Puts these modules in the place of SGLang's, for what this process imports from now on. Twice is fine.
+    """Replaces the modules of `sglang.srt.distributed` for later imports of this process. Twice is fine.
 
-    Those of `sglang.srt.distributed`; its `layers.dp_attention` then runs over them. Raises AlreadyInitializedError
-    where SGLang's own are imported already.
+    SGLang's `layers.dp_attention` then runs on them. Raises AlreadyInitializedError if SGLang's own modules are already
+    imported.
     """
     places = {
         f"sglang.srt.distributed.{part.__name__.rpartition('.')[2]}": part
@@ -47,37 +47,40 @@ def install() -> None:
     }
     imported = [name for name, part in places.items() if sys.modules.get(name) not in (None, part)]
     if imported:
-        raise AlreadyInitializedError(f"{', '.join(imported)} is imported already; call install() before")
+        raise AlreadyInitializedError(f"{', '.join(imported)} is already imported; call install() before that import")
     sys.modules.update(places)
-    utils.logger.info("%s are those of %s from now on", ", ".join(places), __name__)
+    utils.logger.info("replaced %s by modules of %s", ", ".join(places), __name__)
 
 
 NOTES = reasons({
-    "timeouts, pickle for objects and errors are ours; elastic ranks are refused": "init_distributed_environment",
-    "elastic ranks are refused": "init_world_group",
-    "the lists divide the world; flags of SGLang's kernels have no effect": "init_model_parallel_group",
-    "sizes are 1 until they are set; elastic ranks are refused": "initialize_model_parallel",
-    "the lists divide the world, which is made on demand; flags of SGLang's kernels have no effect": "GroupCoordinator",
-    "is there on every device; SGLang's gives None off ROCm": "GroupCoordinator.fused_allreduce_rmsnorm",
-    "works on the CPU, too": "GroupCoordinator.(all_gatherv reduce_scatterv)",
-    "travels over the CPU": "GroupCoordinator.broadcast_object_list",
-    "its work is our handle: wait() and is_completed()": "P2PWork",
-    "also ends waits for ranks that are gone in groups over gloo": "abort_distributed_environment",
-    "needs our world": "create_custom_parallel_group",
+    "timeouts, pickling of objects and errors are this library's; rejects elastic ranks": (
+        "init_distributed_environment"
+    ),
+    "rejects elastic ranks": "init_world_group",
+    "the rank lists must cover the world; flags of SGLang's kernels have no effect": "init_model_parallel_group",
+    "sizes are 1 until they are set; rejects elastic ranks": "initialize_model_parallel",
+    "the rank lists must cover the world, which it makes if there is none; flags of SGLang's kernels have no effect": (
+        "GroupCoordinator"
+    ),
+    "works on every device; SGLang's returns None without ROCm": "GroupCoordinator.fused_allreduce_rmsnorm",
+    "also works on the CPU": "GroupCoordinator.(all_gatherv reduce_scatterv)",
+    "sends over the CPU group": "GroupCoordinator.broadcast_object_list",
+    "`work` is this library's handle: wait() and is_completed()": "P2PWork",
+    "also ends waits for exited ranks in gloo groups": "abort_distributed_environment",
+    "needs this library's world": "create_custom_parallel_group",
     "raises InvalidArgumentError, a ValueError, not AssertionError": "divide ensure_divisibility",
-    "knows CUDA and the CPU": "get_default_distributed_backend",
-    "the one that SGLang has started in this process": "get_mooncake_transfer_engine",
-    "None, as off NPUs": "get_torch_distributed_pg_options",
-    "has no effect: get_parallel() says it": "initialize_dp_attention_flags",
-    "a function over a registered op; the route chooses the kernel": "outplace_all_reduce",
-    "has no effect: the kernels are SGLang's": (
+    "supports CUDA and the CPU": "get_default_distributed_backend",
+    "returns the engine that SGLang started in this process": "get_mooncake_transfer_engine",
+    "returns None, as SGLang does without NPUs": "get_torch_distributed_pg_options",
+    "has no effect: get_parallel() has the flags": "initialize_dp_attention_flags",
+    "is a function that calls a registered op; the route chooses the kernel": "outplace_all_reduce",
+    "has no effect: this library doesn't use these kernels of SGLang": (
         "set_mscclpp set_torch_symm_mem_all_reduce set_flashinfer_allreduce_only"
     ),
-    "False: no rank joins": "world_dp_gather_enabled",
+    "returns False: elastic ranks are unsupported": "world_dp_gather_enabled",
 })  # fmt: skip
 MISSING = reasons({
-    "the tokens of a batch, their buffers and how they are padded are SGLang's schedule; its own module runs over "
-    "these groups": (
+    "part of SGLang's scheduling of tokens, buffers and padding; SGLang's own module works over these groups": (
         "DpPaddingMode set_dp_buffer_len get_global_dp_buffer get_local_dp_buffer get_global_dp_buffer_len "
         "get_local_dp_buffer_len set_local_dp_buffer_len set_dp_buffer_len_from_batch get_dp_global_num_tokens "
         "get_dp_hidden_size get_dp_dtype get_dp_device set_is_extend_in_batch get_is_extend_in_batch is_dp_max_padding "
@@ -87,11 +90,9 @@ MISSING = reasons({
         "dp_reduce_scatter_tensor get_dp_tbo_comm_stream _tbo_event dp_gather_partial_async get_tbo_persistent_buffer "
         "dp_reduce_scatterv_async"
     ),
-    "ranks that join a running deployment over Mooncake; here ranks start again with parallel_state.reinitialize": (
+    "for ranks that join a running deployment over Mooncake; use parallel_state.reinitialize instead": (
         "enable_joiner_all_gather update_dp_attention_post_scale"
     ),
-    "a kernel of SGLang's for CUDA; the route chooses among ours": "CustomAllReduceV2",
-    "where SGLang keeps vLLM's own getters while they are patched": (
-        "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group"
-    ),
+    "a CUDA kernel of SGLang; the route chooses one of this library's kernels": "CustomAllReduceV2",
+    "SGLang's private copies of vLLM's getters": "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group",
 })  # fmt: skip

@@ -1,6 +1,6 @@
-"""SGLang's `get_parallel()`, which its code reads and overrides: sizes, this rank's positions, and groups when made.
+"""SGLang's `get_parallel()`: sizes, this rank's positions and the groups, which SGLang's code reads and overrides.
 
-Within SGLang its own context is the one: ours writes the groups there, and reads the sizes from it.
+In a process that imported SGLang, this library uses SGLang's own context: reads sizes from it, writes groups to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZES = {
     "tp_size": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "ep_size": 1, "attn_dp_size": 1, "attn_cp_size": 1,
     "moe_dp_size": 1, "shared_experts_tp_size": None, "max_ep_size": None, "ep_join_rank_offset": 0,
 }  # fmt: skip
-"""What is configured, with its default: SGLang's own context has none before its configuration is published."""
+"""Configured values and their defaults. SGLang's own context has no values until it is configured."""
 
 GROUPS = {
     each: f"{each}_group"
@@ -47,15 +47,16 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
     "max_world_size": lambda of: of.max_ep_size or of.launch_world_size,
     **{f"{each}_rank": _rank_in(group) for each, group in GROUPS.items() if each not in ("world", "shared_experts_tp")},
 }
-"""What follows from sizes and groups, unless it is overridden."""
+"""Values computed from sizes and groups, unless overridden."""
 
 NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 
 
 class ParallelContext:
-    """Sizes, ranks and groups by name; an override in a `with` comes before a permanent one, and that before defaults.
+    """Sizes, ranks and groups by name.
 
-    Reading a group that isn't made raises GroupNotInitializedError, a name that there isn't AttributeError.
+    A scoped override takes precedence over a permanent one, and that over the default. Reading a group that isn't made
+    raises GroupNotInitializedError; an unknown name raises AttributeError.
     """
 
     __slots__ = ("_overrides", "_stamp")
@@ -73,14 +74,14 @@ class ParallelContext:
         if name in DERIVED:
             return DERIVED[name](self)
         if name in NAMES:
-            raise GroupNotInitializedError(f"get_parallel().{name} is not there; its group has not been made")
+            raise GroupNotInitializedError(f"get_parallel().{name} is not set: its group has not been made")
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
-        """Sets values until `clear_stamp`.
+        """Sets values until `clear_stamp`, or sets nothing if it raises.
 
-        Raises InvalidArgumentError for a name that there isn't, LayoutError, and nothing is set, for sizes that don't
-        divide, ranks beyond their size, and groups of another size.
+        Raises InvalidArgumentError for an unknown name. Raises LayoutError if sizes don't divide, a rank is not below
+        its size, or a group has another size.
         """
         saved = self._stamp
         self._stamp = {**saved, **_known(values)}
@@ -91,12 +92,12 @@ class ParallelContext:
             raise
 
     def clear_stamp(self) -> None:
-        """Forgets all permanent values."""
+        """Removes all permanent values."""
         self._stamp = {}
 
     @contextmanager
     def override(self, **kwargs: Any) -> Iterator[ParallelContext]:
-        """Sets values in the body; raises as override_permanently. Nests."""
+        """Sets values within the body; can be nested. Raises the errors of override_permanently."""
         saved = self._overrides
         self._overrides = {**saved, **_known(kwargs)}
         try:
@@ -120,9 +121,9 @@ def _check(context: ParallelContext) -> None:
     }.items():
         sizes = [getattr(context, part) for part in parts]
         if sizes[0] * sizes[1] * sizes[2] != context.tp_size:
-            shown = " · ".join(f"{part} {size}" for part, size in zip(parts, sizes, strict=True))
+            shown = " × ".join(f"{part} {size}" for part, size in zip(parts, sizes, strict=True))
             raise LayoutError(f"{whole} {context.tp_size} must be {shown}")
-    # The other groups' sizes need not be theirs: the experts' dp may be attention's wider cp.
+    # Other groups may differ from their size: moe_dp_group may be attn_cp_group, which is larger.
     for name in ("tp", "pp", "attn_tp", "attn_cp", "moe_ep"):
         group, rank, size = (
             _set(context, f"{name}_group"),
@@ -143,13 +144,13 @@ _PARALLEL = ParallelContext()
 
 
 def get_parallel() -> Any:
-    """Returns the context: SGLang's own where its module is imported in this process, else ours, of the same shape."""
+    """Returns SGLang's own context if its module is imported in this process, else ours with the same interface."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     return _PARALLEL if theirs is None else theirs.get_parallel()
 
 
 def field_getter(module: str, name: str, field: str, fact: str = "") -> Callable[[], Any]:
-    """Returns a module's function of this name that gives a field of the context, or the `fact` of a group there."""
+    """Returns a function `name` that returns a field of the context, or the attribute `fact` of that field."""
 
     def get() -> Any:
         found = getattr(get_parallel(), field)

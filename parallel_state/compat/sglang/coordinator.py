@@ -1,10 +1,10 @@
-"""SGLang's GroupCoordinator over ours: tensors in place and into outputs, neighbours as global ranks, lists of handles.
+"""SGLang's GroupCoordinator: a view of one of our groups with SGLang's names, parameters and return types.
 
-Objects of types that aren't registered travel by pickle, as in SGLang: `allow_pickle=True`.
+Objects of unregistered types are pickled, as in SGLang: `allow_pickle=True`.
 """
 
 # mypy: disable-error-code="override"
-# An engine's names have its own parameters.
+# The overrides have the engine's parameters.
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 
 @dataclass
 class P2PWork:
-    """A started transfer: `work` has `wait()`, `payload` is the tensor that must stay as it is until then."""
+    """A started transfer. `work` has `wait()`; `payload` is the tensor that must not change before that returns."""
 
     work: Any | None
     payload: Tensor | None
 
 
 _groups: dict[str, Callable[[], GroupCoordinator | None]] = {}
-"""The coordinators by `unique_name`, weakly."""
+"""Weak references to the coordinators, by `unique_name`."""
 
 
 def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: int | None = None) -> None:
-    """Raises UnsupportedError for ranks that join or return: SGLang does that over Mooncake's process groups."""
+    """Raises UnsupportedError for elastic ranks, which SGLang supports over Mooncake's process groups."""
     if recovered_rank or rank_offset or max_world_size is not None:
         raise UnsupportedError(
-            "recovered_rank, rank_offset and max_world_size are those of elastic expert parallelism over Mooncake; "
-            "here ranks start again with parallel_state.reinitialize"
+            "recovered_rank, rank_offset and max_world_size are unsupported: they belong to elastic expert parallelism "
+            "over Mooncake. Use parallel_state.reinitialize to make a new world"
         )
 
 
 class GroupCoordinator(GroupView):
-    """One group as SGLang's code sees it; `group` is our GroupCoordinator, whose state it shares.
+    """One of our groups with SGLang's interface. `group` is our GroupCoordinator, which shares its state.
 
-    In place, and returned: `all_reduce`, `broadcast`. Inputs of one group are on one device and of one dtype; `src` and
-    `dst` are ranks in the group; `first_rank`, `last_rank`, `next_rank`, `prev_rank` are global ones. Every rank of the
-    group makes a call on tensors. Errors as those of ours.
+    `all_reduce` and `broadcast` work in place and return the tensor. Every rank of the group calls a collective, with
+    tensors of the same device and dtype. `src` and `dst` are ranks in the group; `first_rank`, `last_rank`, `next_rank`
+    and `prev_rank` are global. Calls raise the errors of our GroupCoordinator.
     """
 
     use_pynccl = use_mscclpp = use_torch_symm_mem_all_reduce = False
@@ -104,10 +104,9 @@ class GroupCoordinator(GroupView):
 
     @property
     def group(self) -> Ours:
-        """Returns our GroupCoordinator."""
         return self._made
 
-    # SGLang has these as functions that a communicator's file gave it; where no memory is NCCL's, they do nothing.
+    # SGLang stores these functions of its NCCL allocator in the group. Without NCCL's memory they do nothing.
 
     is_symmetric_memory_enabled = is_allocation_symmetric = staticmethod(lambda: False)
     debug_check_symmetric_mempool = staticmethod(lambda *_, **__: None)
@@ -115,14 +114,14 @@ class GroupCoordinator(GroupView):
     @staticmethod
     @contextmanager
     def use_symmetric_memory(group_coordinator: Any = None, disabled: bool = False) -> Iterator[None]:
-        """Runs the body; tensors in shared memory are those of `group.empty`."""
+        """Just runs the body. Use `group.empty` for tensors in shared memory."""
         yield
 
     @contextmanager
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None, stream: Any = None
     ) -> Iterator[GraphCaptureContext]:
-        """Prepares the group for a CUDA graph, on the stream of the context, on `stream`, or on a new one."""
+        """Prepares the group for a CUDA graph, on the context's stream, on `stream` or on a new one."""
         if graph_capture_context is None and stream is not None:
             graph_capture_context = GraphCaptureContext(stream)
         with self.group.graph_capture(graph_capture_context) as context:
@@ -130,12 +129,12 @@ class GroupCoordinator(GroupView):
 
     # Tensors.
 
-    all_reduce = renamed(Ours.all_reduce_, "input_", "Adds up `input_` over the ranks in place; returns it.")
-    quant_all_reduce = renamed(Ours.all_reduce_, "input_", "Calls `all_reduce`, as SGLang does where there is no NPU.")
+    all_reduce = renamed(Ours.all_reduce_, "input_", "Sums `input_` over the ranks in place; returns it.")
+    quant_all_reduce = renamed(Ours.all_reduce_, "input_", "Calls `all_reduce`, as SGLang does without an NPU.")
     fused_allreduce_rmsnorm = renamed(
         Ours.all_reduce_add_rms_norm,
         "input_ residual_inp_ weight_ eps!",
-        "Returns `(rms_norm(y) * weight_, y)` of `y = sum(input_) + residual_inp_`, of our all_reduce_add_rms_norm.",
+        "Returns `(rms_norm(y) * weight_, y)`, where `y = sum(input_) + residual_inp_`.",
     )
 
     def fused_allreduce_rmsnorm_quant_per_group(
@@ -148,13 +147,13 @@ class GroupCoordinator(GroupView):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> tuple[Tensor, ...] | None:
-        """Returns None: there is no kernel for it, as off ROCm in SGLang, and callers quantise by themselves."""
+        """Returns None, as SGLang does without ROCm: there is no such kernel, and callers quantize themselves."""
         return None
 
     def all_gather(
         self, input_: Tensor, dim: int = -1, output_tensor_list: list[Tensor] | None = None
     ) -> Tensor | None:
-        """Concatenates along `dim`; with `output_tensor_list` copies each rank's tensor there, and returns None."""
+        """Concatenates along `dim`. With `output_tensor_list`, copies each rank's tensor there and returns None."""
         if output_tensor_list is None:
             return self.group.all_gather(input_, dim)
         for output, gathered in zip(output_tensor_list, self.group.all_gather_to_list(input_), strict=True):
@@ -162,40 +161,40 @@ class GroupCoordinator(GroupView):
         return None
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Fills `output`, of `world_size` times the elements, with the ranks' `input`, one behind the other."""
+        """Concatenates the ranks' `input` into `output`, which has `world_size` times the elements."""
         rows = output.view(self.world_size, -1)
         self.group.all_gather(input.reshape(1, -1), 0, out=rows)
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """Gathers each tensor along dim 0, of `sizes[r]` rows on rank r; returns a list, of one for one tensor."""
+        """Concatenates each tensor along dim 0; rank r has `sizes[r]` rows. Returns a list, also for one tensor."""
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
-            raise InvalidArgumentError("output of all_gatherv takes a single tensor, but input_ is a list")
+            raise InvalidArgumentError("all_gatherv with output needs a single tensor, but input_ is a list")
         gathered = [self.group.all_gatherv(each, 0, sizes) for each in inputs]
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Adds up `input`, of `world_size` times the elements, and fills `output` with this rank's share."""
+        """Writes this rank's part of the sum of `input` into `output`. `input` has `world_size` times the elements."""
         self._copy(output, self.group.reduce_scatter(input.reshape(self.world_size, -1), 0))
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> Tensor:
-        """Adds up the r-th tensors of the ranks' lists, and fills `output` on rank r; returns it."""
+        """Sums the r-th tensors of the ranks' lists into `output` on rank r; returns it."""
         self.reduce_scatter_tensor(output, torch.stack(list(input_list)))
         return output
 
     reduce_scatter_along_dim = renamed(
-        Ours.reduce_scatter, "input_ dim", "Returns this rank's slice of the sum along `dim`."
+        Ours.reduce_scatter, "input_ dim", "Returns this rank's slice, along `dim`, of the sum over all ranks."
     )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-        """Returns this rank's `sizes[rank]` rows of the sum, in `output` if there is one."""
+        """Returns this rank's `sizes[rank]` rows of the sum, in `output` if given."""
         scattered = self.group.reduce_scatterv(input_, 0, sizes)
         return scattered if output is None else output.copy_(scattered)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        """Sends the r-th of `world_size` equal parts of `input` to rank r, and fills `output` with what came."""
+        """Sends the r-th of `world_size` equal parts of `input` to rank r; writes the received parts to `output`."""
         self._copy(output, self.group.all_to_all(input.reshape(self.world_size, -1)))
 
     @staticmethod
@@ -205,7 +204,7 @@ class GroupCoordinator(GroupView):
     # Objects and dicts.
 
     def send_object(self, obj: Any, dst: int, async_send: bool = False, tag: int = 0) -> list[P2PWork]:
-        """Sends an object, which recv_object of the same `tag` gets; with `async_send` the started transfers."""
+        """Sends an object to a recv_object with the same `tag`. With `async_send`, returns the started transfers."""
         if tag:
             return self._send_tagged(obj, dst, async_send, tag)
         if async_send:
@@ -218,7 +217,7 @@ class GroupCoordinator(GroupView):
         return self._recv_tagged(src, tag) if tag else self.group.recv_object(src)
 
     def _send_tagged(self, obj: Any, dst: int, async_send: bool, tag: int) -> list[P2PWork]:
-        """Sends past the messenger, which has no tags: the length, then the object with its tensors."""
+        """Sends the length and then the pickled object with torch's isend: our messages have no tags."""
         body = torch.frombuffer(bytearray(pickles.dumps(obj)), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
@@ -242,7 +241,7 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Sends a dict; returns the started transfers, none without `async_send`, the dict itself in a group of one."""
+        """Sends a dict. Returns the started transfers: none without `async_send`. A group of one returns the dict."""
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]
@@ -250,7 +249,7 @@ class GroupCoordinator(GroupView):
     recv_tensor_dict = renamed(
         Ours.recv_tensor_dict,
         "src all_gather_group",
-        "Returns the dict that rank `src` (default: the previous) sends; None in a group of one.",
+        "Returns the dict that rank `src` (default: the previous) sends, or None in a group of one.",
     )
 
     def send_recv_tensor_dict(
@@ -261,7 +260,7 @@ class GroupCoordinator(GroupView):
         send_all_gather_group: Any | None = None,
         recv_all_gather_group: Any | None = None,
     ) -> dict[str, Any] | None:
-        """Sends a dict and receives one at the same time; None in a group of one."""
+        """Sends a dict while receiving one; returns the received dict, or None in a group of one."""
         if self.world_size == 1:
             return None
         sending = self.group.isend_tensor_dict(send_tensor_dict, send_dst, send_all_gather_group)
@@ -271,7 +270,7 @@ class GroupCoordinator(GroupView):
 
 
 def named(group_name: str) -> GroupCoordinator:
-    """Returns the coordinator of a `unique_name`; GroupDestroyedError where it is gone."""
+    """Returns the coordinator with this `unique_name`. Raises GroupDestroyedError if there is none."""
     group = _groups.get(group_name, lambda: None)()
     if group is None:
         raise GroupDestroyedError(f"there is no group {group_name!r}")
@@ -284,7 +283,7 @@ def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
 
 
 def outplace_all_reduce(tensor: Tensor, group_name: str, outplace_all_reduce_method: str) -> Tensor:
-    """Returns the sum as a new tensor; the method is SGLang's choice of a kernel, and the route chooses here."""
+    """Returns the sum as a new tensor. Ignores SGLang's choice of a kernel: the route chooses."""
     return named(group_name).group.all_reduce(tensor)
 
 
@@ -306,7 +305,7 @@ reg_all_to_all_single = _registered("all_to_all_single")
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns functions by name. The table has the group and method that each calls, such as `tp.all_reduce`."""
+    """Returns functions by name. Each calls a method of a group, given in `table` as `tp.all_reduce`."""
 
     found = {}
     for name, call in table.items():

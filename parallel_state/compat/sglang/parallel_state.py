@@ -1,7 +1,8 @@
-"""`sglang.srt.distributed.parallel_state` over our one state: SGLang's init, its groups and their getters.
+"""`sglang.srt.distributed.parallel_state`: SGLang's init, groups and getters, over this library's groups.
 
-SGLang's `tp_size` counts a stage's ranks, which attention divides into tp, cp and dp and the experts into tp, ep and
-dp. Here each is an axis, so `get_tp_group()` is our `tp_dp_cp` and `get_attn_tp_group()` our `tp`.
+SGLang's `tp_size` is the number of ranks of a stage. Attention divides them into tp, cp and dp; the experts divide them
+into tp, ep and dp. In this library each of these is an axis: `get_tp_group()` is our `tp_dp_cp`, `get_attn_tp_group()`
+our `tp`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _NAMES = {
 }
 globals().update(collect(_NAMES))
 _made: dict[str, GroupCoordinator] = {}
-"""Each group that is made, by its name in the context; of equal ranks within a stage it is one."""
+"""Existing groups by their name in the context. Groups that have all ranks of a stage are one object."""
 _patched: set[str] = set()
-"""Names in the context that a scope has replaced."""
+"""Names of groups that a `patch_…` scope has replaced."""
 _vllms: dict[str, Any] = {}
-"""vLLM's own getters, while they are replaced."""
+"""vLLM's own getters, to restore them."""
 _GLOBALS = {
     **{f"_{name.upper()}": group for name, group in GROUPS.items()},
     "_SELF_PP": "self_pp_group",
@@ -51,7 +52,7 @@ _GLOBALS = {
 
 
 def __getattr__(name: str) -> Any:
-    """SGLang's globals (`_TP`, …), which its tests and its diffusion engine read: the group, or None."""
+    """Returns the group for SGLang's globals (`_TP`, …), which its tests and diffusion engine read, or None."""
     if name == "_WORLD":
         world = state.try_get_world_group()
         return None if world is None else GroupCoordinator.of(world)
@@ -74,10 +75,10 @@ def init_distributed_environment(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> None:
-    """Joins the ranks, in torch's default group if there is one, else by making it; every rank calls it.
+    """Makes the world, over torch's default group, which it makes if there is none. Every rank calls it.
 
-    `timeout` in seconds. Objects may travel by pickle, as in SGLang. A second call checks the size. Raises as
-    `parallel_state.init_distributed_environment`, and UnsupportedError for ranks that join or return.
+    `timeout` is in seconds. Objects may be pickled, as in SGLang. A second call only checks the world's size. Raises
+    the errors of `parallel_state.init_distributed_environment`, and UnsupportedError for elastic ranks.
     """
     refuse_elastic(recovered_rank, 0, max_world_size)
     if state.try_get_world_group() is None:
@@ -93,11 +94,13 @@ def init_distributed_environment(
                 timeout,
                 allow_pickle=True,
             )
-        if not dist.is_initialized():  # a world of one needs none, but SGLang's code asks for it
+        if not dist.is_initialized():  # our world of one rank doesn't need it, but SGLang's code does
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = state.get_world_group()
     if dist.get_world_size() != world.world_size:
-        raise AlreadyInitializedError(f"the world has {world.world_size} ranks, torch's group {dist.get_world_size()}")
+        raise AlreadyInitializedError(
+            f"the world has {world.world_size} ranks, but torch's default group has {dist.get_world_size()}"
+        )
     if moe_a2a_backend == "nixl":
         utils.set_global_tcp_store(default_store().raw)
     get_parallel().override_permanently(world_group=GroupCoordinator.of(world))
@@ -110,7 +113,7 @@ def init_world_group(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Returns the group of all ranks over torch's default group; every rank calls it."""
+    """Returns the group of all ranks, over torch's default group. Every rank calls it."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -129,7 +132,10 @@ def init_model_parallel_group(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Returns this rank's group among lists of global ranks; every rank of the world is in one, and calls it alike."""
+    """Returns this rank's group from lists of global ranks.
+
+    Every rank of the world passes the same lists and is in one of them.
+    """
     custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(
         group_ranks, local_rank, backend, False, False, custom, False, False, False,
@@ -145,15 +151,17 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> None:
-    """Makes the groups with the sizes of `get_parallel()`, and writes them there; every rank calls it alike.
+    """Makes the groups from the sizes in `get_parallel()`, and writes them there. Every rank passes the same arguments.
 
-    `duplicate_tp_group` makes one more of tp's ranks, with process groups of its own. `enable_symm_mem` has no meaning
-    here. Raises as `parallel_state.initialize_model_parallel`.
+    `duplicate_tp_group` makes a second group of tp's ranks, with its own process groups. `enable_symm_mem` is ignored.
+    Raises the errors of `parallel_state.initialize_model_parallel`.
     """
     refuse_elastic(recovered_rank, rank_offset, max_world_size)
     asked, world = get_parallel(), state.get_world_group()
     if asked.tp_size * asked.pp_size != world.world_size:
-        raise LayoutError(f"tp_size {asked.tp_size} · pp_size {asked.pp_size} must be all {world.world_size} ranks")
+        raise LayoutError(
+            f"tp_size {asked.tp_size} × pp_size {asked.pp_size} must be the world size, {world.world_size}"
+        )
     attn_tp = asked.tp_size // asked.attn_cp_size // asked.attn_dp_size
     dcp, shared = asked.attn_dcp_size, asked.shared_experts_tp_size or 1
     for whole, part, name in ((asked.tp_size, dcp, "attn_dcp_size"), (attn_tp, shared, "shared_experts_tp_size")):
@@ -198,7 +206,7 @@ def initialize_model_parallel(
 
 
 def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
-    """Returns a ProcessGroup of `group_ranks`, the same on each of them; every rank of the world calls it."""
+    """Returns a ProcessGroup of `group_ranks`. Every rank of the world calls it; members pass the same ranks."""
     mine = sorted(set(group_ranks))
     asked = state.get_world_group().all_gather_object(mine)
     made = {each: dist.new_group(list(each), backend=backend) for each in sorted({tuple(each) for each in asked})}
@@ -211,26 +219,29 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Ends the groups; the world stays. Every rank calls it; twice is fine."""
+    """Destroys the groups; the world stays. Every rank calls it; twice is fine."""
     _reset_bootstrap()
     get_parallel().clear_stamp()
     made = {id(group): group for group in _made.values()}
     _made.clear()
-    with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are ended
+    with contextlib.ExitStack() as stack:  # destroys all groups even if one raises
         stack.callback(state.destroy_model_parallel)
         for group in made.values():
             stack.callback(group.destroy)
 
 
 def _reset_bootstrap() -> None:
-    """Lets SGLang's own start run again in this process, as its destroy does."""
+    """Lets SGLang's own bootstrap run again in this process."""
     bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
     if bootstrap is not None:
         bootstrap.reset_parallel_initialised()
 
 
 def destroy_distributed_environment() -> None:
-    """Ends the world, and torch's default group whoever made it, as SGLang's. Every rank calls it; twice is fine."""
+    """Destroys the world and torch's default group, as SGLang does. Every rank calls it; twice is fine.
+
+    It also destroys a default group that the program made.
+    """
     destroy_model_parallel()
     state.destroy_distributed_environment()
     if dist.is_initialized():
@@ -238,7 +249,7 @@ def destroy_distributed_environment() -> None:
 
 
 def abort_distributed_environment() -> None:
-    """Ends this rank's waits in all process groups without a word to the others, which may be gone. Raises nothing."""
+    """Aborts this rank's waits in all process groups, without contacting other ranks. Logs errors, raises none."""
     if not dist.is_initialized():
         return
     world = state.try_get_world_group()
@@ -248,12 +259,12 @@ def abort_distributed_environment() -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if abort is not None:
             abort()
-    except Exception as error:  # the process is on its way out
-        logger.warning("the abort of the process groups failed: %s: %s", type(error).__name__, error)
+    except Exception as error:  # callers are about to exit
+        logger.warning("aborting the process groups failed: %s: %s", type(error).__name__, error)
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Ends groups and world, and frees unused memory; on demand shuts Ray down."""
+    """Destroys groups and world, and frees unused memory. Optionally shuts Ray down."""
     destroy_distributed_environment()
     aliases.cleanup_dist_env_and_memory(shutdown_ray)
     gc.collect()
@@ -264,14 +275,14 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 @contextmanager
 def pdmux_prefill_tp_group() -> Iterator[None]:
-    """Makes the duplicate of the tp group the one that `get_tp_group()` gives, in the body."""
+    """Within the body, `get_tp_group()` returns the duplicate of the tp group."""
     with get_parallel().override(tp_group=_of("pdmux_prefill_tp_group")):
         yield
 
 
 @contextmanager
 def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `pp_group` the pipeline in the body: a draft model that isn't cut into stages. Doesn't nest."""
+    """Replaces the pipeline group within the body, for a draft model without stages. Can't be nested."""
     values = {"pp_size": pp_group.world_size, "pp_rank": pp_group.rank_in_group, "pp_group": pp_group}
     with _replaced("pp_group", pp_group), get_parallel().override(**values):
         yield
@@ -279,10 +290,10 @@ def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: bool) -> Iterator[None]:
-    """Makes `tp_group` the tp group in the body: a draft model. Doesn't nest.
+    """Replaces the tp group within the body, for a draft model. Can't be nested.
 
-    With `owns_attention` it is that of attention, too, and there is no other dimension. Within SGLang its own flag for
-    the place in the gather of attention's dp is kept, as by SGLang.
+    With `owns_attention` it is also attention's tp group, and all other axes have size 1. As in SGLang, this rank keeps
+    its slot in the gather over attention's dp ranks.
     """
     size, rank = tp_group.world_size, tp_group.rank_in_group
     values: dict[str, Any] = {"tp_size": size, "tp_rank": rank, "tp_group": tp_group}
@@ -298,7 +309,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Keeps, within SGLang, where this rank stands in the gather of attention's dp, which the sizes no longer say."""
+    """Stores this rank's slot in the gather of attention's dp in SGLang's flags: the replaced sizes lose it."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:
@@ -316,7 +327,7 @@ def _gather_slot(owns_attention: bool) -> Iterator[None]:
 @contextmanager
 def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
     if name in _patched:
-        raise AlreadyInitializedError(f"the {name} is patched already; patches don't nest")
+        raise AlreadyInitializedError(f"{name} is already patched; patches can't be nested")
     _patched.add(name)
     before = _made.get(name)
     _made[name] = group
@@ -331,7 +342,7 @@ def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
-    """Prepares every group that model layers call for a CUDA graph, on `stream` or on a new one."""
+    """Prepares all groups that model layers use for a CUDA graph, on `stream` or on a new one."""
     names = ("tp", "pp", "dcp", "attn_tp", "shared_experts_tp", "moe_ep", "moe_tp")
     groups = {id(group): group for name in names if (group := _made.get(f"{name}_group")) is not None}
     with contextlib.ExitStack() as stack:
@@ -342,40 +353,40 @@ def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
         yield context
 
 
-# Flags of SGLang's kernels. The first is ours as well.
+# Flags of SGLang's kernels. Only the first has an effect.
 
 
 set_custom_all_reduce = state.set_custom_all_reduce
 
 
 def _no_such_kernel(enable: bool) -> None:
-    """Has no effect: the kernels are SGLang's; which one carries a tensor is the route's choice here."""
+    """Has no effect: this library doesn't use these kernels of SGLang. The route chooses the kernel."""
 
 
 set_mscclpp = set_torch_symm_mem_all_reduce = set_flashinfer_allreduce_only = _no_such_kernel
 
 
 def _tag_groups_for_flashinfer_allreduce_only() -> None:
-    """Has no effect: no group has a workspace of FlashInfer's."""
+    """Has no effect: groups have no FlashInfer workspace."""
 
 
 def get_default_distributed_backend(device: str) -> str:
-    """Returns the backend for a device's tensors: NCCL for CUDA, else gloo, or what PARALLEL_STATE_BACKEND says."""
+    """Returns PARALLEL_STATE_BACKEND if set, else NCCL for CUDA and gloo for other devices."""
     return settings.BACKEND.get() or ("nccl" if device == "cuda" else "gloo")
 
 
 def get_torch_distributed_pg_options(group_name: str | None = None) -> None:
-    """Returns None: SGLang has options for NPUs alone."""
+    """Returns None: SGLang has options for NPUs only."""
 
 
 def get_mooncake_transfer_engine() -> Any | None:
-    """Returns the engine that SGLang has started in this process, or None."""
+    """Returns the engine that SGLang started in this process, or None."""
     theirs = sys.modules.get("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
     return None if theirs is None else theirs.get_mooncake_transfer_engine()
 
 
 def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
-    """Gives vLLM's module, if it is installed, our world, tp and pp getters; `reverse` gives its own back."""
+    """Replaces vLLM's world, tp and pp getters by ours, if vLLM is installed. `reverse` restores its own."""
     with contextlib.suppress(ImportError):
         import vllm.distributed.parallel_state as theirs
 
@@ -389,7 +400,7 @@ def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
 
 def _of(name: str) -> GroupCoordinator:
     if name not in _made:
-        raise GroupNotInitializedError(f"the {name} has not been made; initialize_model_parallel() makes it")
+        raise GroupNotInitializedError(f"{name} has not been made; call initialize_model_parallel() first")
     return _made[name]
 
 
@@ -405,17 +416,16 @@ _GETTERS = {
     "get_world_size": ("world_group", "world_size"),
     "get_world_rank": ("world_group", "rank_in_group"),
 }
-"""SGLang's getters: a field of `get_parallel()`, or a fact of the group there."""
+"""SGLang's getter -> field of `get_parallel()` and optionally an attribute of it."""
 globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})
 get_world_group, get_tp_group, get_pp_group = (globals()[f"get_{name}_group"] for name in ("world", "tp", "pp"))
 get_tensor_model_parallel_group, get_pipeline_model_parallel_group = get_tp_group, get_pp_group
 
 
 def get_self_pp_group() -> GroupCoordinator:
-    """Returns the pipeline of this rank alone, for a draft model."""
+    """Returns a pipeline group of this rank alone, for a draft model."""
     return _of("self_pp_group")
 
 
 def get_dcp_group_no_assert() -> GroupCoordinator | None:
-    """Returns the decode context-parallel group; None where there is none."""
     return _made.get("dcp_group")

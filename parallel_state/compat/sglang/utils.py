@@ -1,4 +1,4 @@
-"""`sglang.srt.distributed.utils`: sizes that divide, layers of a stage, and a group over nothing but a store."""
+"""`sglang.srt.distributed.utils`: divisibility, layers of a stage, and StatelessProcessGroup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 class _Resources:
-    """Holds the store where SGLang, whose context has a place for it, isn't imported."""
+    """Holds the store if SGLang, whose context has a field for it, isn't imported."""
 
     tcp_store: Any = None
 
@@ -34,33 +34,32 @@ def _resources() -> Any:
 
 
 def set_global_tcp_store(store: dist.Store) -> None:
-    """Keeps the store that all ranks share."""
     _resources().tcp_store = store
 
 
 def get_global_tcp_store() -> dist.Store | None:
-    """Returns the store that all ranks share; None, and a warning, before there is one."""
+    """Returns the store that all ranks share. Returns None and logs a warning if it isn't set."""
     store = _resources().tcp_store
     if store is None:
-        logger.warning("there is no global store; set_global_tcp_store() keeps one")
+        logger.warning("there is no global TCPStore; call set_global_tcp_store() first")
     return store
 
 
 def get_group_rank_size(group: Any) -> tuple[int, int]:
-    """Returns this rank's position in the group and the group's size; those of one rank for None."""
+    """Returns this rank's position in the group and the group's size; (0, 1) for None."""
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
 def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False) -> Any:
-    """Returns `num_partitions` equal slices of the last dim, as views unless asked to be contiguous: a tuple."""
+    """Returns a tuple of `num_partitions` equal slices of the last dim, as views unless asked to be contiguous."""
     return tuple(utilities.split_tensor_along_last_dim(tensor, num_partitions, contiguous_split_chunks))
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the first layer of stage `pp_rank` and the one after its last.
+    """Returns the first layer of stage `pp_rank` and the layer after its last.
 
-    Layers that don't divide evenly go to the last stages, one each, or all as SGLANG_PP_LAYER_PARTITION lists them
-    (`9,11`): InvalidArgumentError where that doesn't fit. A stage alone has all layers.
+    If layers don't divide evenly, the last stages get one more each. SGLANG_PP_LAYER_PARTITION (`9,11`) overrides this
+    for several stages; raises InvalidArgumentError if it doesn't fit.
     """
     layers = layers_in("SGLANG_PP_LAYER_PARTITION", num_hidden_layers, pp_size) if pp_size > 1 else None
     if layers is None:
@@ -72,16 +71,16 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 @dataclasses.dataclass
 class StatelessProcessGroup(StoreGroup):
-    """Objects between processes that share a store, and nothing else."""
+    """Exchanges objects over a store."""
 
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
+        """Waits until every rank has called it."""
         self.all_gather_obj(None)
 
     @staticmethod
     def create(
         host: str, port: int, rank: int, world_size: int, data_expiration_seconds: int = 3600
     ) -> StatelessProcessGroup:
-        """Returns a group over a TCPStore that rank 0 serves at this address; every rank calls it."""
+        """Returns a group over a TCPStore that rank 0 serves at this address. Every rank calls it."""
         store = dist.TCPStore(host, port, world_size, is_master=rank == 0)
         return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)

@@ -1,21 +1,22 @@
-"""vLLM's `parallel_state`, with `communication_op` and its message queue, over the one state.
+"""vLLM's `parallel_state`, `communication_op` and message queue, over this library's groups.
 
     from parallel_state.compat import vllm as ps
     ps.init_distributed_environment(world_size, rank, "tcp://…", local_rank, "gloo")
     ps.ensure_model_parallel_initialized(2, 2)
 
-Names, parameters and return types are vLLM's (0.33); `NOTES` says where one differs, `MISSING` what there isn't.
-A program's `vllm.distributed.…` imports find their names at the same paths here: `utils`, `parallel_state`,
-`communication_op`, `device_communicators.pynccl` and `device_communicators.shm_broadcast`.
-`message_queue` needs no vLLM. `plugin`, `platform` and `communicator`, which import it, run its CPU engine on this
-library: see the setting PARALLEL_STATE_PLUGIN.
+Names, parameters and return types are those of vLLM 0.33; `NOTES` lists differences, `MISSING` missing names. The
+modules `utils`, `parallel_state`, `communication_op`, `device_communicators.pynccl` and
+`device_communicators.shm_broadcast` have the same paths as in `vllm.distributed`.
+
+`plugin`, `platform` and `communicator` import vLLM and run its CPU engine on this library (see the setting
+PARALLEL_STATE_PLUGIN). All other modules, also `message_queue`, work without vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import pickle as pickle  # vLLM's tree imports it from its utils
+import pickle as pickle  # vLLM's modules import it from its utils
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -44,28 +45,30 @@ from parallel_state.state import model_parallel_is_initialized
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
 NOTES = reasons({
-    "has the stream, and what our own capture needs beside it": "GraphCaptureContext",
-    "is the tensor-parallel group: an engram table is cut over it": "get_etp_group",
-    "is the expert-parallel group: its calls don't run beside that group's": "get_eplb_group",
-    "is the group of a model's ranks, whether they are on one host or several": "get_inner_dp_world_group",
-    "acts on groups that are made later": "set_custom_all_reduce",
-    "raises InvalidArgumentError where vLLM's asserts": "split_tensor_along_last_dim divide ensure_divisibility",
-    "readers on other hosts are refused: vLLM's own has them": "MessageQueue",
-    "is of gloo, whatever the backend": "stateless_init_torch_distributed_process_group",
-    "is os.sched_yield, which this library calls nowhere": "sched_yield",
+    "has more fields than `stream`: this library's capture needs them": "GraphCaptureContext",
+    "returns the tensor-parallel group: an engram table is divided over it": "get_etp_group",
+    "returns the expert-parallel group, so its calls don't overlap with that group's": "get_eplb_group",
+    "returns the group of a model's ranks, also if they are on several hosts": "get_inner_dp_world_group",
+    "affects only groups that are made later": "set_custom_all_reduce",
+    "raises InvalidArgumentError where vLLM asserts": "split_tensor_along_last_dim divide ensure_divisibility",
+    "refuses readers on other hosts; vLLM's own queue supports them": "MessageQueue",
+    "always makes a gloo group, whatever `backend` is": "stateless_init_torch_distributed_process_group",
+    "is os.sched_yield; this library doesn't call it": "sched_yield",
 })  # fmt: skip
 MISSING = reasons({
-    "a patch of torch's op for float8 on CUDA, which torch has since": "patched_fused_scaled_matmul_reduce_scatter",
-    "the same": "patched_fused_scaled_matmul_reduce_scatter_fake",
-    "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew": "_replace_active_groups",
-    "elastic expert parallelism, as above": "_init_stateless_group",
-    "of vLLM's queue within: the ring of this library's is `message_queue`'s": (
+    "patches torch's float8 op on CUDA; torch has this fix now": (
+        "patched_fused_scaled_matmul_reduce_scatter patched_fused_scaled_matmul_reduce_scatter_fake"
+    ),
+    "elastic expert parallelism; use `parallel_state.reinitialize` to make a new world": (
+        "_replace_active_groups _init_stateless_group"
+    ),
+    "internal to vLLM's queue; this library's queue has its own ring": (
         "SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG "
         "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S to_bytes_big SpinCondition ShmRingBuffer "
         "MessageQueue.(acquire_write acquire_read recv buffer current_idx deadline local_reader_rank local_socket "
         "n_warning remote_socket started tensor_arena timeout warning_wait_time_ms)"
     ),
-    "a field of the queue's handle, `message_queue.Handle`": (
+    "a field of the message queue's handle, which is `message_queue.Handle` here": (
         "Handle.(local_reader_ranks buffer_handle local_subscribe_addr local_notify_addr remote_subscribe_addr "
         "remote_addr_ipv6 tensor_arena_handle)"
     ),
@@ -85,17 +88,17 @@ _NAMES = {
     stateless: "*",
     capture_stream: "GraphCaptureContext",
 }
-"""vLLM's names that lie elsewhere."""
+"""vLLM's names that other modules define."""
 globals().update(collect(_NAMES))
 
 
-# Groups by name, as vLLM's registered ops take them.
+# Collectives that take a group's name, as vLLM's registered ops do.
 
 
 def _named(group_name: str) -> GroupCoordinator:
     group = groups.get(group_name)
     if group is None:
-        raise ValueError(f"there is no group {group_name!r}; there are {', '.join(sorted(groups)) or 'none'}")
+        raise ValueError(f"there is no group {group_name!r}; groups: {', '.join(sorted(groups)) or 'none'}")
     return group
 
 
@@ -105,12 +108,12 @@ def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    """Returns this rank's slice along `dim` of the sum over the named group."""
+    """Returns this rank's slice, along `dim`, of the sum over the named group."""
     return _named(group_name).reduce_scatter(tensor, dim)
 
 
 def all_gather(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    """Returns the tensors of the named group's ranks, along `dim`."""
+    """Returns the tensors of the named group's ranks, concatenated along `dim`."""
     return _named(group_name).all_gather(tensor, dim)
 
 
@@ -130,9 +133,9 @@ def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) 
 
 
 def _each_communicator(method: str) -> None:
-    """Calls the method of each communicator that has it, of all groups that there are, in one order on all ranks."""
+    """Calls a method of each communicator that has it, for all groups, in the same order on all ranks."""
     made = [*groups.values(), state.try_get_world_group()]
-    if model_parallel_is_initialized():  # which layers may have used without a getter of this module
+    if model_parallel_is_initialized():  # also groups that no getter of this module has returned
         made += state.get_parallel_groups().groups.values()
     for _, route in sorted({each.unique_name: each.route for each in made if each is not None}.items()):
         for communicator in () if route.closed else route.communicators:
@@ -140,12 +143,12 @@ def _each_communicator(method: str) -> None:
 
 
 def suspend_device_comms() -> None:
-    """Frees the memory of communicators that can be resumed; every rank calls it, with no call under way."""
+    """Frees the memory of communicators that support it. Every rank calls it, while no other call is in progress."""
     _each_communicator("suspend")
 
 
 def resume_device_comms() -> None:
-    """Brings suspended communicators back; every rank calls it."""
+    """Resumes suspended communicators. Every rank calls it."""
     _each_communicator("resume")
 
 
@@ -156,7 +159,7 @@ checkpoint_prepare_distributed_state, checkpoint_restore_distributed_state = sus
 
 
 def _usable(backend: str | None) -> str | None:
-    """Returns the backend, gloo in place of one that this machine can't have, as vLLM."""
+    """Returns the backend, or gloo if it is unavailable on this machine, as vLLM does."""
     is_there = backend is None or (
         dist.is_backend_available(backend) and (backend != "nccl" or torch.cuda.is_available())
     )
@@ -171,9 +174,10 @@ def init_distributed_environment(
     backend: str = "nccl",
     timeout: timedelta | None = None,
 ) -> None:
-    """Joins this process with the others of its world; twice is fine.
+    """Makes the world; every rank calls it, and twice is fine.
 
-    Within vLLM's config `rank` and `world_size` are those of a data-parallel replica: the world is of all of them.
+    If vLLM's config has several data-parallel replicas or nodes, `rank` and `world_size` are those of a replica. The
+    world then has the ranks of all replicas.
     """
     config = parallel_config()
     is_part = config is not None and config.distributed_executor_backend != "external_launcher"
@@ -195,17 +199,15 @@ def init_distributed_environment(
 
 
 def _get_unique_name(name: str) -> str:
-    """Returns a name for a group that no other has: tp:0, tp:1."""
     return unique_name(name)
 
 
 def _register_group(group: GroupCoordinator) -> None:
-    """Lets ops find a group by its `unique_name`."""
     groups[group.unique_name] = group
 
 
 def _split_tensor_dict(tensor_dict: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[Tensor]]:
-    """Returns a dict's items, with metadata in the place of tensors, and these."""
+    """Returns a dict's items with each tensor replaced by its metadata, and the list of tensors."""
     items = [
         (key, TensorMetadata(each.device.type, each.dtype, each.size()) if isinstance(each, Tensor) else each)
         for key, each in tensor_dict.items()
@@ -220,7 +222,7 @@ def __getattr__(name: str) -> Any:
     if name == "_WORLD":
         world = state.try_get_world_group()
         return None if world is None else GroupCoordinator.of(world)
-    if name in _AXES:  # programs ask whether it is None
+    if name in _AXES:  # programs test these for None
         return globals()[f"get{name.lower()}_group"]() if model_parallel_is_initialized() else None
     if name == "_ENABLE_CUSTOM_ALL_REDUCE":
         return state._CUSTOM_ALL_REDUCE
@@ -228,7 +230,7 @@ def __getattr__(name: str) -> Any:
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
-    """Makes the world's group over an initialised default group."""
+    """Makes the world's group over torch's default group."""
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, _usable(backend) or "gloo", allow_pickle=True))
 
 
@@ -241,7 +243,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Returns this rank's group among lists of global ranks; every rank of the world calls it alike."""
+    """Returns this rank's group from lists of global ranks. Every rank of the world passes the same lists."""
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
@@ -249,20 +251,20 @@ def init_model_parallel_group(
 
 
 def destroy_distributed_environment() -> None:
-    """Ends the world, and torch's default group. Twice is fine."""
+    """Destroys the world and torch's default group. Twice is fine."""
     state.destroy_distributed_environment()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Ends all groups and frees what they held."""
+    """Destroys all groups and the world, and frees their memory."""
     aliases.cleanup_dist_env_and_memory(shutdown_ray)
     destroy_distributed_environment()
 
 
 def _node_count(pg: Any) -> int:
-    """Returns the number of hosts of a group's ranks; all of them call it."""
+    """Returns the number of hosts of a group's ranks. Every rank of the group calls it."""
     return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
 
 
@@ -283,7 +285,7 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Divides the world, in the order ExternalDP × DP × PP × PCP × TP; what is left over is data parallel."""
+    """Makes the model's groups, in the order ExternalDP × DP × PP × PCP × TP. Remaining ranks are data parallel."""
     _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 
@@ -294,7 +296,7 @@ def ensure_model_parallel_initialized(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Divides the world unless that is done; raises ConfigMismatchError where it is by other sizes."""
+    """Makes the model's groups unless they exist. Raises ConfigMismatchError if they have other sizes."""
     given = locals()
     if not model_parallel_is_initialized():
         initialize_model_parallel(**given)
@@ -302,7 +304,7 @@ def ensure_model_parallel_initialized(
         _divide(state.ensure_model_parallel_initialized, **given)
 
 
-# Getters raise NotInitializedError, an AssertionError as vLLM's, which its attention layers catch.
+# Getters raise NotInitializedError, which is an AssertionError: vLLM's attention layers catch that.
 
 
 def get_world_group() -> GroupCoordinator:
@@ -313,7 +315,7 @@ def get_world_group() -> GroupCoordinator:
 
 def _getter(axis: str, name: str = "", all2all: bool = False) -> Callable[[], GroupCoordinator]:
     def get() -> GroupCoordinator:
-        try:  # without as_assertion(), which costs more than the rest
+        try:  # as_assertion() would cost more than the rest of the getter
             made = state.get_group(axis)
         except GroupNotInitializedError as error:
             raise NotInitializedError(str(error)) from error
@@ -322,7 +324,7 @@ def _getter(axis: str, name: str = "", all2all: bool = False) -> Callable[[], Gr
             view.group_ranks = state.get_parallel_groups().layout.groups(axis)
         return view
 
-    text = f"Returns this rank's {axis} group. Every rank of it makes the first call: it may make the group."
+    text = f"Returns this rank's {axis} group. Every rank of it makes the first call, which may make the group."
     return named(__name__, get, f"get_{name or axis}_group", text)
 
 
@@ -333,17 +335,17 @@ get_etp_group, get_eplb_group = get_tp_group, get_ep_group
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
-    """Returns None: each data-parallel replica holds the whole table."""
+    """Returns None: each data-parallel replica holds the whole engram table."""
     return None
 
 
 def get_engram_dp_size() -> int:
-    """Returns 1, the number of replicas over which an engram table is cut."""
+    """Returns 1: an engram table isn't divided over data-parallel replicas."""
     return 1
 
 
 def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
-    """Returns size of, and rank in, the decode-context group; (1, 0) if not `enabled`, or before there is one."""
+    """Returns the size of the decode-context group and this rank in it; (1, 0) if not `enabled` or before init."""
     if not enabled or not model_parallel_is_initialized():
         return 1, 0
     return len(state.get_group_ranks("dcp")), state.get_group_rank("dcp")
@@ -362,7 +364,7 @@ get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "
 
 @contextlib.contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Prepares the tp, pp and dp groups for CUDA graphs that are captured within it."""
+    """Prepares the tp, pp and dp groups for CUDA graphs that the body captures."""
     with _graph_capture(device) as capture:
         yield capture
 
@@ -376,5 +378,5 @@ for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
-    """Returns the dict of rank `src` of the tensor-parallel group on all of its ranks."""
+    """Returns the dict of the tensor-parallel group's rank `src`, on all of its ranks."""
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src)

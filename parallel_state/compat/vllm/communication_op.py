@@ -1,3 +1,3 @@
-"""vLLM's `distributed.communication_op` at its own path: names of the package above."""
+"""vLLM's `distributed.communication_op`: the names of the package above."""
 
 from parallel_state.compat.vllm.parallel_state import __getattr__ as __getattr__

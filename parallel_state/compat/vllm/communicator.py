@@ -1,4 +1,4 @@
-"""The communicator of vLLM's CPU groups: each over a coordinator of the same ranks. Imports vLLM."""
+"""The communicator of vLLM's CPU groups. Each runs on a GroupCoordinator of the same ranks. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class Communicator(CpuCommunicator):
-    """Carries the collectives and transfers of one of vLLM's groups.
+    """Runs the collectives and transfers of one of vLLM's groups.
 
-    Ranks are ranks in the group, as in vLLM's own. All results are new tensors, but for `broadcast`, which fills its
-    argument. Errors name the ranks that are missing; the end of any rank of the engine, of this group or not, ends all
-    waits.
+    Ranks are positions in the group, as in vLLM. Results are new tensors, but `broadcast` works in place. Errors name
+    the missing ranks. If any rank of the engine exits, even one outside this group, all waits raise.
     """
 
     supports_tensor_dict = True
@@ -34,7 +33,7 @@ class Communicator(CpuCommunicator):
         unique_name: str = "",
         use_all2all: bool = False,
     ) -> None:
-        DeviceCommunicatorBase.__init__(  # vLLM's own class for CPUs looks for its shared-memory ops next
+        DeviceCommunicatorBase.__init__(  # skips CpuCommunicator's init, which sets up vLLM's shared-memory ops
             self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
         )
         timeout = get_cpu_distributed_timeout_or_none() or timedelta(minutes=30)
@@ -73,11 +72,11 @@ for _name in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "redu
     setattr(Communicator, _name, _of_group(_name))
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
-"""By torch's default group: the coordinator over it, by which all ranks hear of an end, and who is within."""
+"""torch's default group -> its coordinator, which detects exits of all ranks, and the communicators that use it."""
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """Returns the coordinator over the default group, which the first communicator's ranks, all of the engine, make."""
+    """Returns the coordinator over the default group. The first communicator, which has all ranks, makes it."""
     everyone = dist.group.WORLD
     if everyone not in _outer:
         _outer[everyone] = GroupCoordinator.from_process_group(everyone, name="world", timeout=timeout), set()
@@ -87,7 +86,7 @@ def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
 
 
 def _leave(member: Communicator) -> None:
-    """Ends the coordinator over the default group with the last communicator."""
+    """Destroys the coordinator over the default group when its last communicator leaves."""
     for everyone, (outer, members) in list(_outer.items()):
         members.discard(member)
         if not members:

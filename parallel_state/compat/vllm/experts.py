@@ -1,8 +1,8 @@
-"""Gives vLLM's kernel for experts on CPUs, under expert parallelism, the ids of this rank's experts.
+"""Fixes expert parallelism of vLLM's CPU engine: passes local expert ids to its kernel.
 
-vLLM 0.32 and 0.33 give `cpu_fused_moe`, which has the weights of a rank's own experts, the ids of all ranks'; it reads
-behind their end, and the worker ends with a segmentation fault, whatever the communicator. `apply` gets the map from
-global to local ids, and passes it to nobody.
+vLLM 0.32 and 0.33 pass global expert ids to `cpu_fused_moe`, which has only the weights of this rank's experts. It
+reads past the end of the weights, and the worker ends with a segmentation fault, whatever the communicator. vLLM's
+`apply` receives the map from global to local ids, but doesn't use it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def install() -> bool:
-    """Has the CPU's experts take the map into account; returns False where there are none of that shape."""
+    """Wraps `CPUUnquantizedExperts.apply` so that it applies `expert_map`. Returns False if vLLM has no such class."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     except ImportError:
@@ -36,9 +36,10 @@ def install() -> bool:
 
 
 def localized(weights: Tensor, ids: Tensor, expert_map: Tensor, applied_to_input: bool) -> dict[str, Any]:
-    """Returns arguments of `apply` with local ids, `[tokens, top_k]`: experts of other ranks weigh nothing.
+    """Returns arguments of `apply` with local ids. Experts of other ranks get weight 0.
 
-    `expert_map`: -1 for those, else the local id. Weights that were applied to the input are ones here.
+    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has the local id of each expert, or -1 for those of other
+    ranks. With `applied_to_input` the weights of local experts become 1.
     """
     local = expert_map[ids.long()]
     weights = torch.ones_like(weights) if applied_to_input else weights

@@ -1,7 +1,7 @@
-"""vLLM's GroupCoordinator: a view of one of ours, with vLLM's names, parameters and return types."""
+"""vLLM's GroupCoordinator: a view of one of our groups with vLLM's names, parameters and return types."""
 
 # mypy: disable-error-code="override"
-# An engine's names have its own parameters.
+# The overrides have the engine's parameters.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallel_state.groups.coordinator import GroupCoordinator as Ours
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
 groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
-"""By `unique_name`, for the ops that are called with it."""
+"""Groups by `unique_name`, for ops that take the name."""
 
 
 class Handle(Protocol):
@@ -34,22 +34,22 @@ class Handle(Protocol):
 
 
 class GroupCoordinator(GroupView):
-    """One group as vLLM sees it; calls go the way of ours, whose facts it shares.
+    """One of our groups with vLLM's interface.
 
-    Ranks in `src` and `dst` are ranks in the group, `rank`, `first_rank`, `next_rank` and their like global ones.
+    `src` and `dst` are ranks in the group. `rank`, `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
     """
 
     device_communicator: GroupCoordinator | None
-    """Returns this coordinator, which has what callers use of it; None for one rank, or where none was asked for."""
+    """This coordinator itself; None in a group of one rank or without `use_device_communicator`."""
     mq_broadcaster: MessageQueue | None
-    """None: objects go through the group's own queues."""
+    """Always None: objects use the group's own queues."""
     device_index: int
     group_ranks: list[list[int]]
     torch_distributed_backend: str
     cpu_timeout: timedelta | None
     use_device_communicator: bool
     use_custom_op_call: bool
-    """True: each collective is a registered op."""
+    """Always True: each collective is a registered op."""
     use_cpu_custom_send_recv: bool
 
     def __init__(
@@ -62,12 +62,12 @@ class GroupCoordinator(GroupView):
         group_name: str | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """Makes the group; every rank of the world calls it alike, and is in one of the lists of global ranks.
+        """Makes the group. Every rank of the world passes the same lists of global ranks, and is in one of them.
 
-        Over a default group of torch's alone the first one makes the world.
+        Makes the world first if there is only torch's default group.
         """
         if not dist.is_initialized():
-            state.get_world_group()  # raises where there is none
+            state.get_world_group()  # raises if there is no world
         made = self._make(
             group_ranks,
             local_rank,
@@ -95,7 +95,7 @@ class GroupCoordinator(GroupView):
         groups[self.unique_name] = self
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
-        """Creates another process group of the same ranks; every rank of the world calls it."""
+        """Makes another process group of the same ranks. Every rank of the world calls it."""
         made = [
             (ranks, dist.new_group(ranks, backend=self.torch_distributed_backend, group_desc=group_desc))
             for ranks in self.group_ranks
@@ -105,7 +105,7 @@ class GroupCoordinator(GroupView):
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
     ) -> MessageQueue:
-        """Creates a queue from one rank of the group to all others, which call it as well."""
+        """Makes a queue from one rank of the group to all others. Every rank of the group calls it."""
         return MessageQueue.create_from_process_group(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
         )
@@ -113,7 +113,7 @@ class GroupCoordinator(GroupView):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """Creates a queue from each rank to one of them; returns this rank's, and on the reader all handles."""
+        """Makes a queue from each rank to one reader. Returns this rank's queue, and on the reader all handles."""
         reader = self.ranks[reader_rank_in_group]
         return MessageQueue.create_from_process_group_single_reader(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
@@ -122,25 +122,29 @@ class GroupCoordinator(GroupView):
     graph_capture = renamed(
         Ours.graph_capture,
         "graph_capture_context",
-        "Prepares the group for CUDA graphs that are captured within it.",
+        "Prepares the group for CUDA graphs that the body captures.",
     )
 
     # Tensors.
 
-    all_reduce = renamed(Ours.all_reduce, "input_", "Returns the sum over all ranks, a new tensor.")
+    all_reduce = renamed(Ours.all_reduce, "input_", "Returns the sum over all ranks as a new tensor.")
     all_gather = renamed(Ours.all_gather, "input_ dim", "Concatenates the ranks' tensors along `dim`.")
     all_gatherv = renamed(
-        Ours.all_gatherv, "input_ dim sizes", "Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."
+        Ours.all_gatherv,
+        "input_ dim sizes",
+        "Concatenates the ranks' tensors, of `sizes[r]` rows each, along `dim`. Takes one tensor or a list of tensors.",
     )
     reduce_scatter = renamed(
-        Ours.reduce_scatter, "input_ dim", "Sums over all ranks and returns this rank's slice along `dim`."
+        Ours.reduce_scatter, "input_ dim", "Returns this rank's slice, along `dim`, of the sum over all ranks."
     )
-    reduce_scatterv = renamed(Ours.reduce_scatterv, "input_ dim sizes", "Sums and scatters in slices of `sizes`.")
+    reduce_scatterv = renamed(
+        Ours.reduce_scatterv, "input_ dim sizes", "Returns this rank's slice, of `sizes[rank]`, of the sum."
+    )
 
     def reduce_scatterv_into_output(
         self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> Tensor:
-        """Sums and scatters as reduce_scatterv, into `output`, which it returns."""
+        """Writes the result of reduce_scatterv into `output`; returns it."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))
 
     cpu_all_reduce_ = renamed(Ours.all_reduce_, "tensor", "Sums a CPU tensor over all ranks in place; returns it.")
@@ -149,31 +153,32 @@ class GroupCoordinator(GroupView):
 
     send_object = renamed(Ours.send_object, "obj dst!", "Sends an object to rank `dst`.")
     recv_object = renamed(Ours.recv_object, "src!", "Returns the object that rank `src` sends.")
-    isend_object = renamed(Ours.isend_object, "obj dst!", "Starts send_object.")
+    isend_object = renamed(Ours.isend_object, "obj dst!", "Starts send_object; returns its handle.")
     send_tensor_dict = renamed(
         Ours.send_tensor_dict,
         "tensor_dict dst all_gather_group all_gather_tensors",
-        "Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None.",
+        "Sends a dict to rank `dst` (default: the next). Returns the dict in a group of one rank, else None.",
     )
     recv_tensor_dict = renamed(
         Ours.recv_tensor_dict,
         "src all_gather_group all_gather_tensors",
-        "Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank.",
+        "Returns the dict that rank `src` (default: the previous) sends, or None in a group of one rank.",
     )
     isend_tensor_dict = renamed(
         Ours.isend_tensor_dict,
         "tensor_dict dst all_gather_group all_gather_tensors",
-        "Starts send_tensor_dict; returns its handles, none in a group of one rank.",
+        "Starts send_tensor_dict; returns a list of its handles, empty in a group of one rank.",
         then=list,
     )
     irecv_tensor_dict = renamed(
         Ours.irecv_tensor_dict,
         "src all_gather_group all_gather_tensors",
-        "Starts to receive: a dict that the handles' `wait()` fills, these, and what is called after them.",
+        "Starts recv_tensor_dict; returns the dict that the handles' `wait()` fills, the handles, and the functions to "
+        "call after them.",
         then=lambda handle: tuple(list(each) if at else each for at, each in enumerate(handle)),
     )
 
-    # Experts, in the plain form: all of a group's tokens go to all of its ranks.
+    # Expert parallelism without token routing: every rank gets all tokens of the group.
 
     def _expert_group(self, is_sequence_parallel: bool) -> GroupCoordinator:
         return self if is_sequence_parallel else GroupCoordinator.of(state.get_dp_group())
@@ -181,7 +186,7 @@ class GroupCoordinator(GroupView):
     def _dispatch(
         self, tensors: list[Tensor], extra_tensors: list[Tensor] | None, is_sequence_parallel: bool
     ) -> tuple[Any, ...]:
-        """Returns all ranks' rows of the tensors; the extra ones, if there are, as a list behind them."""
+        """Returns the tensors with the rows of all ranks, then the list of extra tensors if given."""
         gathered = [*tensors, *(extra_tensors or ())]
         if self._all2all:
             group, rows = self._expert_group(is_sequence_parallel), tensors[0].shape[0]
@@ -197,7 +202,10 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Returns all ranks' rows of `[tokens, …]` tensors: of the data-parallel ranks, or of this group's."""
+        """Returns the tensors, `[tokens, …]`, with the rows of all data-parallel ranks.
+
+        With `is_sequence_parallel` the rows of all ranks of this group. Returns the inputs without `use_all2all`.
+        """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 
     def dispatch(
@@ -208,11 +216,11 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Returns what dispatch_router_logits does, of tokens whose experts are chosen."""
+        """Works as dispatch_router_logits, for tokens whose experts are already chosen."""
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Sums the ranks' results for the rows of the last dispatch; returns those of this rank's tokens."""
+        """Returns the sum of the ranks' results for this rank's tokens of the last dispatch."""
         if not self._all2all:
             return hidden_states
         return self._expert_group(is_sequence_parallel).reduce_scatterv(hidden_states, 0, self._sizes)
@@ -224,5 +232,5 @@ class GroupCoordinator(GroupView):
         return None
 
     def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Combines into `output`, which it returns."""
+        """Writes the result of `combine` into `output`; returns it."""
         return output.copy_(self.combine(hidden_states, is_sequence_parallel))

@@ -1,8 +1,9 @@
-"""vLLM's MessageQueue over this library's queue: one writer, readers in other processes, which need no process group.
+"""vLLM's MessageQueue over this library's queue: one writer process, reader processes, no process group.
 
-All ends are on one host and share a ring in a segment, see `device_communicators.cpu.message_queue`: a scheduler that
-waits leaves its core to the workers. vLLM's own queue has readers on other hosts, and its plug-in takes that for them.
-Messages are pickled, as vLLM's: give a handle only to processes that may run code here.
+All ends are on one host and share a ring in a segment (see `device_communicators.cpu.message_queue`). Waiting ends
+spin for at most 100 µs and then sleep, so a waiting scheduler leaves its core to the workers. For readers on other
+hosts the plug-in uses vLLM's own queue. Messages are pickled, as in vLLM: give a handle only to processes that are
+trusted to run code in this one.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _PAGE_BYTES = 4096
 _CHUNK_BYTES = 256 << 10
 _SPIN_NS, _CROWDED_SPIN_NS = 100_000, 2_000
 _LOG_S = 60.0
-_FOREVER_S = 1e9  # the other end lives, or the wait ends
+_FOREVER_S = 1e9  # waits have no timeout: they end if the other end's process exits
 _GRACE_S = 0.5
-"""The time in which a process that goes because its peer went may hear of it in its own way first."""
+"""Delay before PeerDiedError, so that the program's own handling of the exit (`shutdown`) can run first."""
 _NAP_S = 0.001
 _READY = b"READY"
 _OUT_OF_BAND_BYTES = 1 << 20
@@ -58,13 +59,13 @@ _OUT_OF_BAND_BYTES = 1 << 20
 
 @dataclass
 class Handle:
-    """Locates a queue for its readers; picklable."""
+    """Locates a queue for its readers. Picklable."""
 
     local_reader_ranks: list[int] = field(default_factory=list)
     buffer_handle: tuple[int, int, int, str] | None = None
-    """Local readers, bytes of a chunk, chunks, and the segment's name."""
+    """Number of local readers, bytes per chunk, number of chunks, name of the segment."""
     local_subscribe_addr: str | None = None
-    """Not used; there for vLLM's callers, as the next ones are."""
+    """Unused, as are the next fields; vLLM's callers expect them."""
     local_notify_addr: str | None = None
     remote_subscribe_addr: str | None = None
     remote_addr_ipv6: bool = False
@@ -72,7 +73,7 @@ class Handle:
 
 
 class _Ring:
-    """The segment of a queue as this process has mapped it, and its end there: the writer's, `me` 0, or a reader's."""
+    """This process's mapping of a queue's segment, and its end of the queue. `me` is 0 for the writer."""
 
     def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
@@ -87,7 +88,7 @@ class _Ring:
             raise SegmentError(f"{self._size_bytes >> 10} KiB can't be mapped")
         ends = tuple(range(readers + 1))
         self._facts = (c_int64 * (2 * len(ends))).from_address(self._address)
-        """PID and its namespace of each end, the writer first."""
+        """PID and PID namespace of each end, the writer first."""
         self._facts[2 * me + 1] = local_namespace("pid")
         self._facts[2 * me] = os.getpid()
         segment.close()
@@ -98,16 +99,16 @@ class _Ring:
         self._opening = threading.Lock()
 
     def pid(self, index: int) -> int:
-        """Returns the process of an end, 0 for one that hasn't come."""
+        """Returns the PID of an end, or 0 if it has not opened the queue."""
         return int(self._facts[2 * index])
 
     @property
     def end(self) -> Any:
-        """Returns this end's Sender or Receiver, made at the first call: then the others' processes are watched."""
+        """Returns this end's Sender or Receiver. The first call makes it and starts to watch the other processes."""
         with self._opening:
             if self._end is None:
                 ends, me = self._place.ranks, self._members.rank
-                watched = ends[1:] if me == 0 else ends[:1]  # other readers' ends are the writer's affair
+                watched = ends[1:] if me == 0 else ends[:1]  # readers watch the writer only
                 is_near = [at in watched and self._facts[2 * at + 1] == self._facts[2 * me + 1] for at in ends]
                 pids = [self.pid(at) if near else -1 for at, near in zip(ends, is_near, strict=True)]
                 self._liveness = self._library.ps_liveness_new((c_int64 * len(ends))(*pids), len(ends))
@@ -118,12 +119,12 @@ class _Ring:
             return self._end
 
     def leave(self) -> None:
-        """Tells the other ends, and sends back who waits here."""
+        """Marks this end closed: waits here and at the other ends raise."""
         if self._end is not None:
             self._end.leave()
 
     def close(self) -> None:
-        """Frees the end and its memory, unless a thread is in it still."""
+        """Frees the end and its memory, unless a thread still uses it."""
         if self._end is not None:
             if not self._end.close():
                 return
@@ -132,7 +133,7 @@ class _Ring:
 
 
 class MessageQueue:
-    """A queue from one process to others; see the module's text, and vLLM's class of this name for the interface."""
+    """A queue from one process to others, with the interface of vLLM's class."""
 
     HANDLE = Handle
     handle: Handle
@@ -151,12 +152,14 @@ class MessageQueue:
         connect_ip: str | None = None,
         enable_shm_tensor_arena: bool = False,
     ) -> None:
-        """Makes the writing end; `export_handle` is for the readers. So many unread messages fit as `max_chunks`, of
-        at most 256 KiB; a longer message waits for its readers to begin. Raises UnsupportedError without shared memory,
-        and where some readers aren't local.
+        """Makes the writing end. Pass `export_handle()` to the readers.
+
+        The queue holds `max_chunks` unread messages (at least 2), each of at most `max_chunk_bytes` and 256 KiB. The
+        writer of a longer message waits for its readers. Raises UnsupportedError without shared memory, or if some
+        readers aren't local.
         """
         if not 0 <= n_local_reader <= n_reader:
-            raise UsageError(f"n_local_reader must be in 0 … {n_reader}, all readers, but is {n_local_reader}")
+            raise UsageError(f"n_local_reader must be in 0 … {n_reader} (n_reader), but is {n_local_reader}")
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
         if len(ranks) != n_local_reader:
             raise UsageError(f"local_reader_ranks must name {n_local_reader} ranks, but is {ranks}")
@@ -166,14 +169,14 @@ class MessageQueue:
         shape = Shape(min(_CHUNK_BYTES, -(-max_chunk_bytes // 64) * 64), max(2, max_chunks))
         with _needing_shared_memory("a message queue"):
             segment = Segment.make()
-            # Its name goes when all have opened it, and with this object or process at the latest.
+            # The name is unlinked when all readers have opened it, at the latest with this object or process.
             self._unlink = weakref.finalize(self, _unlink, segment, os.getpid())
             self._ring = _Ring(segment, shape, n_local_reader, 0)
         handle.buffer_handle = (n_local_reader, *shape, segment.name)
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """Returns the reading end of `rank`, which must be among the handle's local readers."""
+        """Returns the reading end of `rank`. It must be one of the handle's local readers."""
         if rank not in handle.local_reader_ranks or handle.buffer_handle is None:
             raise UsageError(f"the readers of the message queue are {handle.local_reader_ranks}, without rank {rank}")
         self: MessageQueue = object.__new__(MessageQueue)
@@ -192,11 +195,10 @@ class MessageQueue:
         self._lock = threading.Lock()
 
     def export_handle(self) -> Handle:
-        """Returns what `create_from_handle` takes."""
         return self.handle
 
     def wait_until_ready(self) -> None:
-        """Returns once all ends have come. Every process of the queue calls it."""
+        """Waits until all ends have opened the queue. Every process of the queue calls it."""
         if self._is_writer:
             while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
                 self._check()
@@ -209,7 +211,7 @@ class MessageQueue:
             raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
 
     def shutdown(self) -> None:
-        """Sends back who waits in this end, with RuntimeError, and tells the others. From any thread."""
+        """Closes this end: waits here raise RuntimeError, and the other ends detect it. Callable from any thread."""
         self.shutting_down = True
         self._ring.leave()
 
@@ -218,7 +220,7 @@ class MessageQueue:
             raise RuntimeError("cancelled")
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        """Sends an object to all readers. Raises TimeoutError where it finds no room in time, and isn't sent then."""
+        """Sends an object to all readers. If the queue is full for `timeout` s, raises TimeoutError without sending."""
         if not self._is_writer:
             raise UsageError("only the writer of a message queue can enqueue")
         head, bodies = _encode(obj)
@@ -233,15 +235,15 @@ class MessageQueue:
         deadline = time.monotonic() + (timeout or 0.0)
         while timeout is not None and not sender.has_room():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self} had no room for a message in {timeout:g} s")
+                raise TimeoutError(f"{self} stayed full for {timeout:g} s")
             time.sleep(_NAP_S)
             self._check()
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
         """Returns the next object. Raises TimeoutError after `timeout` seconds.
 
-        A wait without end says in the log that it lasts, unless it is `indefinite`. Raises PeerDiedError once the
-        writer's process has ended and all that it sent was read, RuntimeError after `shutdown`.
+        A wait without `timeout` is logged every 60 s unless `indefinite`. Raises PeerDiedError if the writer's process
+        exited and all of its messages were read, RuntimeError after `shutdown`.
         """
         if self._is_writer:
             raise UsageError("only the readers of a message queue can dequeue")
@@ -251,10 +253,10 @@ class MessageQueue:
                 receiver: Receiver = self._ring.end
                 while not receiver.poll(_LOG_S if timeout is None else timeout, "dequeue"):
                     if timeout is not None:
-                        raise TimeoutError(f"{self} had no message in {timeout:g} s")
+                        raise TimeoutError(f"{self} had no message for {timeout:g} s")
                     if not indefinite:
                         logger.info(
-                            "no message for %d s on %s, whose other end lives: it computes, or hangs", _LOG_S, self
+                            "%s had no message for %d s; its writer is alive, and computes or hangs", self, _LOG_S
                         )
                 head = receiver.head()
                 data = head.data or receiver.read_on(head.head_bytes, "dequeue")
@@ -262,7 +264,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Names the process of an end that has gone; after `shutdown` raises RuntimeError instead."""
+        """Adds the exited end's process to errors of the body. After `shutdown` raises RuntimeError instead."""
         try:
             yield
         except (PeerDiedError, GroupDestroyedError) as error:
@@ -280,7 +282,7 @@ class MessageQueue:
             ) from error
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """Sends `obj` on the writer, which it returns there; returns the next object on readers."""
+        """On the writer, sends `obj` and returns it. On readers, returns the next object."""
         if self._is_writer:
             self.enqueue(obj)
             return obj
@@ -290,7 +292,10 @@ class MessageQueue:
     def create_from_process_group_single_reader(
         pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
-        """Returns a queue that each rank writes and the global `reader_rank` reads, and there all ranks' handles."""
+        """Makes a queue from each rank to the global `reader_rank`. Every rank of the group calls it.
+
+        Returns this rank's queue, and on the reader the handles of all ranks' queues (elsewhere an empty list).
+        """
         _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))
         queue = MessageQueue(1, 1, None, max_chunk_bytes, max_chunks)
         handles = _exchange(pg, queue.handle)
@@ -307,9 +312,10 @@ class MessageQueue:
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """Returns the queue from `writer_rank`, one in the group, to the others; all of its ranks call it.
+        """Returns the queue from `writer_rank`, a rank in the group, to the others. Every rank of the group calls it.
 
-        With the handle of a queue that some other process writes, `writer_rank` passes it on and reads as well.
+        If `external_writer_handle` is given, another process is the writer: `writer_rank` shares the handle with the
+        group and is a reader, too.
         """
         queue, handle = None, external_writer_handle
         _check_local(same := in_the_same_node_as(pg, writer_rank))
@@ -332,7 +338,7 @@ class MessageQueue:
 
     def __del__(self) -> None:
         if getattr(self, "_pid", None) == os.getpid():
-            with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone
+            with contextlib.suppress(Exception):  # modules may be torn down at interpreter exit
                 self._ring.close()
 
 
@@ -345,16 +351,14 @@ def _needing_shared_memory(what: str) -> Iterator[None]:
 
 
 def _check_local(readers: Sequence[bool]) -> None:
-    """Raises UnsupportedError unless all readers are on the writer's host."""
     if not all(readers):
         raise UnsupportedError(
             f"all readers of a message queue must be on the writer's host, but {[*readers].count(False)} of "
-            f"{len(readers)} are on other hosts. Use vLLM's own MessageQueue for these readers"
+            f"{len(readers)} are on other hosts. Use vLLM's own MessageQueue for them"
         )
 
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Any]:
-    """Returns the handles of a process group's ranks, all of which call it."""
     ranks = range(dist.get_world_size(pg))
     every = Watcher().gather("queue", ranks, bytes(pickles.dumps(handle)), settings.TIMEOUT_S.get(), gloo=pg)
     return [pickles.loads(each) for each in every]
@@ -366,14 +370,14 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
-    """Returns the pickle with the sizes of its long buffers before it, and these."""
+    """Returns the head (number and sizes of the long buffers, then the pickle) and the long buffers."""
     bodies: list[Any] = []
 
     def is_in_band(buffer: Any) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _OUT_OF_BAND_BYTES:
             return True
-        bodies.append(bytearray(raw) if raw.readonly else raw)  # torch takes no memory that is for reading alone
+        bodies.append(bytearray(raw) if raw.readonly else raw)  # torch.frombuffer needs writable memory
         return False
 
     pickled = pickles.dumps(obj, is_in_band)
@@ -383,7 +387,7 @@ def _encode(obj: Any) -> tuple[bytes, list[Any]]:
 def _decode(head: bytes | memoryview, take: Callable[[int], bytearray]) -> Any:
     count, *_ = struct.unpack_from("<Q", head)
     sizes = struct.unpack_from(f"<{count}Q", head, 8)
-    buffers = [take(size) for size in sizes]  # all of them, whatever becomes of the pickle
+    buffers = [take(size) for size in sizes]  # read all of them first: loads() may raise
     return pickles.loads(memoryview(head)[8 * (count + 1) :], buffers=buffers)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's `distributed.parallel_state` at its own path: the names of the package above."""
+"""vLLM's `distributed.parallel_state`: the names of the package above."""
 
 from __future__ import annotations
 

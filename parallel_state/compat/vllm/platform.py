@@ -1,4 +1,4 @@
-"""The platform of vLLM's plug-in: vLLM's own for this CPU, with this library's communicator. Imports vLLM."""
+"""The plug-in's platform class: vLLM's own CPU platform with this library's communicator. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Base: Any = resolve_obj_by_qualname(platforms.builtin_platform_plugins["cpu"]()
 
 
 class ParallelStateCpuPlatform(_Base):
-    """vLLM's CPU platform, whose groups communicate by this library."""
+    """vLLM's CPU platform with this library's communicator."""
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

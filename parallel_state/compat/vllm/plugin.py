@@ -1,7 +1,7 @@
-"""Decides whether vLLM runs on this library, and puts the message queue in place; imports vLLM.
+"""Decides if vLLM runs on this library, and installs the message queue. Imports vLLM.
 
-The platform class and its communicator are found by vLLM itself. The queue has no such hook: modules of vLLM's that
-have imported the class get ours instead. `experts` mends what would end expert parallelism.
+vLLM itself loads the platform class and its communicator. It has no hook for the queue, so `install` replaces the class
+in vLLM's modules. `experts` fixes a crash of expert parallelism.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _asking = threading.local()
 
 
 class StandBackError(Exception):
-    """vLLM is left as it is; the text says why."""
+    """vLLM must run unchanged, for the reason in the text."""
 
 
 def find_platform() -> str | None:
-    """Returns the name of the platform class. Raises StandBackError where vLLM wouldn't run on the CPU's own class."""
-    if vars(_asking):  # by another plug-in that looks whether it is alone, as this one does
+    """Returns the name of the platform class. Raises StandBackError unless vLLM would use its own CPU platform."""
+    if vars(_asking):  # another platform plug-in calls this one from within _check_alone
         return None
     _asking.now = True
     try:
@@ -36,7 +36,7 @@ def find_platform() -> str | None:
     try:
         native.load()
     except native.NativeUnavailableError as error:
-        raise StandBackError(f"its compiled part can't be had: {error}") from None
+        raise StandBackError(f"parallel_state's native library is unavailable: {error}") from None
     return _PLATFORM
 
 
@@ -53,11 +53,11 @@ def _check_alone() -> None:
     if active:
         raise StandBackError(f"the platform {', '.join(active)} is active")
     if not _answer(platforms.builtin_platform_plugins["cpu"]):
-        raise StandBackError("vLLM wouldn't run on the CPU")
+        raise StandBackError("vLLM doesn't run on the CPU")
 
 
 def _answer(ask: Any) -> Any:
-    """Returns the answer of another platform's plug-in; what fails is not active, for vLLM as well."""
+    """Returns the result of a platform plug-in, or None if it fails: vLLM also treats that as inactive."""
     try:
         return ask()
     except Exception:
@@ -65,7 +65,7 @@ def _answer(ask: Any) -> Any:
 
 
 def install() -> str | None:
-    """Replaces vLLM's queue, and mends its experts, if the platform is ours; returns what changed, for the log."""
+    """Replaces vLLM's queue and fixes its experts if the platform is ours. Returns a text for the log, or None."""
     from vllm.platforms import current_platform
 
     if type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:
@@ -84,14 +84,14 @@ def install() -> str | None:
         if name.startswith("vllm.") and module.__dict__.get("MessageQueue") is theirs:
             module.MessageQueue = ours  # type: ignore[attr-defined]
     return (
-        "groups of CPU workers communicate over shared memory (parallel_state.compat.vllm.communicator), the engine's "
-        "messages to and from workers of its host take its queue, and with expert parallelism the kernel for CPUs gets "
-        "the ids of a rank's own experts; unset PARALLEL_STATE_PLUGIN to undo all of it"
+        "groups of CPU workers communicate over shared memory (parallel_state.compat.vllm.communicator), messages "
+        "between the engine and workers on its host use parallel_state's queue, and with expert parallelism the CPU "
+        "kernel gets local expert ids; unset PARALLEL_STATE_PLUGIN to undo all of this"
     )
 
 
 def queue_class(theirs: Any) -> Any:
-    """Returns our queue as a class that makes vLLM's own where readers are on other hosts."""
+    """Returns a subclass of our queue that makes vLLM's own queue if some readers are on other hosts."""
 
     class Queue(MessageQueue):
         def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM's StatelessProcessGroup: metadata among processes that have a store in common, and no process group."""
+"""vLLM's StatelessProcessGroup: exchange of metadata over a store, without a process group."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _REDUCE: dict[Any, Any] = {
 
 @dataclasses.dataclass
 class StatelessProcessGroup(StoreGroup):
-    """Ranks that exchange objects and tensors over a store."""
+    """Exchanges objects and tensors over a store."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._meetings = 0
+        self._barriers = 0
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Returns the tensor of rank `src` on every rank; there the very same."""
+        """Returns the tensor of rank `src` on every rank; rank `src` gets its own tensor back."""
         return self.broadcast_obj(tensor, src)
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Sends a tensor to rank `dst`; returns at once."""
+        """Sends a tensor to rank `dst` without waiting for it to be received."""
         self.send_obj(tensor, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
-        """Fills `tensor` with the one that rank `src` sends; returns it."""
+        """Copies the tensor that rank `src` sends into `tensor`; returns it."""
         return tensor.copy_(self.recv_obj(src))
 
     def all_reduce(self, tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
-        """Returns a new tensor, the reduction over all ranks in rank order."""
+        """Returns a new tensor with the reduction over all ranks, in rank order."""
         first, *others = self.all_gather_obj(tensor)
         result = first.clone()
         for each in others:
@@ -52,13 +52,13 @@ class StatelessProcessGroup(StoreGroup):
         return result
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Returns once every rank has called it; rank 0, whose store it may be, as the last.
+        """Waits until every rank has called it. Rank 0, which may serve the store, returns last.
 
-        Raises CollectiveTimeoutError, a RuntimeError, with the ranks that haven't come in `timeout` seconds.
+        Raises CollectiveTimeoutError, a RuntimeError, with the ranks that are missing after `timeout` seconds.
         """
-        self._meetings += 1
+        self._barriers += 1
         for phase in ("came", "left"):
-            keys = [f"barrier/{self._meetings}/{phase}/{rank}" for rank in range(self.world_size)]
+            keys = [f"barrier/{self._barriers}/{phase}/{rank}" for rank in range(self.world_size)]
             store = self.bounded
             store.set(keys[self.rank], b"1")
             if phase == "left" and self.rank != 0:
@@ -68,12 +68,12 @@ class StatelessProcessGroup(StoreGroup):
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 raise CollectiveTimeoutError(
                     f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
-                    f"{phase}. Look for the first that failed",
+                    f"{'entered' if phase == 'came' else 'left'} it. See the logs of these ranks for the cause",
                     operation="barrier", rank=self.rank, suspect_ranks=missing, timeout_s=timeout,
                 )  # fmt: skip
 
     def same_node(self, source_rank: int) -> list[bool]:
-        """Returns, by rank, True if it shares the memory of `source_rank`'s host; every rank calls it."""
+        """Returns, for each rank, True if it shares memory with `source_rank`. Every rank calls it."""
         return same_node.find_sharers(
             self.rank == source_rank, lambda name: self.broadcast_obj(name, source_rank), self.all_gather_obj
         )
@@ -88,9 +88,9 @@ class StatelessProcessGroup(StoreGroup):
         store_timeout: int = 300,
         listen_socket: socket.socket | None = None,
     ) -> StatelessProcessGroup:
-        """Returns this process' end of a new group, whose store rank 0 serves at `host` and `port`.
+        """Returns a new group over a TCPStore that rank 0 serves at `host` and `port`. Every rank calls it.
 
-        It serves on `listen_socket`, which it then owns, where that is given. All ranks call it.
+        If `listen_socket` is given, the store serves on it and owns it.
         """
         given: dict[str, Any] = {} if listen_socket is None else {"master_listen_fd": listen_socket.detach()}
         store = dist.TCPStore(
@@ -100,7 +100,7 @@ class StatelessProcessGroup(StoreGroup):
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, by rank of a process group, True if it shares the memory of `source_rank`'s host."""
+    """Returns, for each rank of a process group, True if it shares memory with `source_rank`. Every rank calls it."""
     if isinstance(pg, StatelessProcessGroup):
         return pg.same_node(source_rank)
     return same_node.in_the_same_node_as(pg, source_rank)

@@ -1,4 +1,4 @@
-"""vLLM's `distributed.utils`, and the names besides the queue that vLLM imports from `shm_broadcast`."""
+"""vLLM's `distributed.utils`, and the names other than the queue that vLLM imports from `shm_broadcast`."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ _fence = threading.Lock()
 
 
 def parallel_config() -> Any:
-    """Returns the parallel part of vLLM's current config; None outside of vLLM."""
+    """Returns `parallel_config` of vLLM's current config, or None without a current config."""
     config = sys.modules.get("vllm.config")
     current = None if config is None else config.get_current_vllm_config_or_none()
     return None if current is None else current.parallel_config
 
 
 def get_cpu_distributed_timeout_or_none() -> timedelta | None:
-    """Returns the timeout of CPU groups in vLLM's config; None outside of vLLM."""
+    """Returns the timeout of CPU groups in vLLM's config, or None without a config."""
     config = parallel_config()
     return None if config is None else config.cpu_distributed_timeout
 
 
 def get_distributed_timeout_or_none() -> timedelta | None:
-    """Returns the timeout of groups in vLLM's config; None where it has none, and outside of vLLM."""
+    """Returns the timeout of groups in vLLM's config, or None if it has none or there is no config."""
     config = parallel_config()
     seconds = None if config is None else config.distributed_timeout_seconds
     return None if seconds is None else timedelta(seconds=seconds)
 
 
 def get_worker_rank_suffix(global_rank: int | None = None) -> str:
-    """Returns this rank's positions for a file's name: dp0_pp0_tp1_dcp0_ep0_rank1; without groups rank1 alone."""
+    """Returns this rank's positions for file names: dp0_pp0_tp1_dcp0_ep0_rank1, or just rank1 before init."""
     parts = []
     if state.model_parallel_is_initialized():
         parts = [f"{axis}{state.get_group_rank(axis)}" for axis in ("dp", "pp", "tp", "dcp", "ep")]
@@ -66,16 +66,16 @@ def get_worker_rank_suffix(global_rank: int | None = None) -> str:
 def verify_group_size_divides_partition(
     input_size_per_partition: int, group_size: int, layer_name: str | None = None, extra_suggestion: str = ""
 ) -> None:
-    """Raises ValueError unless a rank's part of a layer's inputs is a whole number of quantisation groups."""
+    """Raises ValueError unless `group_size`, of quantization, divides a layer's input size on each rank."""
     if input_size_per_partition % group_size:
         raise ValueError(
-            f"the inputs of {layer_name or 'a layer'} on each rank, {input_size_per_partition}, must be a multiple of "
-            f"the quantisation's group_size, {group_size}; lower tensor_parallel_size{extra_suggestion}"
+            f"the input size of {layer_name or 'a layer'} on each rank, {input_size_per_partition}, must be a multiple "
+            f"of the quantization group_size, {group_size}; lower tensor_parallel_size{extra_suggestion}"
         )
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the one after its last. VLLM_PP_LAYER_PARTITION (as 5,2) overrides them."""
+    """Returns a stage's first layer and the layer after its last. VLLM_PP_LAYER_PARTITION (5,2) overrides them."""
     layers = layers_in("VLLM_PP_LAYER_PARTITION", num_hidden_layers, pp_size)
     if layers is None:
         return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
@@ -83,13 +83,13 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:
-    """Returns True if the tensor's bytes, in any order, are all that its storage has from its offset on."""
+    """Returns True if the tensor is contiguous, or has as many bytes as its storage from the tensor's offset on."""
     rest_bytes = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
     return inp.is_contiguous() or rest_bytes == inp.numel() * inp.element_size()
 
 
 def memory_fence() -> None:
-    """Orders this process' writes to shared memory before it before its reads after it."""
+    """Full memory barrier: orders earlier writes to shared memory before later reads."""
     _fence.acquire()  # an interpreter's lock is a full barrier
     _fence.release()
 
@@ -97,19 +97,19 @@ def memory_fence() -> None:
 def check_shm_free_space(
     required_bytes: int, shm_path: str = SHM_PATH, *, allocation_name: str = "shared-memory allocation"
 ) -> None:
-    """Raises RuntimeError where shared memory, if it is there, has less room than that."""
+    """Raises RuntimeError if `shm_path` exists and has less than `required_bytes` free."""
     with contextlib.suppress(FileNotFoundError):
         found = os.statvfs(shm_path)
         free_bytes = found.f_bavail * found.f_frsize
         if free_bytes < required_bytes:
             raise RuntimeError(
-                f"{allocation_name} needs {required_bytes} bytes of {shm_path}, but {free_bytes} are free; make it "
-                "larger (docker run --shm-size)"
+                f"{allocation_name} needs {required_bytes} bytes of {shm_path}, but {free_bytes} are free; enlarge it "
+                "(docker run --shm-size)"
             )
 
 
 def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Tensor:
-    """Sums a CPU tensor over a process group, which torch.distributed needn't know, in place; returns it."""
+    """Sums a CPU tensor over a process group in place; returns it. The group needn't be registered with torch."""
     options = dist.AllreduceOptions()
     if timeout is not None:
         options.timeout = timeout
@@ -118,11 +118,11 @@ def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta
     return tensor
 
 
-# Stores and groups beside torch's.
+# Stores, and groups that aren't registered with torch.distributed.
 
 
 def create_tcp_store(host: str, port: int, listen_socket: socket.socket | None = None, **kwargs: Any) -> dist.TCPStore:
-    """Returns a TCPStore, which owns `listen_socket`, and serves on it, where that is given."""
+    """Returns a TCPStore. If `listen_socket` is given, the store serves on it and owns it."""
     if listen_socket is not None:
         kwargs["master_listen_fd"] = listen_socket.detach()
     return dist.TCPStore(host, port, **kwargs)
@@ -130,24 +130,24 @@ def create_tcp_store(host: str, port: int, listen_socket: socket.socket | None =
 
 @functools.lru_cache(maxsize=1)
 def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
-    """Returns a client of the store at an address; the last one again if it is asked for again."""
+    """Returns a client of the store at an address. Caches the last client."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Returns a gloo group that isn't registered with torch.distributed. Every rank of the group must call this.
+    """Returns a gloo group that isn't registered with torch.distributed. Every rank of the group calls it.
 
-    Raises CollectiveTimeoutError a second after `timeout`.
+    Raises CollectiveTimeoutError 1 s after `timeout`.
     """
-    # gloo's operations at the store have no deadline.
+    # In a thread: gloo's store operations have no deadline.
     call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
     limit_s = timeout.total_seconds()
     if not call.wait(time.monotonic() + limit_s + 1.0, lambda: False):
         raise CollectiveTimeoutError(
             f"rank {group_rank} of {group_size} could not make a gloo group within {limit_s:g} s: its store doesn't "
-            "answer. Look at the process that serves it",
+            "answer. See the log of the process that serves it",
             operation="init_gloo_process_group",
             rank=group_rank,
             timeout_s=limit_s,
@@ -166,9 +166,10 @@ def stateless_init_torch_distributed_process_group(
     listen_socket: socket.socket | None = None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Returns a gloo group, whatever the backend, beside torch's own; with its store if `return_store`.
+    """Returns a gloo group, whatever `backend` is, that is independent of torch's default group.
 
-    Rank 0 serves the store, on `listen_socket` where that is given. All ranks call it.
+    With `return_store`, returns the group and its store. Rank 0 serves the store, on `listen_socket` if given. Every
+    rank calls it.
     """
     limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(
@@ -181,7 +182,7 @@ def stateless_init_torch_distributed_process_group(
 
 
 def stateless_destroy_torch_distributed_process_group(pg: dist.ProcessGroup) -> None:
-    """Ends a group of stateless_init_torch_distributed_process_group, on this rank."""
+    """Destroys a group of stateless_init_torch_distributed_process_group on this rank."""
     pg.shutdown()
-    with contextlib.suppress(RuntimeError):  # it may have no name
+    with contextlib.suppress(RuntimeError):  # raised for a group without a name
         unregister_named(pg)

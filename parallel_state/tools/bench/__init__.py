@@ -1,4 +1,4 @@
-"""Measures several ways to do the same, in turns: the command `bench`, and what `tune` and `benchmarks/` share with it.
+"""Measures candidates for the same operation in turns: the command `bench`, and code for `tune` and `benchmarks/`.
 
-A candidate that fails is left out alone, with its reason; figures of a wrong answer are never printed.
+A candidate that fails is left out, with its reason. Times of wrong results are never printed.
 """

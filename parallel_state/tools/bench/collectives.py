@@ -1,7 +1,7 @@
-"""Collectives of tensors as candidates: how this library and torch.distributed are called, inputs, answers, a loop.
+"""Collectives of this library and of torch.distributed as candidates, with inputs, expected results and a loop.
 
-The loop is *tight*: the same call again and again on one buffer. Candidates of further libraries, and the loop that
-writes each input and reads each output, are in `benchmarks/harness/`.
+The loop is *tight*: it repeats the same call on one buffer. Candidates of other libraries, and a loop that writes each
+input and reads each output, are in `benchmarks/harness/`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from parallel_state.tools.bench.worker import Timing, WrongAnswer
 Call = Callable[[Tensor], Tensor]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
 PING_PONG = "ping_pong"
-"""No collective: rank 1 sends back what rank 0 sends it, two messages one after the other."""
+"""Rank 0 sends a tensor to rank 1, which sends it back."""
 OBJECT = "object"
-"""As PING_PONG, but the tensor is a value in a dict that is sent as an object."""
-ROWS = 4  # of the matrix that all_gather gathers along its last dim: sequences of a decode batch
+"""Like PING_PONG, with the tensor as a value in a dict that is sent as an object."""
+ROWS = 4
+"""Rows of the matrix that all_gather gathers along its last dim, as sequences of a decode batch."""
 
 
 class Exchange(NamedTuple):
-    """Does an operation in one way: takes a rank's input and gives its output, which may be the same tensor."""
+    """One way to do an operation. `call` takes a rank's input and returns its output, which may be the same tensor."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
-    """Allocates its input, as torch.empty does."""
+    """Allocates the input; same arguments as torch.empty."""
 
 
 class Prepared(NamedTuple):
@@ -41,30 +42,29 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """A team, as `worker` asks it, of one runtime: subclasses give its `Exchange`s by operation."""
+    """A team as in `worker`, for one runtime. Subclasses return its `Exchange`s by operation."""
 
     rank: int
     size: int
     device = torch.device("cpu")
     only: Sequence[str] | None = None
-    """The candidates that are wanted; None: all."""
+    """Candidates to measure; None: all."""
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Waits for what the device still does."""
+        """Waits until the device is idle."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype, of as many bytes, by which the runtime adds the operation's elements."""
+        """Returns the dtype of the same size in which the runtime adds elements of `dtype`."""
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns the input that the exchange is given."""
         return exchange.empty(shape, dtype=dtype, device=self.device)
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """`values`: operation, dtype, and the bytes that a rank holds."""
+        """Prepares a case and returns its candidates. `values` has operation, dtype, and bytes per rank."""
         self._operation = values["operation"]
         dtype = getattr(torch, values["dtype"])
         count = max(1, values["bytes"] // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
@@ -75,7 +75,7 @@ class TensorTeam:
             self._source = given(count, self.rank, *kind).view(dtype).view(shape)
             expected = answer(self._operation, count, self.rank, self.size, *kind).view(dtype)
             self._expected = beside(expected, self.size, shape) if gathers else expected
-            self._zero = self._operation == "all_reduce"  # in place, anything else would grow
+            self._zero = self._operation == "all_reduce"  # in place, so that non-zero values would grow
             self._prepared = {
                 name: Prepared(exchange.call, self.allocated(exchange, shape, dtype))
                 for name, exchange in self.exchanges(self._operation, shape, dtype).items()
@@ -84,7 +84,7 @@ class TensorTeam:
         return list(self._prepared)
 
     def check(self, name: str) -> str | None:
-        """Counts an error that all ranks raise as a wrong answer; one that raises alone leaves the others waiting."""
+        """Returns an error of the call as a wrong answer. If only one rank raises, the others wait for it."""
         call, x = self._prepared[name]
         with torch.inference_mode():
             x.copy_(self._source)
@@ -111,7 +111,7 @@ class TensorTeam:
             return Timing(elapsed_s=loop(call, x, calls))
 
     def loop(self) -> Callable[[Call, Tensor, int], float]:
-        """Returns the loop that times a call, with its input, so many times; it returns seconds."""
+        """Returns a function (call, input, number of calls) -> seconds."""
         return self._run_tight
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
@@ -123,13 +123,13 @@ class TensorTeam:
 
 
 OWN, GLOO = "parallel_state", "gloo"
-# Newer versions of torch have new names, and warn of the old ones.
+# Newer versions of torch warn about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
-    """Returns the coordinator's call, and the one in place where there is one. all_gather is along the last dim."""
+    """Returns the coordinator's call, and its in-place call or None. all_gather is along the last dim."""
 
     def barrier(x: Tensor) -> Tensor:
         group.barrier()
@@ -156,7 +156,7 @@ def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Ca
 def ping_pong(
     rank: int, send: Callable[[Tensor, int], object], receive: Callable[[Tensor, int], Tensor], peer: int = 1
 ) -> Call:
-    """Returns the call of PING_PONG between rank 0 and `peer`; `receive` gets a tensor like the one to come."""
+    """Returns the call of PING_PONG between rank 0 and `peer`. `receive` gets a tensor like the expected one."""
 
     def call(x: Tensor) -> Tensor:
         if rank == 0:
@@ -172,12 +172,12 @@ def ping_pong(
 
 
 def beside(gathered: Tensor, size: int, shape: tuple[int, ...]) -> Tensor:
-    """Puts parts of one shape, which lie behind each other, beside each other along the last dim."""
+    """Concatenates `size` parts of one shape, stored one after the other in `gathered`, along the last dim."""
     return gathered.view(size, *shape).movedim(0, -2).reshape(*shape[:-1], size * shape[-1])
 
 
 def torch_by_call(operation: str, group: Any, size: int) -> Call:
-    """Returns c10d's call as somebody without this library would make it; all_gather is along the last dim."""
+    """Returns c10d's call, as a program without this library would make it. all_gather is along the last dim."""
 
     def all_reduce(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
@@ -227,22 +227,21 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
     return call
 
 
-# Inputs and answers: small integers, exact in bf16, as are their sums of up to 16 ranks.
+# Inputs and expected results: small integers, exact in bf16, as are their sums over up to 16 ranks.
 
 
 def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`(start + i) % 7 * factor + more`, made of pieces, as whole numbers would take four times the memory."""
+    """Returns `(start + i) % 7 * factor + more`. Repeats one period: an int64 ramp takes four times the memory."""
     period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
     return period.repeat(-(-count // 7))[:count].contiguous()
 
 
 def given(count: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns what a rank gives."""
     return _ramp(count, 0, 1, rank, dtype, device)
 
 
 def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns what a rank gets where each gives `given(count, …)`, one-dimensional."""
+    """Returns a rank's expected result, one-dimensional, for inputs `given(count, …)`."""
     ramp, part, ones = partial(_ramp, dtype=dtype, device=device), count // size, sum(range(size))
     return {
         "all_reduce": lambda: ramp(count, 0, size, ones),
@@ -257,5 +256,4 @@ def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype,
 
 
 def _request(x: Tensor) -> dict[str, Any]:
-    """Returns the object that OBJECT sends."""
     return {"step": 12345, "name": "batch", "is_prompt": False, "tensor": x}

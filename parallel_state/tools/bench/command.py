@@ -1,16 +1,17 @@
-"""`python -m parallel_state bench`: latency and bandwidth of this machine, this library beside torch.distributed.
+"""`python -m parallel_state bench`: measures latency and bandwidth of this library and of torch.distributed.
 
     python -m parallel_state bench                               two minutes on two cores
     python -m parallel_state bench --quick --json found.json     few sizes, some seconds
     torchrun --nproc-per-node 8 -m parallel_state bench          in the ranks that torchrun started
 
-Measures collectives, a tensor and an object sent there and back, on GPUs where there are some. Each answer is checked
-before and after it is timed. Calls take turns, and the slowest rank's time counts. Bandwidths are nccl-tests'.
+Measures collectives, and round trips of a tensor and of an object; on GPUs if there are any. Each result is checked
+before and after it is timed. Candidates take turns, and the slowest rank's time counts. Bandwidths are defined as in
+nccl-tests.
 
-In a checkout `benchmarks/report.py` measures more and writes a page: beside vLLM, MPIs and zmq, with messages,
-torch.distributed's calls and start-up, or beside another commit.
+In a checkout `benchmarks/report.py` measures more and writes a page. It compares with vLLM, MPIs, zmq or another
+commit, and includes messages, torch.distributed's calls and start-up.
 
-The exit code is 1 where a call failed or an answer was wrong.
+The exit code is 1 if a call failed or a result was wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ RUN_S = 3600.0
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("bench", "[options]", __doc__)
     add_cases(parser, ALL)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all samples, with machine, commit and versions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples, machine, commit and versions")
     options = parser.parse_args(arguments)
     if (problem := complete(options)) is not None:
         parser.error(problem)
@@ -63,24 +64,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except SettingError as error:
         parser.error(str(error))
     options.operations = options.operations or (QUICK if options.quick else ALL)
-    if options.device == "cuda":  # objects are the host's
+    if options.device == "cuda":  # objects are sent on the CPU
         options.operations = [each for each in options.operations if each != OBJECT]
     options.sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     return options
 
 
 def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> None:
-    """Adds the options that say what is measured."""
-    parser.add_argument("--quick", action="store_true", help="few operations, sizes and rounds")
-    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, or cores, from 2 to 4")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the collectives")
+    parser.add_argument("--quick", action="store_true", help="use fewer operations, sizes and rounds")
+    parser.add_argument("--ranks", type=int, help="default: 2 to 4, by the number of GPUs, else of cores")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there are GPUs"
+    )
     parser.add_argument("--operations", nargs="+", choices=operations, help="default: all")
-    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank gives (on GPUs as nccl-tests count)")
+    # benchmarks/report.py shares these options, and counts as nccl-tests on GPUs.
+    parser.add_argument("--sizes", nargs="+", type=int, help="bytes of each rank's input")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
 
 
 def complete(options: argparse.Namespace) -> str | None:
-    """Sets device and ranks where they are left open. Returns what is wrong, or None."""
+    """Sets the default device and number of ranks. Returns a problem, or None."""
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if options.device == "cuda" and not gpus:
         return "--device cuda: torch finds no GPU"
@@ -111,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Returns lines: medians in microseconds, and p99 and bandwidths of this library's faster way."""
+    """Returns the lines of a table: medians in microseconds, and figures of this library's fastest candidate."""
     lines = []
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         chosen = [row for row in rows if row.case["operation"] == operation]
@@ -132,7 +135,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_the_best(row: Row) -> tuple[float | None, ...]:
-    """Returns p99, the ratio to torch's, algbw and busbw of the faster one of this library's ways."""
+    """Returns p99, ratio to torch's median, algbw and busbw of this library's fastest candidate."""
     ours = [us for name, us in row.us.items() if name.startswith(OWN)]
     torchs = [us for name, us in row.us.items() if not name.startswith(OWN)]
     if not ours:

@@ -1,7 +1,6 @@
-"""Devices of ranks that run a benchmark themselves: shared where there are fewer, timed, captured in CUDA graphs.
+"""Differences between GPUs and the CPU for benchmarks: shared GPUs, clocks, CUDA graphs.
 
-Belongs here: what differs between a GPU and the CPU. Tests and benchmarks capture through `captured`, so that on a
-machine without a GPU the same lines run and are compared with the same answers.
+Tests and benchmarks capture through `captured`, so that the same code runs on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from parallel_state.startup import environment
 
 
 def share_gpus() -> str:
-    """Lets this rank share a GPU where there are fewer than ranks, before CUDA starts; returns how, in words."""
+    """Lets ranks share GPUs if there are more ranks; called before CUDA starts. Returns a description, or ""."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     if gpus == 0 or ranks <= gpus:
@@ -33,7 +32,7 @@ def share_gpus() -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Returns what a result depends on, besides what `report.machine` says."""
+    """Returns the device's facts for the report."""
     if device.type != "cuda":
         return {"device": "cpu"}
     properties, library = torch.cuda.get_device_properties(device), nccl_library.load()
@@ -48,7 +47,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 class Clock:
-    """Times calls as the device sees them: by events of a GPU's current stream, by the host's clock on the CPU."""
+    """Times calls: by events on a GPU's current stream, by the host's clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -56,18 +55,18 @@ class Clock:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def finish(self) -> None:
-        """Waits until the device is done."""
+        """Waits until the device is idle."""
         if self._on_gpu:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Gives unused memory back, once the device is done."""
+        """Waits until the device is idle, then frees its cached memory."""
         self.finish()
         if self._on_gpu:
             torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Returns the time from the first thing that `run` has the device do to the last."""
+        """Returns the time from the first to the last work that `run` gives to the device."""
         if not self._on_gpu:
             started = time.perf_counter()
             run()
@@ -80,7 +79,7 @@ class Clock:
         return first.elapsed_time(last) / 1e3
 
     def host_seconds(self, call: Callable[[], object], calls: int) -> list[float]:
-        """Returns each call's time from its entry to its return; the device isn't waited for."""
+        """Returns each call's time on the host, without waiting for the device."""
         found = []
         for _ in range(calls):
             started = time.perf_counter()
@@ -91,10 +90,10 @@ class Clock:
 
 
 class Captured:
-    """`replay()` does a call again, on what its inputs hold now, and leaves the results in `outputs`."""
+    """A captured call: `replay()` repeats it with the current content of its inputs and writes `outputs`."""
 
     standing_in = False
-    """True while a call is made on the CPU that a graph would record: tests look at it."""
+    """True while the CPU makes a call that a graph would record on a GPU. Tests read it."""
 
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs
@@ -113,11 +112,11 @@ class Captured:
 
 
 def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured:
-    """Captures `call` on `stream`, that of `graph_capture()`: None on the CPU.
+    """Captures `call` on `stream`, which comes from `graph_capture()` (None on the CPU).
 
-    `call` takes its inputs from tensors that stay where they are, and must have been made once on this stream before:
-    what starts at a first use (cuBLAS, a communicator) can't be captured. Its results may be in dicts, lists and
-    tuples. An exception of the call is raised as it is, or from what torch makes of the capture that it has broken.
+    `call` must read its inputs from tensors that keep their addresses. Run it once on this stream before, because
+    initializations at first use (cuBLAS, a communicator) can't be captured. Results may be in dicts, lists and tuples.
+    An exception of `call` is raised even if torch then raises another one for the broken capture.
     """
     if stream is None:
         Captured.standing_in = True
@@ -137,5 +136,5 @@ def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured
     except BaseException as error:
         if failure is None or failure is error:
             raise
-        raise failure from error  # else the end of the broken capture would hide what broke it
+        raise failure from error  # torch's error about the broken capture would hide the cause
     return Captured(call, outputs, graph)

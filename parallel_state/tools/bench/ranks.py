@@ -1,6 +1,6 @@
-"""Candidates that run in ranks of one program: this library's calls beside torch.distributed's, on the CPU and on GPUs.
+"""Candidates in the ranks of one program: calls of this library and of torch.distributed, on the CPU and on GPUs.
 
-Each rank makes the same calls of `rounds`, and a team here gathers the ranks' answers over the group itself.
+Every rank makes the same calls of `rounds`, and a team gathers the ranks' answers over the group itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_PLACE = f"{OWN}, in place"
 
 
 class GroupTeam(TensorTeam):
-    """A team whose ranks are those of a group, in this process and its peers."""
+    """A team whose ranks are those of a group; every rank has one."""
 
     name = "ranks"
 
@@ -43,7 +43,7 @@ class GroupTeam(TensorTeam):
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method, as all other ranks do. Returns what it returned on each rank."""
+        """Calls a method on this rank; all ranks must do so. Returns the results of all ranks."""
         mine = getattr(self, method)(*arguments)
         if isinstance(mine, Timing):
             return [Timing(elapsed_s) for elapsed_s in self.group.all_gather_object(mine.elapsed_s)]
@@ -58,8 +58,6 @@ class GroupTeam(TensorTeam):
 
 
 class OwnAndTorch(GroupTeam):
-    """This library's calls, and those of torch.distributed over the same ranks."""
-
     def __init__(self, group: ps.GroupCoordinator) -> None:
         super().__init__(group)
         self.torchs_name = "torch, nccl" if group.device.type == "cuda" else "torch, gloo"
@@ -72,7 +70,7 @@ class OwnAndTorch(GroupTeam):
 
 
 def cases_of(operations: Sequence[str], sizes: Sequence[int], ranks: int, dtype: str) -> list[dict[str, object]]:
-    """Returns the cases of collectives; sizes are rounded to what the ranks can divide."""
+    """Returns the cases of collectives; sizes are rounded down to multiples that all ranks can divide."""
     unit = ROWS * ranks * getattr(torch, dtype).itemsize
     rounded = list(dict.fromkeys(max(unit, size // unit * unit) for size in sizes))
     common = {"part": "collectives", "ranks": ranks, "dtype": dtype, "loop": "tight"}
@@ -85,9 +83,9 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], ranks: int, dtype:
 
 @contextmanager
 def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]]]:
-    """Starts this rank and one group of all ranks. Gives the group, and what results depend on."""
+    """Initializes this rank and one group of all ranks. Yields the group, and the facts that results depend on."""
     sharing = share_gpus() if device == "cuda" else ""
-    os.environ.setdefault(settings.NCCL.name, "on")  # measured, whatever the default is
+    os.environ.setdefault(settings.NCCL.name, "on")  # measured even if the default is off
     torch.set_num_threads(1)
     ps.init_distributed_environment(backend="nccl" if device == "cuda" else "gloo")
     try:
@@ -99,7 +97,7 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str, Any], bool]:
-    """Runs in each rank. Returns the rows, which all ranks have, what they depend on, and if this is the first rank."""
+    """Measures on one rank; all ranks must call it. Returns the rows, facts they depend on, and if this is rank 0."""
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)
         return [measure([OwnAndTorch(group)], case, plan) for case in cases], about, group.is_first_rank

@@ -1,4 +1,4 @@
-"""Tells what was measured: figures, tables, and JSON with all that one needs to judge them."""
+"""Formats measurements: figures, bandwidths, and JSON with machine, commit and versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
-"""busbw ÷ algbw of n ranks, by nccl-tests' doc/PERFORMANCE.md."""
+"""busbw ÷ algbw for n ranks, from nccl-tests' doc/PERFORMANCE.md."""
 
 
 def p50(samples: Sequence[float]) -> float:
@@ -41,13 +41,13 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
-    """Returns algorithm and bus bandwidth, 10⁹ B/s; sizes as `nccl_bytes` counts them."""
+    """Returns algorithm and bus bandwidth in 10⁹ B/s. `size_bytes` is that of `nccl_bytes`."""
     algorithm = size_bytes / us / 1e3
     return algorithm, algorithm * BUS_FACTORS.get(operation, lambda n: 0.0)(ranks)
 
 
 def nccl_bytes(operation: str, given_bytes: int, ranks: int) -> int:
-    """Returns the size as nccl-tests count it, where a rank gives so many bytes: an all_gather's is its output's."""
+    """Returns the size as nccl-tests define it, for a rank's input size: for all_gather, the size of the output."""
     return given_bytes * ranks if operation == "all_gather" else given_bytes
 
 
@@ -59,7 +59,6 @@ def size_name(size_bytes: int) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Formats a value with three digits."""
     if value is None:
         return "–"
     for least, digits in ((99.5, 0), (9.95, 1), (0.0995, 2)):
@@ -69,7 +68,6 @@ def figure(value: float | None) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Returns where this ran, and on what."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -93,16 +91,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns BENCHMARK_COMMIT's value, or git's commit, with a + where the tree differs from it, or unknown.
+    """Returns BENCHMARK_COMMIT's value, else git's commit (with a + if the tree differs), else `unknown`.
 
-    The variable goes first, as a copied tree may lie in another repository.
+    The variable has precedence because a copied tree may be inside another repository.
     """
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     output = ""
-    with contextlib.suppress(OSError):  # there is no git
-        if (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
+    with contextlib.suppress(OSError):  # git isn't installed
+        if (ROOT / ".git").exists():  # an installed package may be inside another repository
             output = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
     return output or "unknown"
 
@@ -115,22 +113,19 @@ def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> 
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options as they go into the JSON, without places on this machine."""
     return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
 
 
 def circumstances() -> dict[str, Any]:
-    """Returns what one needs to judge figures."""
     return {"commit": commit(), "machine": machine(), "versions": versions()}
 
 
 def dumps(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Returns JSON with a row a line."""
     content = {**about, "rows": [_rounded(row) for row in rows]}
     return json.dumps(content, separators=(",", ":")).replace('{"case"', '\n{"case"') + "\n"
 
 
 def _rounded(row: Row) -> dict[str, Any]:
-    """Rounds samples to nanoseconds, but what takes only some of them to thousandths."""
+    """Rounds samples to nanoseconds; samples below 1 µs to picoseconds."""
     us = {name: [round(sample, 3 if sample >= 1 else 6) for sample in samples] for name, samples in row.us.items()}
     return {**dataclasses.asdict(row), "us": us}

@@ -1,7 +1,7 @@
-"""Measures a case: every candidate is checked, then they take turns, round by round, then they are checked again.
+"""Measures a case: checks every candidate, times them in turns, round by round, and checks them again.
 
-Every rank makes the same number of calls. A round's sample is the slowest rank's time; where candidates give moments
-(messages), each call is a sample: from its beginning to its last end.
+Every rank makes the same number of calls. The sample of a round is the slowest rank's time per call. Candidates that
+return start and end times (messages) give a sample per call, from its start to its last end.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ from typing import Any, NamedTuple
 from parallel_state.tools.bench.worker import TeamError, Timing
 
 NOTICED = 0.1
-"""Cores; where others used more meanwhile, a case counts as disturbed."""
+"""A case counts as disturbed if other processes used more cores than this."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The time that a case gets."""
+    """Number and duration of rounds."""
 
     rounds: int = 30
     round_s: float = 0.005
-    """Wanted duration of a round of one candidate, which gives its number of calls."""
+    """Target duration of one candidate's round; determines its number of calls."""
     most_calls: int = 2000
     case_s: float = 8.0
     """Slow cases get fewer rounds, but at least 3."""
     repeat_s: float = 0.0
-    """Time for measuring disturbed cases again."""
+    """Time for repeating disturbed cases."""
 
 
 @dataclass
 class Row:
-    """The result of one case."""
-
     case: dict[str, Any]
     us: dict[str, list[float]] = field(default_factory=dict)
-    """Candidate to its samples, microseconds a call."""
+    """Candidate -> samples, in microseconds per call."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """Candidate to what was wrong with it; such a candidate has no samples."""
+    """Candidate -> its problem; such a candidate has no samples."""
     calls: dict[str, int] = field(default_factory=dict)
     strangers_cores: float | None = None
-    """Cores that were busy with something else meanwhile."""
+    """Cores that other processes used during the case; None: unknown."""
     repeats: int = 0
-    """Further measurements, made because others disturbed the case; the quietest one is kept."""
+    """Repetitions after disturbances; the least disturbed one is kept."""
 
     @property
     def disturbed(self) -> bool:
@@ -57,7 +55,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures one case; a team that fails leaves `teams`, and its candidates the row."""
+    """Measures one case. A team that fails is removed from `teams`, and its candidates from the row."""
     row = Row(case)
     candidates = []
     for team in list(teams):
@@ -68,14 +66,14 @@ def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
     for candidate in candidates:
         samples = _run(teams, row, candidate, 2)
         if samples and min(samples) < 10_000:
-            samples = _run(teams, row, candidate, 20)  # in the first calls the ranks come together
+            samples = _run(teams, row, candidate, 20)  # the first calls include the wait for other ranks
         if samples:
             call_s = min(samples) / 1e6
             row.calls[candidate.name] = max(2, min(plan.most_calls, int(plan.round_s / max(call_s, 1e-9))))
             durations[candidate.name] = call_s * row.calls[candidate.name] * 1.1 + 0.001
     rounds = max(3, min(plan.rounds, int(plan.case_s / max(sum(durations.values()), 1e-9))))
     for round_ in range(rounds):
-        for candidate in _turned(candidates, round_):
+        for candidate in _rotated(candidates, round_):
             if candidate.name not in row.wrong and candidate.name in row.calls:
                 samples = _run(teams, row, candidate, row.calls[candidate.name])
                 row.us.setdefault(candidate.name, []).extend(samples)
@@ -87,8 +85,8 @@ def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
     return row
 
 
-def _turned(candidates: Sequence[_Candidate], by: int) -> list[_Candidate]:
-    """Gives another order each round, so that nobody always follows the same one."""
+def _rotated(candidates: Sequence[_Candidate], by: int) -> list[_Candidate]:
+    """Rotates the candidates, so that each round has another order."""
     start = by % max(1, len(candidates))
     return [*candidates[start:], *candidates[:start]]
 
@@ -110,21 +108,20 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Returns the ranks' answers; for `prepare` the first rank's, which all have. None of a team that is out."""
+    """Returns the ranks' answers (for `prepare`, which is equal on all, the first rank's); None if the team failed."""
     if team not in teams:
         return None
     try:
         answers = team.ask(method, *arguments)
     except TeamError as error:
-        teams.remove(team)  # ranks that are out of step can't go on
+        teams.remove(team)  # its ranks may be at different calls
         row.wrong[name or team.name] = str(error)
-        print(f"left out from here on: {error}", file=sys.stderr)
+        print(f"left out from now on: {error}", file=sys.stderr)
         return None
     return list(answers[0]) if method == "prepare" else answers
 
 
 def samples_us(timings: Sequence[Timing], calls: int) -> list[float]:
-    """Returns all ranks' timings of one round as samples."""
     starts = [timing.starts_ns for timing in timings if timing.starts_ns]
     if not starts:
         return [max(timing.elapsed_s for timing in timings) / calls * 1e6]

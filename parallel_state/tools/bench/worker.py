@@ -1,8 +1,8 @@
-"""What each rank of a team answers: teams are asked for a method of every rank at the same time.
+"""Interface of a team: a method is called on all of its ranks at the same time.
 
-prepare(values) -> list[str]     the candidates for a case, the same on every rank
-check(name) -> str | None        makes one call of the candidate; returns what is wrong with its answer
-run(name, calls) -> Timing       makes untimed calls that bring the ranks together, then `calls` timed ones
+prepare(values) -> list[str]     returns the candidates for a case, the same on every rank
+check(name) -> str | None        makes one call of the candidate; returns the problem of its result
+run(name, calls) -> Timing       makes some untimed calls, then `calls` timed ones
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """A team failed, or didn't answer in time."""
+    """A team failed or didn't answer in time."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Holds one rank's times of some calls: the time of all, or the moments at which each began or ended there.
+    """One rank's times: the total of all calls, or the times at which each call started or ended on this rank.
 
-    Moments are nanoseconds of the clock that all processes of a host share; a call lasts from the only beginning to the
-    last end.
+    Start and end times are nanoseconds of a clock that all processes of the host share. Only one rank has starts; a
+    call lasts from its start to its last end on any rank.
     """
 
     elapsed_s: float = 0.0
@@ -30,7 +30,7 @@ class Timing:
 
 
 class WrongAnswer(str):
-    """Describes a wrong answer, as `check` returns it, and counts its wrong elements."""
+    """A description of a wrong result, as `check` returns it, with the number of wrong elements."""
 
     elements = 0
 

@@ -1,5 +1,5 @@
-"""`python -m parallel_state check`: will this job work here, and how fast? Facts of all ranks, rules over them, a page.
+"""`python -m parallel_state check`: tests whether a job will work here, and how fast.
 
-`facts` and `system` read what one rank knows; `meeting` brings the facts of all ranks together before any group is
-made; `links` and `traffic` measure; `rules` turns all of it into findings; `page` shows them.
+`system` collects the `facts` of one rank. `meeting` exchanges them between all ranks before any group is created.
+`links` and `traffic` measure. `rules` turns facts and measurements into findings, and `page` prints them.
 """

@@ -1,16 +1,16 @@
-"""`python -m parallel_state check`: will this job work here, and how fast?
+"""`python -m parallel_state check`: tests whether a job will work here, and how fast.
 
     python -m parallel_state check                                    alone: starts local ranks itself
     srun … python -m parallel_state check --tp 8 --pp 2               under a launcher, in place of the program
-    torchrun … -m parallel_state check --tp 2                         mpirun …, the same
-    python -m parallel_state check --rank 0 --size 4 --local-rank 0 --address n1:20000     by hand, one for each rank
+    torchrun … -m parallel_state check --tp 2                         likewise with mpirun
+    python -m parallel_state check --rank 0 --size 4 --local-rank 0 --address n1:20000     by hand, once for each rank
 
-Looks at launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks, measures the ways
-between hosts, then starts the layout and sends traffic through all of its groups. Each finding says what was found, why
-it matters and what to do. Under a launcher the first rank prints, for all.
+Checks launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks. Measures the links
+between hosts, then starts the layout and sends traffic through all of its groups. Each finding says what was found,
+why it matters, and what to do. Under a launcher one rank prints the report for all.
 
-The exit code is 0 where there is nothing worse than a hint, 1 with warnings, 2 with errors (and for options that make
-no sense), the same on every rank.
+The exit code is the same on every rank: 0 without warnings or errors, 1 with warnings, 2 with errors (also for invalid
+options).
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from parallel_state.tools.plan.command import add_sizes
 _MOST_RANKS = 64
 _LEAST_S = 5.0
 _GRACE_S = 15.0
-"""Beside the time limit: each step has some seconds, however late those before it were; then the leader reports."""
+"""Time after --timeout at which a hanging rank exits: each step gets some seconds even if earlier steps were late."""
 _START_S = 15.0
-"""For local ranks to start and end, beside the time limit of the check itself."""
+"""Added to the launch timeout for local ranks to start and exit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `check` with these arguments (default: the process's); returns the exit code."""
     began = time.monotonic()
     parser = _parser()
     chosen = parser.parse_args(arguments)
@@ -56,18 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: size for name, size in given.items() if size is not None}
     options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     _export_place(parser, chosen)
-    if _is_on_one_host():  # else the path may be that of rank 0's host
+    if _is_on_one_host():  # otherwise the path may exist only on rank 0's host
         require_writable(parser, chosen.json, chosen.html)
     if _is_started_by_launcher():
         if chosen.ranks is not None:
-            parser.error("--ranks is for local ranks; under a launcher it says how many there are")
-        _end_at_last(chosen.timeout + _GRACE_S)
+            parser.error("--ranks can't be used under a launcher, which sets the number of ranks")
+        _exit_after(chosen.timeout + _GRACE_S)
         outcome = Session(options, began).run()
         _show(parser, chosen, outcome)
         sys.stdout.flush()
         sys.stderr.flush()
         if not outcome.met or outcome.exit_code:
-            os._exit(outcome.exit_code)  # a thread may still wait for what never comes
+            os._exit(outcome.exit_code)  # a thread may still be blocked and would delay the exit
         return outcome.exit_code
     try:
         ranks = chosen.ranks or _ranks_for(sizes, chosen.order)
@@ -82,31 +81,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("check", "[options]", __doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--ranks", type=positive, metavar="N", help="local ranks to start; default: what the "
-                        "sizes need, else one per GPU, else 2 to 4 by the cores")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")
-    parser.add_argument("--order", help="of the axes, as `plan` and initialize_model_parallel take it")
+    parser.add_argument("--quick", action="store_true", help="use fewer sizes and repetitions")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="local ranks to start; default: as "
+                        "many as the sizes need, else one per GPU, else 2 to 4 by the number of cores")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="time limit; default: 30")
+    parser.add_argument("--order", help="order of the axes, as for `plan` and initialize_model_parallel")
     add_sizes(parser)
-    place = parser.add_argument_group("by hand", "the place of a rank that no launcher starts, instead of variables")
+    place = parser.add_argument_group("by hand", "for a rank that no launcher starts; replaces the variables")
     place.add_argument("--rank", type=int, metavar="R")
-    place.add_argument("--size", type=int, metavar="N", help="ranks of the world")
-    place.add_argument("--local-rank", type=int, metavar="L", help="on this host, from 0")
-    place.add_argument("--address", metavar="HOST:PORT", help="of rank 0")
+    place.add_argument("--size", type=int, metavar="N", help="number of ranks")
+    place.add_argument("--local-rank", type=int, metavar="L", help="index of the rank on this host, from 0")
+    place.add_argument("--address", metavar="HOST:PORT", help="address of rank 0")
     output = parser.add_argument_group("output")
     add_json(output)
-    output.add_argument("--html", metavar="FILE", help="a page with a matrix of hosts")
+    output.add_argument("--html", metavar="FILE", help="write the report as a page, with a matrix of hosts")
     return parser
 
 
 def _export_place(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """Sets the variables of a rank whose place is given by arguments."""
     given = (chosen.rank, chosen.size, chosen.local_rank, chosen.address)
     if given == (None,) * 4:
         return
     host, _, port = (chosen.address or "").rpartition(":")
     if None in given or not host:
-        parser.error("--rank, --size, --local-rank and --address HOST:PORT belong together")
+        parser.error("--rank, --size, --local-rank and --address HOST:PORT must be given together")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     os.environ.update(zip(names, map(str, (*given[:3], host.strip("[]"), port)), strict=True))
 
@@ -115,7 +113,7 @@ def _is_started_by_launcher() -> bool:
     try:
         return environment.detect(rendezvous=False).source != "single"
     except SettingError:
-        return True  # half of its variables; the check says so
+        return True  # some variables are missing; the check reports it
 
 
 def _is_on_one_host() -> bool:
@@ -126,19 +124,19 @@ def _is_on_one_host() -> bool:
     return place.world_size == (place.local_world_size or place.world_size)
 
 
-def _end_at_last(limit_s: float) -> None:
-    """Ends this process where it hangs in something without a deadline of its own: others have named it by then."""
+def _exit_after(limit_s: float) -> None:
+    """Exits this process if it still hangs after `limit_s`. The leader's report has named this rank by then."""
 
     def end() -> None:
         time.sleep(limit_s)
-        print(f"{PROGRAM} check: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
+        print(f"{PROGRAM} check: this rank didn't finish within {limit_s:g} s and exits", file=sys.stderr, flush=True)
         os._exit(EXIT_CODES[ERROR])
 
     HelperThread("check-limit", end).start()
 
 
 def _ranks_for(sizes: dict[str, int], order: str | None) -> int:
-    """Returns the least number of ranks that the sizes fit; without sizes one per GPU, else by the cores."""
+    """Returns the smallest number of ranks that the sizes fit; without sizes one per GPU, else 2 to 4 by the cores."""
     if not sizes:
         gpus = len(system.gpus().visible)
         return gpus if gpus > 1 else max(2, min(4, len(os.sched_getaffinity(0))))
@@ -153,7 +151,7 @@ def _ranks_for(sizes: dict[str, int], order: str | None) -> int:
 
 
 def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
-    """Runs one local rank; for `launch`."""
+    """Runs one local rank. Returns exit code, whether the ranks met, and the report as JSON (empty without one)."""
     outcome = Session(options).run()
     return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
 
@@ -185,13 +183,13 @@ def _not_launched(ranks: int, options: Options, error: ParallelStateError, began
 
 
 def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Writes the report of the rank that has one; that of others who met nobody to stderr, one of each host."""
+    """Writes the leader's report. Ranks that couldn't reach the others write theirs to stderr, one per host."""
     report = outcome.report
     if report is None:
         return
     place = report.ranks[0].place
     if not outcome.met and place.rank != 0:
-        if place.local_rank == 0:  # one of each host
+        if place.local_rank == 0:
             print(page.text(report, width=120), file=sys.stderr)
         return
     makers = {
@@ -201,6 +199,6 @@ def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: 
     shown = False
     try:
         shown = write_chosen(parser, chosen, makers)
-    finally:  # also if a file can't be written
+    finally:  # even if a file can't be written
         if not shown:
             print(page.text(report), end="")

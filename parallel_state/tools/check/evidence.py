@@ -1,4 +1,4 @@
-"""What the rules look at: facts and measurements of all ranks that came, and statistics that outliers don't move."""
+"""Evidence for the rules: facts and measurements of all ranks that arrived, and statistics robust to outliers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was found. Arrivals have numbers from 1, in the order in which they came."""
+    """Everything that was collected and measured. Arrivals are numbered from 1, in their order."""
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -34,9 +34,9 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Arrivals that didn't answer, each with what it was doing last."""
+    """Number of each arrival that stopped answering -> its last stage."""
     met: bool = True
-    """True if ranks could come together at all; else there is this rank only."""
+    """False if this rank couldn't reach the others: the only arrival is its own."""
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -44,7 +44,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Arrivals by host, under names that are unique."""
+        """Arrivals by host; duplicate host names get ` (2)` and so on appended."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -60,13 +60,13 @@ class Evidence:
     def host(self, facts: Facts) -> str:
         return self._names.get(facts.host_key, facts.network.hostname)
 
-    def of(self, number: int) -> Facts:
+    def facts_of(self, number: int) -> Facts:
         return self.arrivals[number - 1]
 
     def host_of(self, number: int) -> str:
-        return self.host(self.of(number))
+        return self.host(self.facts_of(number))
 
-    def on(self, hosts: Iterable[str]) -> list[Facts]:
+    def facts_on(self, hosts: Iterable[str]) -> list[Facts]:
         return [facts for name in hosts for facts in self.hosts[name]]
 
     @cached_property
@@ -79,7 +79,7 @@ class Evidence:
 
     @property
     def spans_hosts(self) -> bool:
-        """True if the job is on several hosts, as far as this rank can know."""
+        """True if the job is known to run on several hosts."""
         place = self.arrivals[0].place
         return self.several_hosts or (not self.met and 0 < (place.local_world_size or 0) < place.world_size)
 
@@ -92,7 +92,7 @@ class Evidence:
 
     @cached_property
     def meeting_places(self) -> dict[str, list[int]]:
-        """Ranks by the address and port to which they go."""
+        """Ranks by their MASTER_ADDR:MASTER_PORT."""
         places = {each.place.rank: each.place for each in self.arrivals if each.place.world_size > 1}
         found = by_value({rank: f"{each.master_addr}:{each.master_port}" for rank, each in places.items()})
         return {where: ranks for where, ranks in found.items() if not where.startswith(":")}
@@ -102,28 +102,28 @@ class Evidence:
         return [link for each in self.measured.values() for link in each.links]
 
     def expected_host(self, rank: int) -> str:
-        """Returns the host on which the launcher should have started a rank, in words, by what the others know."""
+        """Describes the host on which the launcher should have started a rank."""
         for facts in self.arrivals:
             by_slurm = _slurm_host(facts.place.variables, rank)
             if by_slurm:
-                return f"host {by_slurm} (by SLURM's node list)"
+                return f"host {by_slurm} (according to SLURM's node list)"
         for facts in self.arrivals:
             place = facts.place
             first, size = place.rank - place.local_rank, place.local_world_size
             if size and first <= rank < first + size:
-                return f"host {self.host(facts)}, as {named(range(first, first + size))}"
+                return f"host {self.host(facts)}, which has {named(range(first, first + size))}"
         sizes = {each.place.local_world_size for each in self.arrivals}
         size = sizes.pop() if len(sizes) == 1 else None
         if size and all((each.place.rank - each.place.local_rank) % size == 0 for each in self.arrivals):
             ranks = [each for each in range(rank // size * size, rank // size * size + size) if each < self.world_size]
             return f"node {rank // size} of {-(-self.world_size // size)} ({named(ranks)}), " + (
-                "from which nobody came" if not set(ranks) & set(self.ranks) else "where others run"
+                "of which no rank arrived" if not set(ranks) & set(self.ranks) else "of which other ranks arrived"
             )
-        return "a host that the launcher's variables don't tell"
+        return "an unknown host (the launcher's variables don't name it)"
 
 
 def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
-    """Returns the host of a task by SLURM's variables, for tasks that are dealt out in blocks or in turns."""
+    """Returns the host of a rank from SLURM's variables, for block and cyclic distribution; "" if unknown."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
@@ -140,7 +140,7 @@ def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
 
 
 def hostlist(text: str) -> list[str]:
-    """Returns the hosts of a SLURM node list; none where it can't be read."""
+    """Returns the hosts of a SLURM node list; [] if it can't be parsed."""
     try:
         return list(expand_hostlist(text))
     except SettingError:
@@ -156,7 +156,6 @@ def interface_of(facts: Facts, name: str) -> Interface | None:
 
 
 def networks_of(interface: Interface) -> set[str]:
-    """Returns the interface's networks, as `10.0.0.0/16`."""
     found = set()
     for address in interface.addresses:
         try:
@@ -167,11 +166,11 @@ def networks_of(interface: Interface) -> set[str]:
 
 
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
-    """Yields what stands out of positive values: key, value, and the median of all.
+    """Yields key, value and the median of all values for each outlier among positive values.
 
-    A value does if it is `ratio` times the median (twice that where there are less than four to compare), and three
-    standard deviations off it: of the logarithms, by the median of deviations, which a few bad ones don't move. Of two
-    values the better one is the reference.
+    An outlier differs from the median by a factor of more than `ratio` (twice that with fewer than four values), and by
+    more than three standard deviations. The deviation is that of logarithms, estimated from the median absolute
+    deviation, which is robust to a few outliers. Of two values the better one is the reference.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return
@@ -192,18 +191,18 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
-    """Returns the keys of each value, the most frequent value first."""
+    """Returns value -> its keys, the most frequent value first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 
 def runs_of(evidence: Evidence, number: int) -> list[CpuRun]:
-    """Returns what a rank measured of its core, before and after the traffic."""
+    """Returns the speed measurements of a rank's core, before and after the traffic."""
     measured, traffic = evidence.measured.get(number), evidence.traffic.get(number)
     return [*(measured.cpu if measured else ()), *(traffic.cpu if traffic else ())]
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns each kind's groups, by ranks, with the slowest figures of any of their ranks."""
+    """Returns kind -> ranks of a group -> the figures of its slowest rank."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

@@ -1,6 +1,6 @@
-"""The records that ranks exchange: plain facts, without a judgement. What they mean is in `rules`.
+"""Records that ranks exchange: facts and measurements. `rules` judges them.
 
-Every record is a msgspec struct, so that it travels as JSON through any store and is `--json`'s content as well.
+Every record is a msgspec struct: it is sent through the store as JSON, and `--json` writes it.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ import msgspec
 
 
 class Interface(msgspec.Struct):
-    """One network interface of a host."""
-
     name: str
     kind: str
-    """loopback, physical, infiniband, bridge, container or virtual."""
+    """`loopback`, `physical`, `infiniband`, `bridge`, `container` or `virtual`."""
     up: bool
     addresses: list[str] = []
-    """With the length of the network's prefix: `10.0.0.7/16`."""
+    """With prefix length, such as `10.0.0.7/16`."""
     mtu: int = 0
     speed_mbit: int = 0
-    """0 where the driver doesn't tell."""
+    """0 if the driver doesn't report it."""
 
 
 class Place(msgspec.Struct):
-    """The launcher of this process, its rank, and the place where the ranks meet."""
+    """This process' launcher and rank, and the address of the store."""
 
     rank: int = 0
     local_rank: int = 0
@@ -31,23 +29,23 @@ class Place(msgspec.Struct):
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """The environment's error, where it can't be read: the numbers above are then what was found all the same."""
+    """Error in the environment; the numbers above are then those that could still be read."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
-    """True if the launcher says that it serves the store."""
+    """True if the launcher serves the store."""
     started_by: list[str] = []
-    """Commands of the processes above this one, the nearest first."""
+    """Commands of this process' ancestors, the parent first."""
     variables: dict[str, str] = {}
-    """Variables that launchers and libraries left in the environment, by an explicit list of names."""
+    """Variables of launchers and libraries, selected by `system.VARIABLES`."""
 
 
 class Network(msgspec.Struct):
-    """The host's names, addresses and interfaces, and the choices that gloo and NCCL make among them."""
+    """The host's names, addresses and interfaces, and those that gloo and NCCL choose."""
 
     hostname: str = "?"
     namespace: str = ""
-    """Equal for processes that share their network."""
+    """Identifies the network namespace."""
     name_resolves_to: list[str] = []
     gloo_interface: str = "?"
     gloo_address: str = ""
@@ -55,19 +53,17 @@ class Network(msgspec.Struct):
     master_resolves_to: list[str] = []
     interfaces: list[Interface] = []
     ephemeral_ports: tuple[int, int] = (32_768, 60_999)
-    """The first and the last port that the kernel gives to outgoing connections."""
+    """First and last port for outgoing connections."""
     infiniband: dict[str, str] = {}
-    """Port → its state and rate, as `mlx5_0/1` → `ACTIVE, 400 Gb/sec (4X NDR)`."""
+    """Port -> state and rate, such as `mlx5_0/1` -> `ACTIVE, 400 Gb/sec (4X NDR)`."""
 
 
 class Versions(msgspec.Struct):
-    """Versions that must be equal on all ranks, or should be."""
-
     python: str = ""
     torch: str = ""
     package: str = ""
     compiled: str = ""
-    """Digest of the compiled part; empty where there is none."""
+    """Digest of its sources; empty if the compiled library is missing."""
     compiled_problem: str = ""
     nccl: str = ""
     cuda: str = ""
@@ -76,7 +72,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """Limits of this process. -1: no limit, or unknown."""
+    """Limits of this process; -1: no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -105,19 +101,17 @@ class Cpu(msgspec.Struct):
     online: int = 0
     affinity: list[int] = []
     siblings: dict[str, list[int]] = {}
-    """Of each of those cores, where the CPU has several threads a core: all threads of its physical core."""
+    """With SMT: allowed core -> all threads of its physical core."""
     numa_nodes: dict[str, list[int]] = {}
     quota_cores: float = -1.0
-    """The cgroup's limit of CPU time, in cores; -1: none."""
+    """The cgroup's limit of CPU time in cores; -1: none."""
     cgroup: str = ""
     threads: int = 0
-    """Of torch, for one operation."""
+    """Threads of torch for one operation."""
     governor: str = ""
 
 
 class GpuFact(msgspec.Struct):
-    """One GPU of the host."""
-
     index: int
     uuid: str
     name: str = ""
@@ -127,7 +121,7 @@ class GpuFact(msgspec.Struct):
 
 
 class GpuPath(msgspec.Struct):
-    """The way between two GPUs of a host, by their indices."""
+    """Connection between two GPUs, identified by their indices."""
 
     one: int
     two: int
@@ -140,13 +134,11 @@ class GpuPath(msgspec.Struct):
 
 
 class Gpus(msgspec.Struct):
-    """The host's GPUs, and this rank's."""
-
     devices: list[GpuFact] = []
     visible: list[str] = []
     """UUIDs, in CUDA's order."""
     own: str = ""
-    """UUID of the one that this rank takes."""
+    """UUID of this rank's GPU."""
     paths: list[GpuPath] = []
     problem: str = ""
     torch_cuda: bool = False
@@ -154,13 +146,13 @@ class Gpus(msgspec.Struct):
     remarks: list[str] = []
     iommu: bool = False
     acs_redirect: list[str] = []
-    """PCI bridges that send traffic between their GPUs up to the CPU."""
+    """PCI bridges that route traffic between GPUs through the CPU."""
     device_files: int = 0
-    """GPUs by the driver's files in /dev, whatever NVML says."""
+    """Number of the driver's device files in /dev, independent of NVML."""
 
 
 class Facts(msgspec.Struct):
-    """Everything that one rank knows before it meets the others."""
+    """Facts that one rank collects before it connects to the others."""
 
     place: Place = msgspec.field(default_factory=Place)
     network: Network = msgspec.field(default_factory=Network)
@@ -173,40 +165,40 @@ class Facts(msgspec.Struct):
     settings_unknown: list[str] = []
     settings_wrong: list[str] = []
     probe: list[str] = []
-    """Address, port and token of this rank's listener for measurements; empty where it has none."""
+    """Address, port and token of this rank's `links.Listener`; empty without one."""
     late: dict[str, str] = {}
-    """Facts that couldn't be collected, each with the reason."""
+    """Name of each fact that couldn't be collected -> the reason."""
 
     @property
     def host_key(self) -> str:
-        """Equal for ranks on one host, as a network sees it."""
+        """Returns a key that is equal for ranks of one host (one network namespace and host name)."""
         return f"{self.network.namespace or self.boot_id} {self.network.hostname}"
 
 
 class CpuRun(msgspec.Struct):
-    """A fixed piece of work on one core, repeated while all ranks do the same."""
+    """Times of a fixed piece of work on one core, repeated while all ranks do the same."""
 
     best_ms: float
     median_ms: float
     busy: float
-    """Share of the time in which this rank had a core."""
+    """CPU time divided by wall time."""
     throttled: int = 0
-    """Periods in which the cgroup's limit stopped it."""
+    """Number of periods in which the cgroup's quota stopped this rank."""
 
 
 class Link(msgspec.Struct):
-    """The way from one host to another, as measured by TCP between two ranks."""
+    """Connection from one host to another, measured over TCP between two ranks."""
 
     source: int
-    """Arrival that measured."""
+    """Number of the arrival that measured; `target` is a number, too."""
     target: int
     problem: str = ""
     kind: str = ""
-    """Of the problem: refused, silent, unreachable, stranger or broken."""
+    """Kind of the problem: `refused`, `silent`, `unreachable`, `stranger` or `broken`."""
     rtt_us: float = 0.0
     rtt_mad_us: float = 0.0
     bytes_per_s: float = 0.0
-    """The best of several runs, from the source to the target."""
+    """Best of several runs, from source to target."""
     retransmitted: int = 0
     segments: int = 0
     clock_offset_s: float = 0.0
@@ -219,31 +211,31 @@ class Measured(msgspec.Struct):
     cpu: list[CpuRun] = []
     links: list[Link] = []
     clock_offset_s: float | None = None
-    """This rank's clock minus the leader's, as the plan came; it came up to half a second late."""
+    """This rank's clock minus the leader's, including the delay of the leader's plan."""
 
 
 class GroupTraffic(msgspec.Struct):
-    """Traffic of one rank in one group."""
+    """Results of one rank's traffic in one group."""
 
     kind: str
-    """Name of the axis, or `world`."""
+    """Name of the kind of group, or `world`."""
     ranks: list[int]
     route: str
-    """The communicators that carried it, by size."""
+    """The communicators that carried it, in the order of message sizes."""
     latency_us: float = 0.0
     latency_mad_us: float = 0.0
     bytes_per_s: float = 0.0
-    """Bus bandwidth of a large all_reduce, as nccl-tests count."""
+    """Bus bandwidth of a large all_reduce, as nccl-tests define it."""
     checks: int = 0
     wrong: list[str] = []
 
 
 class Traffic(msgspec.Struct):
-    """Outcomes of one rank with the layout's groups."""
+    """Results of one rank's traffic in the layout's groups."""
 
     groups: list[GroupTraffic] = []
     start_s: float = 0.0
     problem: str = ""
-    """The error with which the start, or a group's call, failed."""
+    """The error of the start or of a call; empty if all succeeded."""
     stage: str = ""
     cpu: list[CpuRun] = []

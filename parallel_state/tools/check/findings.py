@@ -1,4 +1,4 @@
-"""Findings of a report: severities, exit codes, and how ranks and rates are written. The table is in `rules`."""
+"""Findings of a report: severities, exit codes, and the format of ranks and rates. The rules are in `rules`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_CODES = {"": 0, INFO: 0, WARNING: 1, ERROR: 2}
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Returns ranks as a sentence has them: `rank 3`, `ranks 0-3, 7`."""
+    """Returns `rank 3` or `ranks 0-3, 7`."""
     each = sorted(set(ranks))
     return f"rank {each[0]}" if len(each) == 1 else f"ranks {format_ranks(each).strip('[]')}"
 
@@ -24,8 +24,6 @@ def rate(bytes_per_s: float) -> str:
 
 
 class Finding(msgspec.Struct):
-    """One thing that is wrong, or could be better."""
-
     severity: str
     code: str
     found: str
@@ -41,5 +39,4 @@ class Finding(msgspec.Struct):
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """Returns the highest severity; empty for none."""
     return max((each.severity for each in findings), key=SEVERITIES.index, default="")

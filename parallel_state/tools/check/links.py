@@ -1,9 +1,9 @@
-"""Measures the ways between hosts by TCP, before any group is made: who reaches whom, how fast, with whose clock.
+"""Measures the links between hosts over TCP, before any group is created: reachability, speed, clock offsets.
 
-One rank of each host listens at the address that gloo would tell, on a port of the kernel's choice as gloo's are, and
-another one connects: so a firewall, a wrong interface or an address that two hosts have shows as it would in the job.
-In each round every host is in one pair at most, so that no measurement disturbs another one. Sender and receiver are
-both this module: a connection starts with the listener's token, and then each request is a letter.
+One rank of each host listens at the address that gloo would announce, on a port that the kernel chooses, as gloo does.
+So a firewall, a wrong interface or a duplicate address has the same effect as in the job. With up to 24 hosts, a host
+is in at most one pair of each round, so that measurements don't disturb each other. The listener sends its token first;
+then each request is one byte.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """Answers each connection in a thread of its own until it is closed. `entry` is how others find it."""
+    """Answers connections, each in its own thread, until it is closed. `entry` is its address, port and token."""
 
     def __init__(self, address: str) -> None:
-        """If nobody can listen at `address`, `entry` is empty and `problem` has the reason."""
+        """Listens at `address`. If that fails, `entry` is empty and `problem` has the error."""
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._socket: socket.socket | None = None
         self.entry: list[str] = []
@@ -87,15 +87,16 @@ def _receive(peer: socket.socket, count: int) -> bytes:
     while len(found) < count:
         data = peer.recv(count - len(found))
         if not data:
-            raise ConnectionResetError("it closed the connection")
+            raise ConnectionResetError("the other host closed the connection")
         found += data
     return found
 
 
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs of arrivals, one of each host: each measures with each, or with some where many.
+    """Returns rounds of pairs of arrivals, given one arrival per host.
 
-    Every unordered pair comes twice, once in each direction, in the rounds of a tournament (the circle method).
+    Up to 24 hosts, each host measures to every other one, in the rounds of a tournament (the circle method). With more,
+    each host measures to those at distances 1, 2, 4, … in `leaders`.
     """
     count = len(leaders)
     if count < 2:
@@ -120,7 +121,7 @@ def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> Link:
-    """Returns what a connection from this rank to the listener of arrival `target` gives, within some `budget_s`."""
+    """Measures a connection from this rank to the listener of arrival `target`; bandwidth takes about `budget_s`."""
     link = Link(source, target)
     address, port, token = entry
     try:
@@ -129,7 +130,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
             peer.settimeout(_LIMIT_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if _receive(peer, _TOKEN_BYTES).hex() != token:
-                link.kind, link.problem = "stranger", f"another process answers at {address}"
+                link.kind, link.problem = "stranger", f"another machine or process answers at {address}"
                 return link
             _measure_latency(peer, link)
             _measure_bandwidth(peer, link, budget_s)
@@ -137,10 +138,10 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
             again, link.segments, duplicates = (
                 int.from_bytes(info[at : at + 4], "little") for at in (_RETRANSMITTED, _SEGMENTS, _DUPLICATES)
             )
-            link.retransmitted = max(0, again - duplicates)  # some were late and not lost
+            link.retransmitted = max(0, again - duplicates)  # packets received twice were late, not lost
             link.kind = ""
     except ConnectionRefusedError:
-        link.kind, link.problem = "refused", f"{address} refuses connections: another host's address, or a firewall"
+        link.kind, link.problem = "refused", f"{address} refuses connections (a firewall, or another host's address)"
     except TimeoutError:
         silent = not link.kind
         link.kind = "silent" if silent else "broken"
@@ -152,7 +153,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
 
 
 def _measure_latency(peer: socket.socket, link: Link) -> None:
-    """Round trips, and the offset of the other clock: by the fastest one, as NTP does."""
+    """Measures round trips, and the offset of the other clock by the fastest of them, as NTP does."""
     trips, best_s = [], float("inf")
     for _ in range(40):
         before_s, started = time.time(), time.perf_counter()
@@ -168,7 +169,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Sends more and more until one run takes a third of the budget, and keeps the best of three such."""
+    """Doubles the size until a run takes a quarter of the budget. Keeps the best bandwidth of all runs."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):
@@ -186,7 +187,7 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Returns what two runs over one way have found: the better figures, or the problem of the second."""
+    """Returns the better figures of two measurements, or the second one if it failed."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two
@@ -200,7 +201,7 @@ def better(one: Link, two: Link) -> Link:
 
 
 def host_leaders(arrivals: Sequence[Facts]) -> list[int]:
-    """Returns the first arrival of each host that listens, by number."""
+    """Returns the number of the first listening arrival of each host."""
     found: dict[str, int] = {}
     for number, facts in enumerate(arrivals, 1):
         if facts.probe:

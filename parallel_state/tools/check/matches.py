@@ -1,4 +1,4 @@
-"""Selects the groups of ranks for which a rule holds, and fills in the rule's text.
+"""Selects the groups of ranks to which a rule applies, and fills in the rule's text.
 
 A predicate takes the evidence and yields matches. Most predicates are built here from a test of one group: the ranks of
 each host (`hosts`), the ranks of one host with the same key (`groups`), or all ranks with a key (`alike`).
@@ -20,7 +20,7 @@ Words = Mapping[str, Any]
 
 
 class Match:
-    """A group of ranks for which a rule holds, with `words` for the rule's text."""
+    """A group of ranks to which a rule applies, with `words` for the rule's text."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Match:
 
 Predicate = Callable[[Evidence], Iterable[Match]]
 Test = Callable[[Evidence, Group], Words | bool | None]
-"""Returns the words that the text needs beside the facts, or True if it needs none. A false value: no match."""
+"""Returns the words for the rule's text, True if it needs none, or a false value without a match."""
 
 
 def hosts(test: Test) -> Predicate:
@@ -59,7 +59,6 @@ def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group
 
 
 def some(test: Callable[[Facts], bool]) -> Predicate:
-    """Matches, on each host, the ranks that pass the test."""
     return groups(lambda facts: test(facts) or None)
 
 
@@ -75,19 +74,19 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Matches the ranks for which `read` returns text. `description` is the first rank's, `more` counts the others."""
+    """Matches the ranks for which `read` returns text. Words: `description` (the first rank's) and `more` (a count)."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         group = [facts for facts in evidence.arrivals if read(facts)]
         if group:
-            more = f" (and alike on {len(group) - 1} more)" if len(group) > 1 else ""
+            more = f" (likewise on {len(group) - 1} more)" if len(group) > 1 else ""
             yield Match(group, description=read(group[0]), more=more)
 
     return find
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Matches the ranks with the rarer values if known values differ. `values` lists each value with its ranks."""
+    """Matches the ranks with the rarer values if known values differ. `values` lists all values with their ranks."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -150,7 +149,6 @@ def _size(count: int) -> str:
 
 
 def _free(limits: Limits) -> str:
-    """Describes the free space of the folder for temporary files."""
     return limits.tmp_problem or f"{_size(limits.tmp_free_bytes)} free"
 
 

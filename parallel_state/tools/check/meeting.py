@@ -1,8 +1,8 @@
-"""Brings the facts of all ranks together before any group is made: over the launcher's store, or rank 0's.
+"""Exchanges the facts of all ranks before any group is created, through the launcher's store or rank 0's.
 
-Ranks don't enter under their rank, but as they come: arrival 1, 2, …, so that a rank that comes twice, or isn't of the
-world, is seen as well. Who serves the store leads, else the first arrival: it keeps the list, decides when to go on
-and writes the report. Each wait has a deadline, and whoever can't come says why, as exactly as a socket tells.
+Ranks register as arrival 1, 2, … instead of under their rank, so that duplicate and surplus ranks are detected, too.
+One rank is the leader: the one that serves the store, else the first arrival. It collects the arrivals, decides when to
+continue, and writes the report. Each wait has a deadline. A rank that can't connect reports the reason from its socket.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ _GRACE_S = 0.5
 _OWN_NAME_S = 3.0
 _SETTLE_S = 0.2
 _LATE_S = 1.5
-"""For ranks that come beside those that make the world full, where something is wrong already."""
+"""Extra wait for further ranks if enough arrived but their ranks or world sizes conflict."""
 
 
 class NotMetError(Exception):
-    """This rank can't come to where the others meet."""
+    """This rank can't reach or serve the store."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-        """The code of the finding."""
+        """Code of the finding."""
 
 
 class Plan(msgspec.Struct):
-    """The leader's findings when it stopped waiting, for all arrivals."""
+    """The leader's instructions, published when it stops waiting for ranks."""
 
     arrivals: list[Facts]
-    """In the order in which they came; arrival n is `arrivals[n - 1]`."""
+    """In the order of arrival: arrival n is `arrivals[n - 1]`."""
     links: list[list[tuple[int, int]]]
-    """Rounds of pairs of arrivals; those of one round measure at once."""
+    """Rounds of pairs (source, target) of arrivals, which measure at the same time."""
     leader_time_s: float
 
 
 class Meeting:
-    """This rank's end of the store. Every method ends by its deadline."""
+    """Exchange between the ranks through the store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """`leads`: whether this rank does; None: the first that arrives."""
+        """`leads`: True if this rank is the leader; None: the first arrival is."""
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
-        self._kept = store  # torch's prefix doesn't keep a store of Python's alive
+        self._kept = store  # PrefixStore doesn't keep a store that is implemented in Python alive
         self.arrival = 0
         self._leads = leads
 
@@ -73,19 +73,19 @@ class Meeting:
         self._store.set(f"arrival/{self.arrival}", msgspec.json.encode(facts).decode())
 
     def arrivals(self, seen: list[Facts], limit_s: float = 1.0) -> list[Facts]:
-        """Returns `seen` with those that came since."""
+        """Returns `seen` and the arrivals since then."""
         found = list(seen)
         for number in range(len(seen) + 1, int(self._store.add("arrivals", 0)) + 1):
             content = self.get(f"arrival/{number}", time.monotonic() + limit_s)
-            if content is None:  # it ended between the two steps
+            if content is None:  # it exited between both steps of `arrive`
                 break
             found.append(msgspec.json.decode(content, type=Facts))
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Waits until all ranks of the world came. Every arrival that is there at the end is in it, whatever its rank.
+        """Waits until all ranks of the world have arrived. Returns all arrivals, also those of surplus ranks.
 
-        Returns early where more than expected came, or other sizes: no more waiting would mend that.
+        Returns early if enough processes arrived but ranks are duplicate or world sizes differ: waiting can't fix that.
         """
         found: list[Facts] = []
         late_until = None
@@ -103,12 +103,12 @@ class Meeting:
             time.sleep(PAUSE_S)
 
     def settle(self, seen: list[Facts]) -> list[Facts]:
-        """Returns `seen` with those that come a moment after the last that was waited for."""
+        """Waits 0.2 s for surplus ranks. Returns `seen` and the arrivals since then."""
         time.sleep(_SETTLE_S)
         return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
-        """Adds to a count, and returns once all of it is there, or at the deadline."""
+        """Adds `amount` to a counter, and waits until the counter reaches `total` or until the deadline."""
         count = int(self._store.add(key, amount))
         for _ in looks(deadline):
             if count >= total:
@@ -119,7 +119,7 @@ class Meeting:
         self._store.set(key, msgspec.json.encode(value).decode())
 
     def get(self, key: str, deadline: float) -> bytes | None:
-        """Returns what another rank has put there, or None at the deadline."""
+        """Returns the content of `key` once another rank has put it, or None at the deadline."""
         for _ in looks(deadline):
             if self._store.check([key]):
                 return bytes(self._store.get(key))
@@ -130,7 +130,7 @@ class Meeting:
         return None if content is None else msgspec.json.decode(content, type=kind)
 
     def take_all(self, name: str, count: int, kind: type[T], deadline: float, skip: int) -> dict[int, T]:
-        """Returns what arrivals from 1 to `count`, but `skip`, have put under `name`; who is late is missing."""
+        """Returns arrival -> its value under `name`, for arrivals 1 to `count` except `skip` and late ones."""
         found = {}
         for number in (each for each in range(1, count + 1) if each != skip):
             value = self.take(f"{name}/{number}", kind, deadline)
@@ -140,7 +140,7 @@ class Meeting:
 
 
 def open_meeting(place: Place, deadline: float) -> Meeting:
-    """Returns the meeting of the ranks of this job. Raises NotMetError with the reason where it can't be reached."""
+    """Connects to the job's store, or serves it as rank 0. Raises NotMetError with the reason if that fails."""
     prefix = f"parallel_state/check/{os.environ.get('TORCHELASTIC_RUN_ID', '') or 0}/" + os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", "0"
     )
@@ -148,7 +148,7 @@ def open_meeting(place: Place, deadline: float) -> Meeting:
         return Meeting(dist.HashStore(), prefix)
     if not place.master_addr or not place.master_port:
         raise NotMetError(
-            "environment", place.problem or "MASTER_ADDR and MASTER_PORT say where the ranks meet, but aren't set"
+            "environment", place.problem or "MASTER_ADDR and MASTER_PORT aren't set, so this rank can't find the others"
         )
     address = place.master_addr, place.master_port
     handed = JOB_STORE.try_get(*address) if place.agent_store else None
@@ -161,7 +161,7 @@ def open_meeting(place: Place, deadline: float) -> Meeting:
 
 
 def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist.Store, bool]:
-    """Serves the store as rank 0, and returns True with it; where another rank 0 does so already, joins that one."""
+    """Serves the store as rank 0 and returns it with True; if another rank 0 serves one, returns that with False."""
     try:
         listener = listen_on(None, address[1], 1024)
     except OSError as error:
@@ -177,14 +177,14 @@ def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist
 
 
 def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
-    who = f"port {address[1]} of {socket.gethostname()}"
+    port = f"port {address[1]} of {socket.gethostname()}"
     try:
         store = _shake_hands(address, _HANDSHAKE_S)
         if BoundedStore(dist.PrefixStore(prefix, store)).check(["arrivals"]):
             return store
-        text = f"{who} is held by the store of another job"
+        text = f"{port} is in use by the store of another job"
     except (OSError, RuntimeError):
-        text = f"{who} is held by another program{_holder(address[1])}"
+        text = f"{port} is in use by another program{_describe_listener(address[1])}"
     raise NotMetError("port-taken", text)
 
 
@@ -193,8 +193,7 @@ def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
     return within(deadline, partial(tcp_store, address, deadline), _GRACE_S)
 
 
-def _holder(port: int) -> str:
-    """Returns the process that listens on a port of this host, in words; empty where that can't be seen."""
+def _describe_listener(port: int) -> str:
     inodes = set()
     for name in ("tcp", "tcp6"):
         try:
@@ -217,7 +216,7 @@ def _holder(port: int) -> str:
 
 
 def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Raises NotMetError where a connection to MASTER_ADDR doesn't come to this process; a name may resolve late."""
+    """Raises NotMetError unless a connection to MASTER_ADDR arrives here. Retries for 3 s: names may resolve late."""
     listener.settimeout(1.0)
     host = socket.gethostname()
     until = min(deadline, time.monotonic() + _OWN_NAME_S)
@@ -238,7 +237,7 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
 
 
 def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.Store:
-    """Connects as one of the other ranks, as soon as somebody serves."""
+    """Connects to the store as soon as it is served; retries until the deadline."""
     where = f"{address[0]}:{address[1]}"
     server = "the launcher's agent" if place.agent_store else "rank 0"
     kind, text = "master-refused", ""
@@ -258,10 +257,10 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
         except ConnectionRefusedError:
             kind, text = (
                 "master-refused",
-                f"nobody listens at {where}: {server} hasn't come, or is elsewhere",
+                f"nobody listens at {where}: {server} wasn't started, or runs on another host",
             )
         except OSError as error:
-            kind, text = "master-unreachable", f"there is no way to {where}: {error.strerror or error}"
+            kind, text = "master-unreachable", f"can't connect to {where}: {error.strerror or error}"
         if time.monotonic() + 0.2 >= deadline:
             raise NotMetError(kind, text)
         time.sleep(0.1)

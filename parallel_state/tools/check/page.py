@@ -1,4 +1,4 @@
-"""The report for people: tables in the terminal, and a page with a matrix of hosts."""
+"""Formats the report: text for the terminal, and an HTML page with a matrix of hosts."""
 
 from __future__ import annotations
 
@@ -37,20 +37,18 @@ def heading(report: Report) -> str:
     ranks = every if came == report.world_size else f"{came} of {every}"
     hosts = f"{len(report.hosts)} host{'' if len(report.hosts) == 1 else 's'}"
     sizes = " ".join(f"{name} {size}" for name, size in report.sizes.items())
-    what = ", ".join(counts) or "nothing found that would hinder this job"
+    what = ", ".join(counts) or "no problems found"
     return f"{ranks} on {hosts}{f', {sizes}' if sizes else ''}: {what} ({report.seconds:.1f} s)"
 
 
 def started_by(report: Report) -> str:
     facts = report.ranks[0]
     place = facts.place
-    above = ", below ".join(place.started_by[:4])
+    above = ", under ".join(place.started_by[:4])
     names = {"torchrun": "torchrun's variables (RANK, WORLD_SIZE, …)", "open_mpi": "Open MPI", "pmi": "PMI",
-             "slurm": "SLURM", "launch": "this command", "single": "nobody",
+             "slurm": "SLURM", "launch": "this command", "single": "no launcher",
              "unknown": "contradictory variables"}  # fmt: skip
-    where = (
-        f", meeting at {place.master_addr}:{place.master_port}" if place.master_addr and place.world_size > 1 else ""
-    )
+    where = f", store at {place.master_addr}:{place.master_port}" if place.master_addr and place.world_size > 1 else ""
     return f"started by {names.get(place.source, place.source)} ({above}){where}"
 
 
@@ -58,13 +56,12 @@ def versions(report: Report) -> str:
     found = report.ranks[0].versions
     words = [f"torch {found.torch}", f"parallel_state {found.package}", f"Python {found.python}"]
     words += [f"{name} {value}" for name, value in (("NCCL", found.nccl), ("driver", found.driver)) if value]
-    words.append(f"compiled part {found.compiled}" if found.compiled else "no compiled part")
+    words.append(f"compiled library {found.compiled}" if found.compiled else "no compiled library")
     return ", ".join(words)
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """Yields what is shown below the findings."""
-    yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core speed"),
+    yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core time"),
                 list(_hosts(report)))  # fmt: skip
     links = [link for link in report.evidence.links if not link.problem]
     if links:
@@ -135,12 +132,11 @@ def _groups(report: Report) -> Iterator[tuple[str, ...]]:
 
 
 def _short(text: str) -> str:
-    """Returns a finding's text as a table can hold it: a whole traceback is in the JSON."""
+    """Shortens a finding's text; the JSON has whole tracebacks."""
     return text if len(text) <= 1200 else f"{text[:1000]} … {text[-150:]}"
 
 
 def text(report: Report, width: int | None = None) -> str:
-    """Returns the report in plain characters."""
     width = width or shutil.get_terminal_size((120, 40)).columns
     lines = [heading(report), started_by(report), versions(report), ""]
     for each in report.findings:
@@ -161,7 +157,7 @@ def _wrapped(label: str, words: str, width: int) -> list[str]:
 
 
 def html(report: Report) -> str:
-    """Returns a page that works from a file, without a script or an outside resource."""
+    """Returns an HTML page without scripts or external resources."""
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     body = f"""<h1 class="{report.severity or "good"}">{escape(heading(report))}</h1>
 <p class="soft">{escape(started_by(report))}<br>{escape(versions(report))}</p>
@@ -181,7 +177,6 @@ def _finding(each: Finding) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """Returns hosts by hosts: from the row to the column."""
     if len(report.hosts) < 2:
         return ""
     cells: dict[tuple[str, str], Link] = {
@@ -196,8 +191,9 @@ def _matrix(report: Report) -> str:
         for one in report.hosts
     )
     return f"""<h2>Hosts</h2>
-<div class="wide"><table class="matrix"><caption>From the row's host to the column's: one TCP stream, and a round trip;
-the darker, the slower beside the fastest</caption><thead><tr><th></th>{head}</tr></thead><tbody>
+<div class="wide"><table class="matrix"><caption>From the row's host to the column's:
+bandwidth of one TCP stream, and round trip. Darker cells are slower, compared with the fastest link.</caption>
+<thead><tr><th></th>{head}</tr></thead><tbody>
 {rows}</tbody></table></div>
 """
 
@@ -208,7 +204,7 @@ def _cell(same: bool, link: Link | None, best: float) -> str:
     if link.problem:
         return f'<td class="bad" title="{escape(link.problem)}">{escape(link.kind)}</td>'
     level = min(4, int(5 * (1 - link.bytes_per_s / best))) if best else 0
-    loss = f", {link.retransmitted} of {link.segments} packets sent again" if link.retransmitted else ""
+    loss = f", {link.retransmitted} of {link.segments} packets retransmitted" if link.retransmitted else ""
     hover = escape(f"clock {link.clock_offset_s * 1e3:+.1f} ms{loss}")
     return f'<td class="level{level}" title="{hover}">{rate(link.bytes_per_s)}<br>{link.rtt_us:.0f} µs</td>'
 
@@ -223,13 +219,12 @@ def _html_table(table: Table) -> str:
 
 
 def _ranks(report: Report) -> str:
-    """Returns who started each rank and what it may use, to unfold."""
     rows = []
     for facts in sorted(report.ranks, key=lambda each: each.place.rank):
         variables = " ".join(f"{name}={value}" for name, value in facts.place.variables.items())
         limits = facts.limits
         rows.append((
-            str(facts.place.rank), facts.network.hostname, str(facts.pid), ", below ".join(facts.place.started_by[:3]),
+            str(facts.place.rank), facts.network.hostname, str(facts.pid), ", under ".join(facts.place.started_by[:3]),
             spans(facts.cpu.affinity), str(limits.files_hard), "unlimited" if limits.memlock_bytes < 0 else
             f"{limits.memlock_bytes >> 10} KiB", facts.gpus.own, variables,
         ))  # fmt: skip

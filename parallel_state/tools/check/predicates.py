@@ -28,7 +28,7 @@ from parallel_state.tools.check.facts import Facts, Interface, Limits, Place
 from parallel_state.tools.check.findings import INFO, WARNING, named, rate
 from parallel_state.tools.check.matches import Group, Match, Predicate, Words, differing
 
-# The launcher and the meeting.
+# Launcher and ranks.
 
 _FAMILIES = {
     "torchrun": ("RANK", "WORLD_SIZE"),
@@ -42,7 +42,7 @@ _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": ("mpirun", "mpiexec", "orted", "prted", "prterun", "orterun", "srun", "slurmstepd"),
     "MPI_LOCALRANKID": ("mpirun", "mpiexec", "hydra", "srun", "slurmstepd"),
 }
-"""Processes of which one must be an ancestor of a process that has the variable. A container hides them."""
+"""Variable -> programs, one of which must be an ancestor of a process with that variable. Containers hide ancestors."""
 _INITS = ("systemd", "init")
 _SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -50,7 +50,7 @@ _SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_S
 def contradiction(facts: Facts) -> str:
     env = facts.place.variables
     present = {name: (env[rank], env[size]) for name, (rank, size) in _FAMILIES.items() if rank in env and size in env}
-    # torchrun, once per node below srun, numbers its processes anew; so do MPIs whose proxies srun starts.
+    # torchrun below srun renumbers its processes; so do MPIs whose proxies srun starts.
     if "TORCHELASTIC_RUN_ID" in env or "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
         present.pop("SLURM", None)
     if ("TORCHELASTIC_RUN_ID" in env and facts.place.agent_store) or len(set(present.values())) < 2:
@@ -60,12 +60,12 @@ def contradiction(facts: Facts) -> str:
 
 def stale_launcher(facts: Facts) -> str:
     above = facts.place.started_by
-    if not above or above[-1] not in _INITS:  # the way up is cut off, as in a container: nothing can be said
+    if not above or above[-1] not in _INITS:  # a container hides the ancestors
         return ""
     for variable, names in _LAUNCHERS.items():
         if variable in facts.place.variables and not any(name in each for name in names for each in above):
             value = facts.place.variables[variable]
-            return f"{variable}={value} is set, but above this process is {', '.join(above[:4])}"
+            return f"{variable}={value} is set, but this process was started by {', '.join(above[:4])}"
     return ""
 
 
@@ -84,7 +84,7 @@ def one_of_many(evidence: Evidence) -> Iterator[Match]:
 
 
 def world_sizes(evidence: Evidence) -> Iterator[Match]:
-    # If a rank's environment can't be read, its size counts only if its rank is beyond the world.
+    # A rank whose environment is wrong may have no world size: compare it only for ranks outside the world.
     known = [each for each in evidence.arrivals if not each.place.problem or each.place.rank >= evidence.world_size]
     sizes = grouped(known, lambda facts: facts.place.world_size)
     if len(sizes) > 1:
@@ -119,12 +119,12 @@ def across_hosts(evidence: Evidence) -> Iterator[Match]:
     spanning = [group for group in groups if len(set(map(evidence.host, group))) > 1]
     if spanning:
         most = max(len(ranks) for ranks in evidence.hosts.values())
-        # A tp group that no host could hold was meant so.
+        # A tp group larger than any host is intended.
         severity = "" if layout.size("tp") <= most else INFO
         yield Match(spanning[0], spanning=len(spanning), groups=len(groups), severity=severity)
 
 
-# Where they meet.
+# MASTER_ADDR and MASTER_PORT.
 
 
 def masters_differ(evidence: Evidence) -> Iterator[Match]:
@@ -134,7 +134,7 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Returns MASTER_ADDR if several hosts have the same one and no launcher serves the store."""
+    """Returns MASTER_ADDR if all ranks agree on it, the job spans hosts, and rank 0 serves the store; else ""."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""
@@ -169,13 +169,13 @@ def unresolved_master(evidence: Evidence) -> Iterator[Match]:
         if why:
             yield Match(ranks, problem=f"{ranks[0].place.master_addr} on {name}: {why}")
     address = evidence.arrivals[0].place.master_addr
-    try:  # a link-local address without its zone can't be connected to
+    try:  # connecting to a link-local address needs its interface
         local = ":" in address and "%" not in address and ipaddress.ip_address(address).is_link_local
     except ValueError:
         return
     if local:
-        text = f"MASTER_ADDR is {address}, an address of one link, without its interface"
-        yield Match(problem=text, fix=f"Write {address}%INTERFACE, or take a global address.")
+        text = f"MASTER_ADDR is {address}, a link-local address without its interface"
+        yield Match(problem=text, fix=f"Set it to {address}%INTERFACE, or to a global address.")
 
 
 # Names, addresses, interfaces.
@@ -204,7 +204,7 @@ def shared_addresses(evidence: Evidence) -> Iterator[Match]:
     for address, names in grouped(usable, lambda name: networks[name].gloo_address).items():
         if len(names) > 1 and evidence.spans_hosts:
             chosen = ", ".join(f"{networks[name].gloo_interface} on {name}" for name in names)
-            yield Match(evidence.on(names), address=address, chosen=chosen)
+            yield Match(evidence.facts_on(names), address=address, chosen=chosen)
 
 
 def missing_interfaces(evidence: Evidence) -> Iterator[Match]:
@@ -213,15 +213,15 @@ def missing_interfaces(evidence: Evidence) -> Iterator[Match]:
         given = _given(facts)
         chosen = interface_of(facts, given)
         if given and (chosen is None or not chosen.addresses or not (chosen.up or chosen.kind == "loopback")):
-            state = "isn't there" if chosen is None else "has no address" if chosen.up else "is down"
+            state = "doesn't exist" if chosen is None else "has no address" if chosen.up else "is down"
             yield Match(ranks, setting=f"GLOO_SOCKET_IFNAME={given}", problem=f", but that interface {state}")
         nccl = facts.place.variables.get("NCCL_SOCKET_IFNAME", "").strip()
         if nccl and not facts.network.nccl_interface:
-            yield Match(ranks, setting=f"NCCL_SOCKET_IFNAME={nccl}", problem=" fits no interface that is up")
+            yield Match(ranks, setting=f"NCCL_SOCKET_IFNAME={nccl}", problem=" matches no interface that is up")
 
 
 def bridges(evidence: Evidence) -> Iterator[Match]:
-    reached = [evidence.of(link.target) for link in evidence.links if not link.problem]
+    reached = [evidence.facts_of(link.target) for link in evidence.links if not link.problem]
     for ranks in evidence.hosts.values():
         facts = ranks[0]
         if not evidence.spans_hosts or any(facts is other for other in reached):
@@ -236,7 +236,7 @@ def bridges(evidence: Evidence) -> Iterator[Match]:
 
 
 def _chosen(evidence: Evidence) -> dict[str, Interface]:
-    """Returns gloo's interface on each of several hosts."""
+    """Returns gloo's interface on each host; empty for a job on one host."""
     if not evidence.several_hosts:
         return {}
     found = {name: interface_of(each[0], each[0].network.gloo_interface) for name, each in evidence.hosts.items()}
@@ -255,18 +255,18 @@ def different_networks(evidence: Evidence) -> Iterator[Match]:
     words = "; ".join(
         f"{', '.join(sorted(each)) or 'none'} ({chosen[name].name}) on {name}" for name, each in nets.items()
     )
-    hint = f"; the network that all hosts are in is {', '.join(sorted(common))}" if common else ""
+    hint = f"; all hosts have an interface in {', '.join(sorted(common))}" if common else ""
     usual = by_value({name: " ".join(sorted(each)) for name, each in nets.items()})
     odd = list(usual.values())[-1] if len(usual) < len(nets) else list(nets)
-    # Routed networks are as good, where each rack has its own and nothing in common.
-    yield Match(evidence.on(odd), networks=words + hint, severity="" if common else INFO)
+    # Without a common network this is usually one routed network per rack, which is as good.
+    yield Match(evidence.facts_on(odd), networks=words + hint, severity="" if common else INFO)
 
 
 def different_mtus(evidence: Evidence) -> Iterator[Match]:
     chosen = {name: str(each.mtu) for name, each in _chosen(evidence).items() if each.mtu and each.kind != "loopback"}
     mtus = by_value(chosen)
     if len(mtus) > 1:
-        yield Match(evidence.on(list(mtus.values())[-1]), mtus=mtus)
+        yield Match(evidence.facts_on(list(mtus.values())[-1]), mtus=mtus)
 
 
 def slower_interfaces(evidence: Evidence) -> Iterator[Match]:
@@ -300,22 +300,21 @@ _LATE_PLAN_S = 5.0
 _SLOW = 4.0
 _LATENCY = 5.0
 _LATENCY_US = 300.0
-"""Below that, differences are of the hosts' load."""
+"""Smaller differences are caused by the load of the hosts."""
 _NOMINAL = 0.1
 _GIGABIT = 0.9e9 / 8
 _LOSS = 0.012
-"""In each of two runs: a queue that overflows for a moment loses less."""
+"""Share of retransmitted packets in both of two runs. A queue that overflows for a moment loses less."""
 _FEW_SEGMENTS = 200
 
 
 def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
-    """Returns a match of the link between two arrivals."""
     way = f"the link from {evidence.host_of(source)} to {evidence.host_of(target)}"
-    return Match([evidence.of(source), evidence.of(target)], **{"way": way, **words})
+    return Match([evidence.facts_of(source), evidence.facts_of(target)], **{"way": way, **words})
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Yields links with a problem of this kind; `blocked` is any kind but `stranger` and `broken`."""
+    """Yields links with a problem of this kind; `blocked`: any kind except `stranger` and `broken`."""
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)
@@ -328,9 +327,10 @@ def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
         if (link.kind if link.kind in ("stranger", "broken") else "blocked") != kind:
             continue
         if back in failed and source > target and kind == "blocked":
-            continue  # one finding for both directions
-        works = " (the other direction works)" if back in working else " (nor back)" if back in failed else ""
-        ends = [evidence.of(number).network for number in (link.source, link.target)]
+            continue  # both directions are one finding
+        state = "works" if back in working else "fails, too" if back in failed else ""
+        works = f" (the other direction {state})" if state else ""
+        ends = [evidence.facts_of(number).network for number in (link.source, link.target)]
         words = " and ".join(f"{end.gloo_interface} {end.gloo_address} on {end.hostname}" for end in ends)
         way = f"from {source} to {target}{works}"
         yield _about(evidence, link.source, link.target, way=way, problem=link.problem, ends=words)
@@ -342,16 +342,16 @@ def _speeds(evidence: Evidence) -> dict[tuple[int, int], float]:
 
 
 def _expected_speeds(evidence: Evidence) -> dict[tuple[int, int], str]:
-    """Returns the expected speed of each slow link, in words: first by the other links, then by its interface."""
+    """Returns, for each slow link, the speed of the other links, or else of its interface, in words."""
     speeds = _speeds(evidence)
     odd = outliers(speeds, _SLOW, high=False)
     found = {pair: f"the median of all links is {rate(middle)}" for pair, _, middle in odd}
     for pair, speed in speeds.items():
-        facts = evidence.of(pair[0])
+        facts = evidence.facts_of(pair[0])
         chosen = interface_of(facts, facts.network.gloo_interface)
         nominal = (chosen.speed_mbit if chosen else 0) * 1e6 / 8
         if pair not in found and nominal and speed < _NOMINAL * nominal:
-            found[pair] = f"and its interface {facts.network.gloo_interface} should carry {rate(nominal)}"
+            found[pair] = f"but its interface {facts.network.gloo_interface} should carry {rate(nominal)}"
     return found
 
 
@@ -384,7 +384,7 @@ def lossy_links(evidence: Evidence) -> Iterator[Match]:
 
 
 def clocks(evidence: Evidence) -> Iterator[Match]:
-    """By the round trips between hosts; else by the moment at which the leader's plan came, which may be late."""
+    """Compares clocks by round trips between hosts; if these show no offset, by the arrival of the leader's plan."""
     reported: set[str] = set()
     offsets: dict[str, list[tuple[float, str]]] = {}
     for link in evidence.links:
@@ -392,18 +392,18 @@ def clocks(evidence: Evidence) -> Iterator[Match]:
             source, target = evidence.host_of(link.source), evidence.host_of(link.target)
             offsets.setdefault(target, []).append((link.clock_offset_s, source))
             offsets.setdefault(source, []).append((-link.clock_offset_s, target))
-    while offsets:  # the host that differs from most others is the one that is wrong
+    while offsets:  # the host that differs from most others has the wrong clock
         host = max(offsets, key=lambda name: len(offsets[name]))
         offset, other = offsets.pop(host)[0]
         reported.add(host)
         offsets = {name: left for name, each in offsets.items() if (left := [one for one in each if one[1] != host])}
         yield Match(evidence.hosts[host], clock=host, offset=_offset(offset), other=other)
     for number, measured in evidence.measured.items():
-        facts = evidence.of(number)
+        facts = evidence.facts_of(number)
         offset_s = measured.clock_offset_s
         if offset_s is not None and not -_CLOCK_S < offset_s < _LATE_PLAN_S and not reported:
             clock = f"rank {facts.place.rank}"
-            yield Match([facts], clock=clock, offset=_offset(offset_s), other="the rank that leads")
+            yield Match([facts], clock=clock, offset=_offset(offset_s), other="the leader")
 
 
 def _offset(offset_s: float) -> str:
@@ -417,7 +417,7 @@ def _offset(offset_s: float) -> str:
 _OF_EACH_RANK = re.compile(
     r"(NCCL|GLOO)_SOCKET_IFNAME|NCCL_IB_HCA|NCCL_(DEBUG_FILE|TOPO_FILE|TOPO_DUMP_FILE|GRAPH_FILE|HOSTID|NODE_RANK)"
 )
-"""May rightly differ between hosts."""
+"""Variables that may differ between ranks or hosts."""
 _COMPARED = re.compile(r"(NCCL|GLOO|TORCH_NCCL|PARALLEL_STATE)_\w+|OMP_NUM_THREADS")
 _CRIPPLING = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
@@ -426,7 +426,7 @@ _CRIPPLING = {
 
 
 def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
-    """Matches all ranks if `none` and no rank has the compiled part; else those whose parts differ."""
+    """If `none`, matches all ranks if no rank has the compiled library; else matches ranks whose libraries differ."""
     looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     if any(facts.versions.compiled for facts in looked) or not looked:
         return [] if none else differing(_compiled)(evidence)
@@ -459,7 +459,7 @@ _SHM_BYTES = 512 << 20
 _SHM_FREE_BYTES = 128 << 20
 _MEMLOCK_BYTES = 1 << 30
 _MEMLOCK_LEAST_BYTES = 64 << 10
-"""The kernel's default before 5.16."""
+"""Default limit of kernels before 5.16."""
 _FILES = 1024
 _PROCESSES_PER_RANK = 64
 _MEMORY_BYTES = 1 << 30
@@ -495,14 +495,14 @@ def several_shm(evidence: Evidence, ranks: Group) -> Words | None:
 
 def few_files(evidence: Evidence, group: Group) -> Words | None:
     limit, needed = group[0].limits.files_hard, group[0].limits.files_open + 64 + 8 * (evidence.world_size + 16)
-    # Below what is needed it fails; below the usual least limit it may, with the program's own files.
+    # Below `needed` the job fails. Below 1024, the usual limit, it may fail because of the program's own files.
     words = {"needed": max(needed, _FILES), "severity": "" if limit < needed else WARNING}
     return words if 0 <= limit < max(needed, _FILES) else None
 
 
 def little_memlock(evidence: Evidence, group: Group) -> Words | None:
     rdma = bool(group[0].network.infiniband)
-    words = {"rdma": "", "severity": ""} if rdma else {"rdma": "; no RDMA device is there", "severity": INFO}
+    words = {"rdma": "", "severity": ""} if rdma else {"rdma": "; the host has no RDMA device", "severity": INFO}
     return words if 0 <= group[0].limits.memlock_bytes < (_MEMLOCK_BYTES if rdma else _MEMLOCK_LEAST_BYTES) else None
 
 
@@ -535,7 +535,7 @@ def little_memory(evidence: Evidence, ranks: Group) -> Words | None:
 
 def several_users(evidence: Evidence, ranks: Group) -> Words | None:
     users = by_value({each.place.rank: str(each.limits.uid) for each in ranks})
-    words = "; ".join(f"uid {uid}: {named(each)}" for uid, each in users.items())
+    words = "; ".join(f"uid {uid} ({named(each)})" for uid, each in users.items())
     return {"users": words} if len(users) > 1 else None
 
 
@@ -550,7 +550,7 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """Returns the ranks that share fewer cores than they are: the fewest cores of all such."""
+    """Returns ranks that share fewer cores than there are ranks, for the smallest such set of cores."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):
@@ -566,7 +566,6 @@ def crowded(evidence: Evidence, bound: bool) -> Iterator[Match]:
 
 
 def same_physical_core(evidence: Evidence) -> Iterator[Match]:
-    """Yields ranks bound to single threads whose physical core is one."""
     for ranks in evidence.hosts.values():
         alone = [each for each in ranks if is_bound(each) and len(each.cpu.affinity) == 1]
         single = {each.cpu.affinity[0]: each for each in alone if _crowded(ranks) is None}
@@ -589,11 +588,11 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """The best of many repetitions: what else runs on the core for a while doesn't count, a slow core does."""
+    """Compares the best of many repetitions: other load for a moment doesn't count, a slow core does."""
     runs = {number: runs_of(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(run.best_ms for run in each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
-        yield Match([evidence.of(number)], took_ms=took_ms, middle_ms=middle_ms)
+        yield Match([evidence.facts_of(number)], took_ms=took_ms, middle_ms=middle_ms)
 
 
 def throttled(evidence: Evidence) -> Iterator[Match]:
@@ -601,7 +600,7 @@ def throttled(evidence: Evidence) -> Iterator[Match]:
     periods = {number: sum(run.throttled for run in runs_of(evidence, number)) for number in every}
     stopped = [number for number in every if periods[number] >= _THROTTLED]
     for numbers in grouped(stopped, evidence.host_of).values():
-        yield Match([evidence.of(number) for number in numbers], periods=max(map(periods.__getitem__, numbers)))
+        yield Match([evidence.facts_of(number) for number in numbers], periods=max(map(periods.__getitem__, numbers)))
 
 
 # GPUs.
@@ -657,40 +656,41 @@ def far_from_gpu(evidence: Evidence) -> Iterator[Match]:
 
 _SLOW_GROUP = 5.0
 _SLOW_GROUP_US = 2_000.0
-"""Below that, a group's latency is a matter of the kernel's time slices."""
+"""Smaller differences in latency are caused by the kernel's time slices."""
 
 
 def failures(evidence: Evidence, starting: bool) -> Iterator[Match]:
-    """Each rank's error tells it from its side: the first rank's, and how many more there are."""
+    """Yields, per stage, the lowest rank's error and the number of other ranks with errors."""
     failed = {number: each for number, each in evidence.traffic.items() if each.problem}
     for stage, numbers in grouped(failed, lambda number: failed[number].stage).items():
-        first = min(numbers, key=lambda number: evidence.of(number).place.rank)
-        more = f" ({len(numbers) - 1} more ranks have errors)" if len(numbers) > 1 else ""
-        rank, problem = evidence.of(first).place.rank, failed[first].problem
+        first = min(numbers, key=lambda number: evidence.facts_of(number).place.rank)
+        more = f" (other ranks with errors: {len(numbers) - 1})" if len(numbers) > 1 else ""
+        rank, problem = evidence.facts_of(first).place.rank, failed[first].problem
         if (stage in ("init_distributed_environment", "initialize_model_parallel")) == starting:
-            yield Match([evidence.of(each) for each in numbers], stage=stage, rank=rank, problem=problem, more=more)
+            yield Match(
+                [evidence.facts_of(each) for each in numbers], stage=stage, rank=rank, problem=problem, more=more
+            )
 
 
 def wrong_answers(evidence: Evidence) -> Iterator[Match]:
     for number, traffic in evidence.traffic.items():
         for group in traffic.groups:
             if group.wrong:
-                yield Match([evidence.of(number)], within=group)
+                yield Match([evidence.facts_of(number)], within=group)
 
 
 def slow_groups(evidence: Evidence) -> Iterator[Match]:
     facts = {each.place.rank: each for each in evidence.arrivals}
     for kind, groups in groups_of_kind(evidence).items():
-        # Groups within a host aren't compared with those that span some.
+        # Groups within a host aren't compared with groups that span hosts.
         for some in grouped(groups, lambda ranks: len({evidence.host(facts[rank]) for rank in ranks}) > 1).values():
-            if len(some) < 3:  # of two, nobody can say which is the odd one
+            if len(some) < 3:  # of two groups either may be the outlier
                 continue
             latency = {ranks: groups[ranks].latency_us for ranks in some}
             for ranks, took_us, middle_us in outliers(latency, _SLOW_GROUP):
                 if took_us - middle_us > _SLOW_GROUP_US:
                     what = f"an all_reduce of 64 bytes in {kind} {format_ranks(ranks)} takes {took_us:.0f} µs"
-                    usual = f"of its kind {middle_us:.0f} µs"
-                    yield Match([facts[rank] for rank in ranks], what=what, usual=usual)
+                    yield Match([facts[rank] for rank in ranks], what=what, usual=f"{middle_us:.0f} µs")
             speeds = {ranks: groups[ranks].bytes_per_s for ranks in some if groups[ranks].bytes_per_s}
             for ranks, speed, middle in outliers(speeds, _SLOW_GROUP, high=False):
                 what = f"{kind} {format_ranks(ranks)} moves {rate(speed)}"

@@ -1,6 +1,6 @@
-"""One rank's way through the check: facts, the meeting, measurements, traffic. One rank leads and writes the report.
+"""Runs the check on one rank: facts, exchange, measurements, traffic. One rank is the leader and writes the report.
 
-Whatever goes wrong on the way becomes a finding, of the leader where there is one, else of the rank that is alone.
+Every problem becomes a finding in the leader's report, or in the rank's own report if it can't reach the leader.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
-"""Apart in time, and the better one counts: a neighbour's load passes, a slow link stays."""
+"""The better of two measurements counts: other load passes, a slow link stays slow."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
-"""Of the time limit, for the report and the farewell."""
+"""Reserved for the report and its acknowledgement."""
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The command line, as each rank gets it."""
-
     sizes: dict[str, int] = {}
     order: str | None = None
     quick: bool = False
@@ -44,21 +42,20 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, dict=True):
-    """Everything that `--json` writes."""
+    """Content of `--json`."""
 
     schema: str
     world_size: int
     sizes: dict[str, int]
     seconds: float
     complete: bool
-    """True if all ranks came, and no others."""
+    """True if all ranks of the world arrived, and no others."""
     severity: str
     exit_code: int
     findings: list[Finding]
     hosts: dict[str, list[int]]
-    """Ranks by host."""
     ranks: list[Facts]
-    """In the order of their arrival; the numbers in links and measurements are positions in this list, from 1."""
+    """In the order of arrival. Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
     measured: dict[int, Measured]
     traffic: dict[int, Traffic]
 
@@ -69,17 +66,15 @@ class Report(msgspec.Struct, dict=True):
 
 @dataclass
 class Outcome:
-    """The end of a rank's session."""
-
     exit_code: int
     report: Report | None = None
-    """On the rank that leads, and on one that met nobody."""
+    """Set on the leader, and on a rank that couldn't reach it."""
     met: bool = True
 
 
 @dataclass
 class Session:
-    """One rank's check; `run` does all of it within `options.timeout_s` of `began`."""
+    """One rank's check. `run` does all of it within `options.timeout_s` of `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -90,7 +85,7 @@ class Session:
         return self.began + self.options.timeout_s
 
     def _until(self, share: float) -> float:
-        """Returns the moment at which this share of the time limit is over."""
+        """Returns when this share of the time limit is over."""
         return self.began + share * self.options.timeout_s
 
     def run(self) -> Outcome:
@@ -102,7 +97,7 @@ class Session:
             self.facts.probe = listener.entry
             if listener.problem is not None:
                 why = listener.problem.strerror or listener.problem
-                self.facts.late["links"] = f"nobody can listen at {address}: {why}"
+                self.facts.late["links"] = f"can't listen at {address}: {why}"
             return self._run()
 
     def _run(self) -> Outcome:
@@ -118,11 +113,11 @@ class Session:
             self.meeting.arrive(self.facts)
             return self._lead() if self.meeting.leads else self._follow()
         except (dist.DistError, OSError) as error:
-            text = f"the store at {place.master_addr}:{place.master_port} went away: {str(error).splitlines()[0]}"
+            problem = str(error).splitlines()[0]
+            text = f"the store at {place.master_addr}:{place.master_port} stopped answering: {problem}"
             return self._alone(finding("rank-lost", text, [0] if not place.agent_store else []))
 
     def _alone(self, *found: Finding) -> Outcome:
-        """Returns what this rank can tell by itself."""
         evidence = Evidence(
             [self.facts], self.facts.place.world_size, self.options.sizes, self.options.order, met=False
         )
@@ -148,7 +143,7 @@ class Session:
         lost = {number: "measuring" for number in range(1, len(arrivals) + 1) if number not in measured}
         evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, {}, lost)
         go = complete and not any(each.severity == ERROR for each in judge(evidence))
-        # Every rank must give the groups the same timeout.
+        # Groups must have the same timeout on all ranks.
         left_s = round(max(2.0, self.deadline - _END_S - 0.5 - time.monotonic()), 3) if go else 0.0
         meeting.put("go", left_s)
         found: dict[int, Traffic] = {}
@@ -158,7 +153,7 @@ class Session:
             for number in range(1, len(arrivals) + 1):
                 if number not in found:
                     lost[number] = meeting.take(f"stage/{number}", str, time.monotonic()) or "nothing"
-        arrivals = meeting.arrivals(arrivals)  # one more may have come meanwhile
+        arrivals = meeting.arrivals(arrivals)  # surplus ranks may have arrived meanwhile
         evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, found, lost)
         report = self.report(evidence, judge(evidence))
         meeting.put("end", report.exit_code)
@@ -169,24 +164,24 @@ class Session:
     def _follow(self) -> Outcome:
         meeting = self.meeting
         left_s = meeting.take("left_s", float, time.monotonic() + 2.0)
-        if left_s is not None:  # the leader may have been started later: its time limit counts
+        if left_s is not None:  # the leader's time limit counts: it may have been started later
             self.began = max(self.began, time.monotonic() + left_s - self.options.timeout_s)
         plan = meeting.take("plan", Plan, max(self._until(0.6), time.monotonic() + 2.0))
         if plan is None:
-            return self._alone(finding("rank-lost", "the rank that leads gave no answer any more"))
-        if meeting.arrival > len(plan.arrivals):  # it came too late, and is told of in the report
-            return self._hear()
+            return self._alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
+        if meeting.arrival > len(plan.arrivals):  # this rank arrived too late; the report names it
+            return self._receive_exit_code()
         meeting.put(f"measured/{meeting.arrival}", self._measure(plan))
         left_s = meeting.take("go", float, max(self._until(0.8), time.monotonic() + 2.0))
         if left_s:
             meeting.put(f"traffic/{meeting.arrival}", self._send_traffic(left_s))
-        return self._hear()
+        return self._receive_exit_code()
 
-    def _hear(self) -> Outcome:
+    def _receive_exit_code(self) -> Outcome:
         exit_code = self.meeting.take("end", int, self.deadline)
         if exit_code is None:
-            return self._alone(finding("rank-lost", "the rank that leads gave no answer any more"))
-        with contextlib.suppress(dist.DistError):  # whoever serves may go as soon as all have heard
+            return self._alone(finding("rank-lost", "the leader, which writes the report, stopped answering"))
+        with contextlib.suppress(dist.DistError):  # the serving rank may exit once all have the exit code
             self.meeting.meet("heard", 1, 0, time.monotonic())
         return Outcome(exit_code)
 
@@ -212,9 +207,9 @@ class Session:
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:
-        """Sends traffic in a thread, which is left alone where it isn't done at the end of the time limit."""
+        """Sends traffic in a thread, which is abandoned if it doesn't finish in time."""
         os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # whoever serves this meeting's store has the port
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this check's store occupies the port
         stage = "nothing"
 
         def note(text: str) -> None:
@@ -227,11 +222,10 @@ class Session:
         run = partial(traffic.run, options.sizes, options.order, left_s, options.quick, note)
         future = in_thread(run, "check-traffic")
         if not wait([future], max(0.1, until + 0.3 - time.monotonic())).done:
-            return Traffic(problem=f"it wasn't done within {left_s:.0f} s", stage=stage)
+            return Traffic(problem=f"not finished within {left_s:.0f} s", stage=stage)
         return future.result()
 
     def report(self, evidence: Evidence, found: list[Finding]) -> Report:
-        """Returns the report of some evidence and its findings."""
         found = sorted_by_severity(_once(found))
         severity = worst(found)
         return Report(
@@ -251,11 +245,10 @@ class Session:
 
 
 def _most_common(arrivals: list[Facts]) -> int:
-    """Returns the world size that most ranks were given; of equally many the larger."""
+    """Returns the world size that most ranks have; in a tie, the larger one."""
     sizes: Mapping[int, int] = Counter(each.place.world_size for each in arrivals)
     return max(sizes, key=lambda size: (sizes[size], size))
 
 
 def _once(found: list[Finding]) -> list[Finding]:
-    """Drops findings of one code about the same ranks that say the same."""
     return list({(each.code, each.found): each for each in found}.values())

@@ -1,7 +1,7 @@
-"""Reads what the kernel and the environment tell about one process: files in /proc and /sys, limits, libraries.
+"""Collects the facts of one process: environment, files in /proc and /sys, limits, libraries.
 
-Nothing here waits for a peer. A reader that may be slow (a name server, a driver, a compiler) gets a deadline from
-`collect`, and a fact that can't be had is missing, with the reason, instead of ending the check.
+Nothing here waits for a peer. Slow readers (name server, driver, compiler) get a deadline from `collect`. A fact that
+can't be read is left out, with the reason, and the check continues.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ VARIABLES = re.compile(
 
 
 def collect(deadline: float) -> Facts:
-    """Returns what this rank knows of itself; what isn't known by `deadline` (monotonic) is left out, and said."""
+    """Returns this rank's facts. Those that aren't known by `deadline` (monotonic) are listed in `late`."""
     found = Facts(place(), boot_id=host.boot_id(), pid=os.getpid())
     parts: dict[str, Callable[[], Any]] = {
         "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
@@ -101,7 +101,7 @@ def collect(deadline: float) -> Facts:
 
 
 def with_set_cores(found: Facts) -> None:
-    """Replaces the cores by those that this rank will be bound to, where PARALLEL_STATE_CORES says so."""
+    """Sets `cpu.affinity` to the cores that PARALLEL_STATE_CORES will bind this rank to, if it is set."""
     try:
         own = binding.cores_as_set(found.place.local_rank, found.place.local_world_size)
         found.cpu.affinity = found.cpu.affinity if own is None else own
@@ -111,7 +111,6 @@ def with_set_cores(found: Facts) -> None:
 
 
 def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
-    """Returns the value, or the reason that there is none: a fact less, whatever it was."""
     if not wait([future], limit_s).done:
         return None, f"no answer within {limit_s:.1f} s"
     error = future.exception()
@@ -119,7 +118,7 @@ def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
 
 
 def _text(path: str | Path) -> str:
-    """Returns a small file's content without the last line's end; empty where it can't be read."""
+    """Returns a small file's content, stripped; "" if it can't be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
         return file.read().strip()
     return ""
@@ -132,11 +131,11 @@ def _number(text: str, default: int = 0) -> int:
         return default
 
 
-# Who started this process.
+# Launcher.
 
 
 def place(environ: Mapping[str, str] | None = None) -> Place:
-    """Returns the rank's place by its launcher; where the environment is contradictory, what of it can be read."""
+    """Returns the rank's place from its launcher's variables, or those that can be read if they are contradictory."""
     env = os.environ if environ is None else environ
     found = Place(
         variables={name: env[name] for name in sorted(env) if VARIABLES.fullmatch(name)},
@@ -182,7 +181,6 @@ def _ancestors() -> list[str]:
 
 
 def _program(words: list[str]) -> str:
-    """Returns a command line's program, and its module or script where it is Python."""
     if not words:
         return ""
     name = os.path.basename(words[0])
@@ -202,7 +200,7 @@ def _program(words: list[str]) -> str:
 
 
 def network() -> Network:
-    """Returns the interfaces, and which of them NCCL takes; what takes a look-up of names comes later."""
+    """Returns the facts that need no name look-up."""
     found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
@@ -214,7 +212,7 @@ def network() -> Network:
 
 
 def _own_name() -> list[str]:
-    with contextlib.suppress(OSError):  # a host's name need not resolve
+    with contextlib.suppress(OSError):  # a host name may not resolve
         return _resolve(socket.gethostname())
     return []
 
@@ -225,7 +223,7 @@ def read_interfaces() -> list[Interface]:
     for _, name in socket.if_nameindex():
         folder = _folder_of(name)
         kind = _kind_of_interface(name, folder)
-        flags, mtu = _ask(name, _SIOCGIFFLAGS), _ask(name, _SIOCGIFMTU)
+        flags, mtu = _interface_ioctl(name, _SIOCGIFFLAGS), _interface_ioctl(name, _SIOCGIFMTU)
         speed = _number(_text(f"{folder}/speed")) if folder and kind in ("physical", "infiniband") else 0
         found.append(
             Interface(
@@ -240,16 +238,16 @@ def read_interfaces() -> list[Interface]:
     return found
 
 
-def _ask(name: str, request: int) -> bytes:
-    """Returns what the kernel tells of an interface of this process' network; empty where it doesn't."""
+def _interface_ioctl(name: str, request: int) -> bytes:
+    """Returns the kernel's answer about an interface, after its name; empty without an answer."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))[16:]
     return b""
 
 
 def _folder_of(name: str) -> str:
-    """Returns the interface's folder in /sys; empty where /sys is mounted for another network than this process'."""
-    folder, address = f"/sys/class/net/{name}", _ask(name, _SIOCGIFHWADDR)
+    """Returns the interface's folder in /sys; "" if /sys shows another network namespace than this process'."""
+    folder, address = f"/sys/class/net/{name}", _interface_ioctl(name, _SIOCGIFHWADDR)
     seen = _text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
 
@@ -267,14 +265,14 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def _ipv4_address(name: str) -> list[str]:
-    address, mask = _ask(name, _SIOCGIFADDR), _ask(name, _SIOCGIFNETMASK)
+    address, mask = _interface_ioctl(name, _SIOCGIFADDR), _interface_ioctl(name, _SIOCGIFNETMASK)
     if not address or not mask:
         return []
     return [f"{socket.inet_ntoa(address[4:8])}/{int.from_bytes(mask[4:8], 'big').bit_count()}"]
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
-    """Returns the addresses of each interface, without those of the link alone."""
+    """Returns the IPv6 addresses of each interface, without link-local ones."""
     found: dict[str, list[str]] = {}
     for line in _text("/proc/net/if_inet6").splitlines():
         words = line.split()
@@ -285,9 +283,9 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Returns the interface that NCCL takes: NCCL_SOCKET_IFNAME's, else InfiniBand, others, docker's, loopback.
+    """Returns the interface that NCCL uses: NCCL_SOCKET_IFNAME's, else InfiniBand, others, docker's, loopback.
 
-    After NCCL's `ncclFindInterfaces` (src/misc/socket.cc). Empty where nothing fits.
+    Same rules as NCCL's `ncclFindInterfaces` (src/misc/socket.cc). Returns "" if no interface matches.
     """
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
@@ -345,7 +343,7 @@ def versions() -> Versions:
 
 
 def compiled_part() -> tuple[str, str]:
-    """Returns what tells builds of the compiled part apart, and what is wrong with it; compiles it as the job would."""
+    """Returns a digest of the compiled library's sources, and a problem. Compiles the library if the job would."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -368,7 +366,7 @@ def limits() -> Limits:
     found.address_space_bytes = _bound(resource.getrlimit(resource.RLIMIT_AS)[0])
     found.file_size_bytes = _bound(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
     found.processes = _bound(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    if found.processes >= 0 and found.uid != 0:  # root's aren't counted
+    if found.processes >= 0 and found.uid != 0:  # the limit doesn't apply to root
         found.processes_taken = _threads_of(found.uid)
     most, now = _cgroup_file("pids", "pids.max"), _cgroup_file("pids", "pids.current")
     if most.isdecimal() and now.isdecimal():
@@ -388,7 +386,7 @@ def _bound(value: int) -> int:
 
 
 def _try_folder(folder: str) -> tuple[int, int, str]:
-    """Writes a file in a folder. Returns the bytes that the folder has (-1: unknown), those free, and the problem."""
+    """Writes a test file. Returns the folder's size and free space in bytes (-1: unknown), and the problem."""
     total = free = -1
     try:
         state = os.statvfs(folder)
@@ -422,7 +420,7 @@ def _threads_of(uid: int) -> int:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Returns this process' folder of a controller, v2's or v1's, and those above it, the innermost first."""
+    """Returns this process' cgroup folders (v2 or v1) of a controller, the innermost first."""
     for line in _text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -438,12 +436,11 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def _cgroup_file(controller: str, name: str) -> str:
-    """Returns the content of the innermost such file that there is."""
     return next((text for folder in _cgroup_folders(controller) if (text := _text(folder / name))), "")
 
 
 def cpu_quota() -> tuple[float, str]:
-    """Returns the tightest limit of CPU time above this process, in cores (-1: none), and its cgroup."""
+    """Returns the tightest CPU quota of this process' cgroups, in cores (-1: none), and that cgroup."""
     tightest, where = -1.0, ""
     for folder in _cgroup_folders("cpu"):
         words = _text(folder / "cpu.max").split()
@@ -475,7 +472,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> CpuRun:
-    """Does a fixed piece of work some times, about 1.5 ms each on a current core, and returns how long it took."""
+    """Times a fixed piece of work of about 1.5 ms, repeatedly."""
     throttled = _throttled()
     wall_ms, began, began_cpu = [], time.perf_counter(), time.thread_time()
     for _ in range(repeats):
@@ -501,7 +498,7 @@ def _throttled() -> int:
 
 
 def gpus() -> Gpus:
-    """Returns what the driver tells, without a CUDA context; which one the rank takes comes later."""
+    """Returns the driver's facts about all GPUs, without creating a CUDA context. `own` is set by `with_own_gpu`."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 
@@ -531,7 +528,7 @@ def gpus() -> Gpus:
 
 
 def with_own_gpu(found: Facts) -> None:
-    """Adds which GPU this rank takes: the only visible one, else by its local rank, as the package does."""
+    """Sets the GPU that this rank uses: the only visible one, else the one of its local rank."""
     visible = found.gpus.visible
     index = 0 if len(visible) == 1 else found.place.local_rank
     found.gpus.own = visible[index] if index < len(visible) else ""
@@ -545,7 +542,7 @@ def _listed(folder: str) -> list[str]:
 
 
 def _acs_bridges() -> list[str]:
-    """Returns PCI bridges whose Access Control Services redirect requests between devices below them; needs root."""
+    """Returns PCI bridges whose Access Control Services redirect peer-to-peer requests. Needs root."""
     found = []
     for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
         if not _text(device / "class").startswith("0x0604"):
@@ -555,7 +552,7 @@ def _acs_bridges() -> list[str]:
         except OSError:
             continue
         offset = 0x100
-        for _ in range(64):  # the list of extended capabilities
+        for _ in range(64):  # extended capabilities are a linked list
             if offset < 0x100 or offset + 8 > len(space):
                 break
             head = int.from_bytes(space[offset : offset + 4], "little")

@@ -1,7 +1,7 @@
-"""Real traffic through all groups of the layout: every route's answers are checked, then latency and bandwidth taken.
+"""Sends traffic through all groups of the layout: checks results of all routes, then measures latency and bandwidth.
 
-Each rank measures in its own groups, one kind after another, so all groups of a kind work at the same time as they do
-in a job. Values are small integers in float32: sums are exact whatever the order, so any wrong bit shows.
+Each rank measures in its own groups, one kind after another, so all groups of a kind work at the same time, as in a
+job. Values are small integers in float32: their sums are exact in any order, so every wrong bit is detected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
 SIZES = (256, 1 << 14, 1 << 18, 1 << 20)
-"""Elements of float32: below and above the bounds at which routes change."""
+"""Numbers of float32 elements, below and above the bounds at which routes change."""
 QUICK_SIZES = (256, 1 << 17)
 _LARGE = 1 << 21
 _QUICK_LARGE = 1 << 19
@@ -32,10 +32,10 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Starts the world and the layout as a job would, sends traffic, and ends them; every rank calls it.
+    """Initializes world and layout as a job would, sends traffic, and destroys them. Every rank must call it.
 
-    `left_s`: for all of it, the same on every rank. What fails is in the result's `problem`, with the `stage` in which
-    it did. `note` hears each stage as it begins.
+    `left_s` is the time limit, and must be equal on all ranks. An error is returned as `problem`, with its `stage`.
+    `note` is called with each stage as it begins.
     """
     found = Traffic()
 
@@ -53,7 +53,7 @@ def run(
         found.start_s = time.monotonic() - started
         for kind, group in groups_of(sizes):
             enter(f"traffic in {kind}")
-            # All ranks must do the same calls, so the time left is agreed on before each kind, not looked up.
+            # All ranks must make the same calls, so they agree on whether there is time for another kind.
             if not _all_have_time(deadline):
                 break
             found.groups.append(_measure(kind, group, quick))
@@ -70,7 +70,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields this rank's groups of several ranks, the world first; kinds and their order are alike on all ranks."""
+    """Yields this rank's groups of more than one rank, the world first, in the same order of kinds on all ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -108,13 +108,13 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
-    """Returns microseconds of each all_reduce; the first, which may set something up, isn't counted."""
+    """Returns the microseconds of each all_reduce, without a first one that may include set-up."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 
 
 def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]]:
-    """Yields each operation, and True if its answer is right on this rank. Every rank of the group goes through all."""
+    """Makes one call of each kind, and yields its name and whether its result is right on this rank."""
     rank, size = group.rank_in_group, group.size
     numel -= numel % size
     ramp = torch.arange(numel, device=group.device, dtype=torch.float32) % 97
@@ -132,12 +132,12 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
     rows = [ramp[rank * part : (rank + 1) * part] + other for other in range(size)]
     yield "all_to_all", _same(exchanged, torch.cat(rows))
     yield "send and recv", _ring(group, mine, ramp)
-    heard = group.broadcast_object({"src": 0, "values": [numel, "é"]} if rank == 0 else None, 0)
-    yield "broadcast_object", heard == {"src": 0, "values": [numel, "é"]}
+    received = group.broadcast_object({"src": 0, "values": [numel, "é"]} if rank == 0 else None, 0)
+    yield "broadcast_object", received == {"src": 0, "values": [numel, "é"]}
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Passes a tensor on to the next rank; even ranks send first, except the last, so that never all ranks wait."""
+    """Sends a tensor to the next rank. Even ranks, except the last, send first: otherwise all ranks could wait."""
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and rank != size - 1

@@ -1,1 +1,1 @@
-"""`python -m parallel_state plan`: a layout before anything is started. `command` is the way in."""
+"""`python -m parallel_state plan`: shows a layout without starting ranks. `command` is the entry point."""

@@ -1,7 +1,7 @@
-"""`python -m parallel_state plan`: what a layout means, before anything is started. Options, files and exit codes.
+"""`python -m parallel_state plan`: shows groups, nodes and costs of a layout, without starting ranks.
 
-Exit code 0, also with warnings; 2 for sizes that don't fit, with the smallest change that would make them fit, and for
-options that make no sense. What `--json` writes is in `report`.
+The exit code is 0, also with warnings, and 2 for invalid options and for sizes that don't fit. For those it prints the
+smallest change that would make them fit. `report` documents the content of `--json`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ BAD_SIZES = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `plan` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if (options.svg or options.html) and options.world_size > MAX_RANKS:
-        parser.error(f"a picture holds at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; "
+        parser.error(f"a picture has at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; "
                      f"leave out --svg and --html")  # fmt: skip
     sizes = {axis.name: getattr(options, axis.name) for axis in AXES if axis.size_parameter}
     given = {name: size for name, size in sizes.items() if size is not None}
@@ -54,28 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "plan", "--world-size N [options]",
-        "Who would be in which group, on which node, at what cost. Starts nothing and needs no GPU.",
-        epilog="Sizes that are left out are 1, but --dp, which is the rest, and --etp, which is --tp. "
-        "-1 makes another one the rest.",
+        "Shows the groups of a layout, their nodes and their cost. Starts no ranks and needs no GPU.",
+        epilog="Default sizes are 1, except --dp, which takes the remaining ranks, and --etp, which equals --tp. "
+        "A size of -1 takes the remaining ranks instead of --dp.",
     )  # fmt: skip
     parser.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks, one per GPU")
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
     presets = "; ".join(f"{name} ({preset.order})" for name, preset in PRESETS.items())
     parser.add_argument("--order", default="megatron",
-                        help=f"axes from neighbouring ranks to distant ones, joined by '-', or the name of "
-                        f"one: {presets}. Default: megatron")  # fmt: skip
+                        help=f"axes from neighbouring ranks to distant ones, joined by '-', or a "
+                        f"preset: {presets}. Default: megatron")  # fmt: skip
     add_sizes(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--rank", type=int, metavar="N", help="the view of one rank instead of the table")
+    output.add_argument("--rank", type=int, metavar="N", help="print the groups of one rank instead of the table")
     add_json(output)
-    output.add_argument("--svg", metavar="FILE", help="a picture of all nodes and GPUs")
-    output.add_argument("--html", metavar="FILE", help="a page with the picture, to look around in a browser")
-    output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, as tp")
+    output.add_argument("--svg", metavar="FILE", help="write a picture of all nodes and GPUs")
+    output.add_argument("--html", metavar="FILE", help="write an interactive page with the picture")
+    output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, such as tp")
     return parser
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for each axis that has a size."""
     sizes = parser.add_argument_group("sizes")
     for axis in AXES:
         if axis.size_parameter:
@@ -84,7 +82,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namespace) -> None:
-    """Ends the process with exit code 2 for options that don't fit the plan."""
+    """Exits with code 2 for options that don't fit the plan."""
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         parser.error(f"--rank must be in 0 … {plan.world_size - 1}, but is {options.rank}")
     if options.color_by is not None and plan.kind(options.color_by) is None:
@@ -100,5 +98,5 @@ def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
     for index, change in enumerate(changes):
         print(f"{'or' if index else 'smallest change'}: {change}", file=sys.stderr)
     if not changes:
-        print("no change of one or two sizes makes them fit", file=sys.stderr)
+        print("no change of one or two sizes makes the layout fit", file=sys.stderr)
     return BAD_SIZES

@@ -1,8 +1,8 @@
-"""The smallest change that makes sizes fit: candidates by distance, tried one after the other with `resolve_layout`.
+"""Finds the smallest change that makes sizes fit, by trying candidates in order of distance with `resolve_layout`.
 
-Distance is the ratio of new and old value, so that tp=4 is nearer to 3 than 2 is; a change of two sizes is as far as
-the product of both ratios. Sizes are searched among the divisors of the world, world sizes among the multiples of the
-product of the sizes that fill whole nodes. `resolve_layout` decides; a cheap test of the product goes before it.
+The distance of a change is the ratio of new and old value: from 3, tp=4 is nearer than tp=2. For two sizes it is the
+product of both ratios. Candidates for a size are the divisors of the world size. Candidates for the world size are
+multiples of the product of all sizes that fill whole nodes. A cheap test of the product precedes `resolve_layout`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from parallel_state.layout.ranks import divisors, split_order
 from parallel_state.tools.plan.groups import Request
 
 MAX_TRIES = 200
-"""Tries of one search: about 0.2 s with 16,384 ranks."""
+"""Tries per search; 200 take about 0.2 s with 16,384 ranks."""
 MAX_VALUES = 12
-"""Values of a size in a pair: each pair of sizes has its square."""
+"""Candidates per size when two sizes change; a pair has the square of it."""
 MAX_MULTIPLES = 16
-"""World sizes to try on either side."""
+"""World sizes to try below, and above."""
 _TABLE = tuple(axis.name for axis in AXES)
 DENSE = tuple(
     axis.name for axis in AXES if axis.size_parameter and not axis.experts and axis.within is None
@@ -32,7 +32,7 @@ DENSE = tuple(
 
 @dataclass(frozen=True)
 class Change:
-    """New values that fit, by option without dashes (`tp`, `world-size`, `order`); None: leave the option out."""
+    """New values that fit: option without dashes (`tp`, `world-size`, `order`) -> value; None: leave the option out."""
 
     values: Mapping[str, int | str | None]
     before: Mapping[str, int | str | None]
@@ -46,7 +46,7 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """Returns what would make `request` fit, the smallest change first; empty if there is none of one or two values."""
+    """Returns changes that make `request` fit, the smallest first; empty if no change of one or two values does."""
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
@@ -54,7 +54,7 @@ def changes_that_fit(request: Request) -> list[Change]:
     sizes = [*_experts_whole(request), *sizes]
     worlds = _worlds(request)
     nodes, rest = divmod(request.world_size, request.gpus_per_node)
-    return [*worlds, *sizes] if nodes and rest else [*sizes, *worlds]  # a partly filled node is likelier the slip
+    return [*worlds, *sizes] if nodes and rest else [*sizes, *worlds]  # a partly filled node is more likely the mistake
 
 
 def _fits(request: Request) -> bool:
@@ -66,7 +66,7 @@ def _fits(request: Request) -> bool:
 
 
 def _orders(request: Request) -> Iterator[Change]:
-    """Yields presets of a similar name, the order with what it lacks and pp at its end, then other presets."""
+    """Yields presets with a similar name, the order completed, the same with pp at its end, then other presets."""
     if request.order in PRESETS:
         return
     tokens = [token.lower() for token in split_order(request.order)]
@@ -84,7 +84,7 @@ def _orders(request: Request) -> Iterator[Change]:
 
 
 def _insert(names: Sequence[str], name: str) -> list[str]:
-    """Returns `names` with `name` before the first that comes later in the table of axes, whose order is Megatron's."""
+    """Returns `names` with `name` inserted at its place in the order of AXES, which is Megatron's."""
     if name in names:
         return list(names)
     later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]
@@ -93,7 +93,6 @@ def _insert(names: Sequence[str], name: str) -> list[str]:
 
 
 def _sizes(request: Request, count: int) -> Iterator[Change]:
-    """Changes of `count` of the given sizes, the nearest first."""
     if request.world_size < 1:
         return
     candidates = divisors(request.world_size)
@@ -106,7 +105,7 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
              tuple(zip(names, values, strict=True)))
             for values in product(*choices)
         )  # fmt: skip
-    # Of two that are equally near, rather pp than tp, which the model and the node set.
+    # Of two equally near changes prefer pp: tp is determined by the model and the node.
     options.sort(key=lambda option: (option[0], [(-_TABLE.index(name), value or 0) for name, value in option[1]]))
     sizes = ({**request.sizes, **dict(option)} for _, option in options)
     plausible = (given for given in sizes if request.world_size % _product(given) == 0)
@@ -118,7 +117,7 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
 
 
 def _experts_whole(request: Request) -> list[Change]:
-    """Returns `--etp 1` if experts took the tensor-parallel size over and fit without it: no given size changes."""
+    """Returns `--etp 1` if --etp was left out and the sizes fit with 1: no given size changes."""
     tp = request.sizes.get("tp", 1)
     if "etp" in request.sizes or tp == 1 or request.sizes.get("ep", 1) == 1:
         return []
@@ -132,7 +131,7 @@ def _nearest(before: int, candidates: Sequence[int]) -> list[int]:
 
 
 def _distance(before: int, after: int | None) -> float:
-    """Returns the ratio of both; leaving a size out comes after every value that fits."""
+    """Returns the ratio of both values; leaving a size out is farther than every value."""
     if after is None:
         return 1e9
     before = max(1, before)
@@ -144,7 +143,7 @@ def _by_option(values: Mapping[str, int | None]) -> dict[str, int | str | None]:
 
 
 def _worlds(request: Request) -> list[Change]:
-    """Returns the nearest world size below and the nearest one above that fit.
+    """Returns the nearest smaller and the nearest larger world size that fit.
 
     They fill whole nodes, unless one node is enough.
     """
@@ -156,7 +155,7 @@ def _worlds(request: Request) -> list[Change]:
     for multiples in (range(down, max(0, down - MAX_MULTIPLES), -1), range(up, up + MAX_MULTIPLES)):
         worlds = _first_that_fits(request, (multiple * step for multiple in multiples))
         found += worlds
-    if not found and known != request.world_size:  # a size of every axis was given: only their product fits
+    if not found and known != request.world_size:  # if all sizes are given, only their product fits
         found = _first_that_fits(request, [known])
     found.sort(key=lambda world: _distance(request.world_size, world))
     return [Change({"world-size": world}, {"world-size": request.world_size}) for world in found]
@@ -167,6 +166,6 @@ def _first_that_fits(request: Request, worlds: Iterable[int]) -> list[int]:
 
 
 def _product(sizes: Mapping[str, int | None]) -> int:
-    """Returns the product of the sizes that dense layers have: the world must be a multiple of it."""
+    """Returns the product of the sizes of dense layers: the world size must be a multiple of it."""
     left_out = {"dp_shard", "dp_replicate"} if (sizes.get("dp") or 0) > 0 else {"dp"}
     return prod(max(1, size or 1) for name, size in sizes.items() if name in DENSE and name not in left_out)

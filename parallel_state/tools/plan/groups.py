@@ -1,8 +1,8 @@
-"""A layout on nodes: every kind of group with its size, its ranks and the nodes that it touches; and what they cost.
+"""Computes the groups of a layout, with their sizes, ranks and nodes, and estimates the memory of their communicators.
 
-Arithmetic only. The library measures no memory here: the figures are what others published, each with its source; they
-differ by GPU, NCCL version and settings (`NCCL_BUFFSIZE`, `NCCL_MAX_NCHANNELS`), so that a range is all one can give.
-What is worth a warning is in `remarks`, how it is printed in `report`.
+Nothing is measured here. The memory figures were published by others, each with its source. They differ by GPU, NCCL
+version and settings (`NCCL_BUFFSIZE`, `NCCL_MAX_NCHANNELS`), so the estimate is a range. `remarks` has the warnings,
+`report` the output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel_state.layout.resolution import made_at_start, resolve_layout
 
 @dataclass(frozen=True)
 class Request:
-    """Holds what was asked for. Sizes by axis name; those left out follow from the others."""
+    """The requested layout: sizes by axis name; missing sizes follow from the others."""
 
     world_size: int
     sizes: Mapping[str, int]
@@ -28,7 +28,7 @@ class Request:
     gpus_per_node: int
 
     def resolve(self) -> Layout:
-        """Returns the layout; raises LayoutError where the sizes don't fit."""
+        """Returns the layout. Raises LayoutError if the sizes don't fit."""
         return resolve_layout(self.world_size, self.sizes, self.order, ranks_per_node=self.gpus_per_node)
 
 
@@ -45,15 +45,14 @@ class Kind:
     size: int
     """Ranks in a group."""
     groups: Groups = field(repr=False, compare=False)
-    """Each group's ranks."""
     nodes: int
-    """Nodes that a group touches at most."""
+    """Largest number of nodes that a group spans."""
     crossing: int
-    """Groups that touch more than one node."""
+    """Number of groups that span more than one node."""
     same_as: tuple[str, ...]
-    """Kinds with the same sets of ranks: each set becomes one process group."""
+    """Other kinds with the same sets of ranks; each set is one process group."""
     made: bool
-    """True if initialize_model_parallel makes it with these sizes; the rest is made when somebody asks for it."""
+    """True if initialize_model_parallel creates it; other kinds are created on demand."""
 
     @property
     def name(self) -> str:
@@ -61,18 +60,17 @@ class Kind:
 
     @property
     def first(self) -> tuple[int, ...]:
-        """Returns the ranks of the first group."""
         return self.groups[0]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request that fits, looked at from all sides."""
+    """A request that fits, with its layout and groups."""
 
     request: Request
     layout: Layout
     kinds: tuple[Kind, ...]
-    """In the order of the table of axes."""
+    """In the order of AXES."""
 
     @property
     def world_size(self) -> int:
@@ -87,19 +85,16 @@ class Plan:
         return -(-self.world_size // self.gpus_per_node)
 
     def kind(self, name: str) -> Kind | None:
-        """Returns the kind of that name; None if this layout doesn't have it."""
+        """Returns the kind of that name, or None if the layout doesn't have it."""
         return next((kind for kind in self.kinds if kind.name == name), None)
 
     def made(self, name: str) -> Kind | None:
-        """Returns the kind of that name if it is made and has more than one rank a group, else None."""
+        """Returns the kind of that name if it is created at start and its groups have several ranks, else None."""
         kind = self.kind(name)
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
     def process_group(self, kind: Kind) -> str:
-        """Returns whose process group a kind has.
-
-        It is its "own", the "world"'s, an earlier kind's, or "none" for one rank.
-        """
+        """Returns which process group a kind uses: "own", "world", the name of an earlier kind, or "none"."""
         if kind.size == 1:
             return "none"
         if kind.size == self.world_size:
@@ -113,7 +108,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """One axis that a kind of group spans, in ranks."""
+    """An axis that a kind of group spans; `stride` is in ranks."""
 
     axis: str
     size: int
@@ -121,13 +116,13 @@ class Steps(NamedTuple):
 
 
 def make_plan(request: Request) -> Plan:
-    """Returns the plan for `request`; raises LayoutError where the sizes don't fit."""
+    """Returns the plan for `request`. Raises LayoutError if the sizes don't fit."""
     layout = request.resolve()
     names = [axis.name for axis in AXES if axis.name in layout.names]
     facts: dict[str, dict[str, Any]] = {}
     known: dict[object, dict[str, Any]] = {}
     for name in names:
-        # Kinds that span the same steps have the same groups; those that take ranks of another kind may have any.
+        # Kinds with the same steps have the same groups. Kinds that are part of another one are compared by ranks.
         key = name if whole_of(layout, name) else frozenset(each[1:] for each in steps_of(layout, name))
         if key not in known:
             groups = tuple(map(tuple, layout.groups(name)))
@@ -147,7 +142,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind of group that a kind takes its ranks from, if it is part of another one."""
+    """Returns the kind of group that `name` is a part of, or None."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 
@@ -161,7 +156,7 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 def steps_of(layout: Layout, name: str) -> list[Steps]:
     """Returns the axes of more than one rank that a kind of group spans, fastest first.
 
-    An end has those of its parent.
+    A kind that is part of another one has the axes of the whole.
     """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
@@ -169,7 +164,7 @@ def steps_of(layout: Layout, name: str) -> list[Steps]:
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Returns `rank`'s position on every axis of more than one rank, dense ones first, then those of the experts."""
+    """Returns `rank`'s position on every axis of more than one rank, dense axes before expert axes."""
     found: dict[str, int] = {}
     for grid in layout.grids:
         here = grid.coordinates(rank - layout.rank_offset)
@@ -180,7 +175,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """Returns `0–7`, `0 8 16 … 56`, or runs of ranks: `0–7 128–135 … 896–903`; with a step as in Python, `0:8:2`."""
+    """Returns `0–7`, `0 8 16 … 56`, runs as `0–7 128–135 … 896–903`, or with a step as in Python, `0:8:2`."""
     ranks = list(ranks)
     if len(ranks) < 3:
         return " ".join(map(str, ranks)) or "none"
@@ -206,7 +201,7 @@ def _shorten(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure of the memory that NCCL takes on one GPU."""
+    """A published figure of NCCL's memory on one GPU."""
 
     what: str
     megabytes: float
@@ -214,7 +209,7 @@ class Figure:
 
 
 LOW = Figure("a communicator of 2 A100s after its first all-reduce", 544, "github.com/NVIDIA/nccl/issues/964")
-HIGH = Figure("a communicator after its first all-reduce, GPU not told", 1600, "github.com/NVIDIA/nccl/issues/864")
+HIGH = Figure("a communicator after its first all-reduce, unknown GPU", 1600, "github.com/NVIDIA/nccl/issues/864")
 ALL_TO_ALL = Figure("the first all-to-all on 8 H100s, in addition", 3280, "github.com/NVIDIA/nccl/issues/1685")
 FIGURES = (
     LOW,
@@ -224,47 +219,41 @@ FIGURES = (
         "one connection in one channel; a ring has two in each of up to 32 channels", 10.5,
         "github.com/NVIDIA/nccl/issues/1685, issues/864",
     ),
-    Figure("NCCL_BUFFSIZE, the largest part of it", 4.2, "NCCL user guide, environment variables"),
+    Figure("NCCL_BUFFSIZE, the largest part of a connection", 4.2, "NCCL user guide, environment variables"),
     Figure("all of a rank's communicators, Megatron with tp=2 pp=2 dp=2 on 8 H100s", 7000,
            "github.com/verl-project/verl/pull/6408"),
     Figure("all of a rank's communicators, vLLM with tp=4", 1000, "github.com/vllm-project/vllm/pull/51485"),
 )  # fmt: skip
-"""The first three are reckoned with; the rest is there to judge the result by."""
+"""The estimate uses the first three; the others are for comparison."""
 
 BASIS = "cited, not measured here"
 
 
 @dataclass(frozen=True)
 class Communicators:
-    """The sets of ranks that a rank of the first stage is in: each is one process group and one communicator."""
+    """The sets of ranks that contain one rank, each with one process group and one communicator."""
 
     made: tuple[tuple[str, ...], ...]
-    """Per set, the kinds of group that share it; those that initialize_model_parallel makes, and the world."""
+    """Per set, the kinds that share it: those that initialize_model_parallel creates, and the world."""
     all_kinds: tuple[tuple[str, ...], ...]
-    """The same if somebody asked for every kind in the table."""
+    """The same with every kind of the layout."""
     groups_made: int
-    """Process groups in the whole world: every rank of torch takes part in making each."""
+    """Process groups in the whole world; torch creates each on every rank."""
     groups_of_all_kinds: int
     all_to_all: bool
     """True if expert-parallel ranks exchange tokens."""
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Returns GPU memory of a rank with so many communicators, least and most.
+        """Estimates the GPU memory of so many communicators, least and most: their number times a published figure.
 
-        It is their number times a published figure.
-
-        Expert-parallel ranks exchange tokens by all-to-all, which may connect every pair of ranks: that counts for the
-        most, not for the least.
+        The most includes an all-to-all between expert-parallel ranks, which may connect every pair of ranks.
         """
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
 
 
 def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
-    """Returns the communicators of `rank`.
-
-    Rank 0 has as many as any, for only first stages have both embedding groups.
-    """
+    """Returns the communicators of `rank`. Rank 0 has the most: only first stages have both embedding groups."""
     made = [kind for kind in plan.kinds if kind.made]
     return Communicators(
         made=_sets_of(plan, rank, made),
@@ -283,6 +272,5 @@ def _sets_of(plan: Plan, rank: int, kinds: Iterable[Kind]) -> tuple[tuple[str, .
 
 
 def _count_groups(plan: Plan, kinds: Iterable[Kind]) -> int:
-    """Returns how many sets of several ranks these kinds and the world have."""
     sets = {ranks for kind in kinds if kind.size > 1 for ranks in kind.groups} | {tuple(range(plan.world_size))}
     return sum(len(ranks) > 1 for ranks in sets)

@@ -15,7 +15,7 @@ function digits(rank, grid) {
   });
 }
 
-// The digits of the kind's axes are the place in the group, the others the group's number: both in mixed radix.
+// The digits of the kind's axes are the place in the group, the other digits the group's number: both in mixed radix.
 function locate(rank, kind) {
   let group = 0, place = 0, groups = 1, places = 1;
   for (const [name, size, digit] of digits(rank, data.grids[kind.grid])) {
@@ -42,7 +42,7 @@ function shorten(words) {
   return words.length <= 4 ? words.join(" ") : [...words.slice(0, 3), "…", words[words.length - 1]].join(" ");
 }
 
-function abbreviate(ranks) {                                    // as groups.abbreviate
+function abbreviate(ranks) {                                    // same as groups.abbreviate
   if (ranks.length < 3) return ranks.join(" ");
   const step = ranks[1] - ranks[0];
   let run = 2;
@@ -115,13 +115,13 @@ function describe(rank) {
     add(row, "td", group < 0 ? "–" : group);
     add(row, "td", group < 0 ? "–" : `${place} of ${each.size}`);
     const ranks = add(add(body, "tr", undefined, "ranks " + chosen), "td",
-                      group < 0 ? "not in one" : abbreviate(members(group, each)));
+                      group < 0 ? "not in a group" : abbreviate(members(group, each)));
     ranks.colSpan = 3;
   }
 }
 
 function show(rank) {
-  if (rank !== shown) cells[shown].setAttribute("tabindex", "-1");   // taking it from the focused one would unfocus it
+  if (rank !== shown) cells[shown].setAttribute("tabindex", "-1");   // removing it from the focused cell would unfocus it
   shown = rank;
   cells[rank].setAttribute("tabindex", "0");
   if (document.activeElement !== field) field.value = rank;
@@ -138,7 +138,7 @@ function letGo() {
   drawing.classList.remove("chosen");
 }
 
-// On the grid of cells, over the borders of nodes; stays where it is at the border of the drawing or of the world.
+// Returns the neighbouring cell's rank, also across nodes; at the border of the drawing the same rank.
 function neighbour(rank, right, down) {
   const node = Math.floor(rank / data.perNode), gpu = rank % data.perNode;
   const column = node % data.nodeColumns * data.gpuColumns + gpu % data.gpuColumns + right;
@@ -157,7 +157,7 @@ drawing.addEventListener("pointerover", event => {
   if (cell && !held) show(rankOf.get(cell));
 });
 drawing.addEventListener("pointerleave", () => { if (!held && !drawing.contains(document.activeElement)) letGo(); });
-// Not on the drawing: a browser lets one tab to an svg that listens for focus.
+// On the document: an svg with a focus listener would become a tab stop.
 document.addEventListener("focusin", event => { const cell = cellOf(event); if (cell) show(rankOf.get(cell)); });
 drawing.addEventListener("click", event => {
   const cell = cellOf(event);

@@ -1,8 +1,7 @@
-"""A plan as one HTML page: the drawing of `picture`, buttons for the kinds of groups, and a panel for one rank.
+"""Writes a plan as one HTML page: the drawing of `picture`, buttons for the kinds of groups, and a panel for one rank.
 
-Works from a file, without network: styles and script are inside, and the page's own policy forbids anything else. The
-page holds no lists of ranks: the script, `page.js`, computes groups from the axes, as `layout.Grid` does. It reads the
-page's data and writes text only, never HTML.
+Styles and script are in the page, and its policy forbids external resources. The page has no lists of ranks: its
+script, `page.js`, computes groups from the axes, as `layout.Grid` does. The script sets text only, never HTML.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from parallel_state.tools.plan.remarks import Remark
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
-    """Returns the page, with the groups of one kind shown first."""
+    """Returns the page; `name` is the kind of group that it shows first."""
     geometry = Geometry.of(plan)
     kind = next(kind for kind in plan.kinds if kind.name == name)
     shows, read = shown(kind), how_to_read(plan, kind)
@@ -37,7 +36,7 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
 <main>
 <section aria-label="Nodes and GPUs">
 <p id="shows" aria-live="polite">{escape(shows)}</p>
-<p class="soft">{escape(read)} Arrow keys move from GPU to GPU; Enter or a click holds one, Escape lets go.</p>
+<p class="soft">{escape(read)} Arrow keys move from GPU to GPU. Enter or a click selects one, Escape deselects it.</p>
 <svg id="drawing" class="drawing" viewBox="-2 -2 {geometry.width + 4:g} {geometry.height + 4:g}" \
 style="max-width:{geometry.width * 1.3 + 4:.0f}px;--mark:{geometry.gap / 2:g}">
 {"".join(nodes(plan, name, geometry))}
@@ -57,17 +56,17 @@ max="{plan.world_size - 1}" value="0"></form>
 
 
 def for_script(text: str) -> str:
-    """Returns JSON that can't end the script element that it is in."""
+    """Escapes JSON so that it can't close its script element."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
-    """Returns what the script knows. Kinds with the same sets of ranks are one entry, with all their names.
+    """Returns the data of the page's script. Kinds with the same sets of ranks are one entry, with all their names.
 
-    A kind is an index into `grids` and the axes in it: a rank's coordinates are its digits in that grid's mixed radix;
-    the digits of the kind's own axes are its place in the group, those of the other axes the number of the group. For
-    the ends of pipelines `places` lists which places of the whole group are in it, and for
-    parts of groups `parts` has the numbers of the parts of each whole group.
+    A kind has an index into `grids`, and axes of that grid. A rank's coordinates are its digits in the grid's mixed
+    radix. The digits of the kind's axes are the rank's place in its group, the other digits are the group's number.
+    For the ends of pipelines, `places` lists the places of the whole group that belong to the kind. For parts of
+    groups, `parts` has the numbers of the parts of each whole group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {
@@ -85,10 +84,7 @@ def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
 
 
 def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
-    """Returns one of each set of kinds that are the same groups.
-
-    Those of one rank are left out, but for the chosen one.
-    """
+    """Returns one kind for each set of kinds with the same groups, without those of one rank (except `chosen`)."""
     return [
         kind
         for kind in plan.kinds

@@ -1,7 +1,8 @@
-"""A plan as one SVG: nodes as boxes, GPUs as cells, coloured by the groups of one kind. No script, no outside resource.
+"""Draws a plan as one SVG: nodes as boxes, GPUs as cells, coloured by the groups of one kind.
 
-The page in `page` holds the same drawing. Beyond `MAX_RANKED` ranks a cell has no room for the rank itself, beyond
-`MAX_NUMBERED` none for the number of its group, and beyond `MAX_TITLED` it has no hover text: a file stays below 2 MB.
+The file has no script and no external resource. `page` uses the same drawing. With more than MAX_RANKED ranks cells
+have no rank number, with more than MAX_NUMBERED no group number, and with more than MAX_TITLED no hover text, so that
+a file stays below 2 MB.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_NUMBERED = 2048
 MAX_TITLED = 4096
 MAX_RANKS = 16384
 
-# Hues 150° apart in OKLCH, so that neighbouring groups differ most, light and dark in turn for those who see few hues.
+# Hues 150° apart in OKLCH, so that neighbouring groups differ most; alternately light and dark for color-blind readers.
 LIGHT = ("#b3d4ff", "#ee8f63", "#4aebeb", "#e488be", "#ace48c", "#a39ef9",
          "#da9e3f", "#8edefe", "#f18790", "#73ecbc", "#ca91e3", "#ded66a")  # fmt: skip
 DARK = ("#154d8c", "#a6552d", "#055959", "#9e4f7e", "#2d5a04", "#6863b1",
@@ -33,10 +34,10 @@ _DARK_NEUTRAL = {"page": "#12151b", "text": "#e9edf4", "soft": "#9aa4b4", "line"
 
 
 def themed(rules: Callable[[Mapping[str, str], Sequence[str]], str]) -> str:
-    """Returns the rules in light colours, and in dark ones for who prefers those.
+    """Returns the rules in light colours, and in dark ones for viewers that prefer those.
 
-    librsvg and CairoSVG know no variables, and no rule with a condition: they get plain light colours, which are
-    attributes of the elements as well.
+    librsvg and CairoSVG support neither CSS variables nor media queries. For them the elements also have the light
+    colours as attributes.
     """
     return f"{rules(NEUTRAL, LIGHT)}@media(prefers-color-scheme:dark){{{rules(_DARK_NEUTRAL, DARK)}}}"
 
@@ -61,8 +62,6 @@ SOFT = f'class="soft" fill="{NEUTRAL["soft"]}"'
 
 @dataclass(frozen=True)
 class Geometry:
-    """Says where nodes and cells are, in the drawing's units."""
-
     cell_width: float
     cell_height: float
     gap: float
@@ -108,16 +107,16 @@ class Geometry:
         return column * (self.node_width + NODE_GAP * self.gap), row * (self.node_height + NODE_GAP * self.gap)
 
     def cell_at(self, gpu: int) -> tuple[float, float]:
-        """Returns a cell's place within its node."""
+        """Returns a cell's position within its node."""
         row, column = divmod(gpu, self.gpu_columns)
         return (self.padding + column * (self.cell_width + self.gap),
                 self.padding + self.label_height + row * (self.cell_height + self.gap))  # fmt: skip
 
 
 NODE_GAP = 4
-"""Between nodes, in gaps between cells."""
+"""Gap between nodes, as a multiple of the gap between cells."""
 _MEASURES = (
-    # up to so many ranks: width and height of a cell, gap, padding of a node, height of its label
+    # Largest number of ranks, width and height of a cell, gap, padding of a node, height of its label.
     (MAX_RANKED, 54.0, 40.0, 3.0, 8.0, 18.0),
     (512, 34.0, 24.0, 2.0, 6.0, 14.0),
     (MAX_NUMBERED, 25.0, 17.0, 2.0, 5.0, 12.0),
@@ -127,14 +126,16 @@ _MEASURES = (
 
 
 def _gpu_columns(gpus: int) -> int:
-    """Returns 4 for 8 GPUs (4 × 2), 4 for 16, 9 for 72; for a prime number there are empty places."""
+    """Returns 4 for 8 GPUs (4 × 2), 4 for 16, 9 for 72. For a prime number some places stay empty."""
     even = [columns for columns in range(ceil(sqrt(gpus)), gpus + 1) if gpus % columns == 0]
     return even[0] if even[0] <= 4 * sqrt(gpus) / 2 else ceil(sqrt(gpus))
 
 
 def _node_columns(nodes: int, shape: float) -> int:
-    """Nodes in a row. `shape`: of one node, width to height, in terms of the shape that the drawing should have: wide
-    for a few nodes, less for many, beside a panel. If it can, a number that divides them, as strides then line up."""
+    """Returns the number of nodes in a row. Prefers divisors of `nodes`, so that strides line up.
+
+    `shape` is a node's width : height, divided by the wanted width : height of the drawing.
+    """
 
     def badness(columns: int) -> float:
         ratio = columns * shape / ceil(nodes / columns)
@@ -144,15 +145,12 @@ def _node_columns(nodes: int, shape: float) -> int:
 
 
 def default_kind(plan: Plan) -> str:
-    """Returns the kind of group that a picture shows unless one is chosen.
-
-    It is the first that has more than one rank, else tp.
-    """
+    """Returns the kind of group that a picture shows by default: the first with more than one rank, else tp."""
     return next((kind.name for kind in plan.kinds if kind.made and kind.size > 1), plan.kinds[0].name)
 
 
 def group_of_each_rank(plan: Plan, name: str) -> list[int]:
-    """Returns per rank the index of its group among those of that kind; -1 for a rank in none."""
+    """Returns, for each rank, the index of its group of that kind; -1 for a rank in none."""
     index = [-1] * plan.world_size
     for number, ranks in enumerate(plan.layout.groups(name)):
         for rank in ranks:
@@ -161,7 +159,7 @@ def group_of_each_rank(plan: Plan, name: str) -> list[int]:
 
 
 def picture(plan: Plan, name: str) -> str:
-    """Returns an SVG file: what the layout is, what the colours mean, and the drawing."""
+    """Returns an SVG file: the layout in words, the meaning of the colours, and the drawing."""
     kind = next(kind for kind in plan.kinds if kind.name == name)
     geometry = Geometry.of(plan)
     margin, width = 16, max(geometry.width, 640)
@@ -180,13 +178,11 @@ def picture(plan: Plan, name: str) -> str:
 
 
 def heading(x: float, y: float, line: str, *, is_first: bool) -> str:
-    """Returns a line above a drawing."""
     look = 'font-size="16" font-weight="600"' if is_first else f'{SOFT} font-size="13"'
     return f'<text x="{x:g}" y="{y:g}" {look}>{escape(line)}</text>'
 
 
 def svg_file(title: str, style: str, width: float, height: float, parts: Sequence[str]) -> str:
-    """Returns an SVG file of these elements, on the page's colour."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
@@ -195,7 +191,6 @@ def svg_file(title: str, style: str, width: float, height: float, parts: Sequenc
 
 
 def shown(kind: Kind) -> str:
-    """Returns what the colours are."""
     name, long_name = kind.name, kind.axis.long_name
     ranks, on = "rank" if kind.size == 1 else "ranks", "one node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
     return (f"Coloured by {name}{'' if long_name == name else f' ({long_name})'}: {kind.count} groups of {kind.size} "
@@ -203,7 +198,6 @@ def shown(kind: Kind) -> str:
 
 
 def how_to_read(plan: Plan, kind: Kind) -> str:
-    """Returns what stands in the cells, and where colours aren't enough."""
     if plan.world_size <= MAX_NUMBERED:
         read = "The number in a cell is its group" + ("; above it the rank." if plan.world_size <= MAX_RANKED else ".")
     else:
@@ -212,7 +206,7 @@ def how_to_read(plan: Plan, kind: Kind) -> str:
 
 
 def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
-    """Yields the drawing: a `<g class="node">` per node, in it a `gpu` per rank, in the order of ranks."""
+    """Yields the drawing: a `<g class="node">` per node, with a `gpu` per rank, in the order of ranks."""
     index = group_of_each_rank(plan, name)
     for node in range(plan.nodes):
         x, y = geometry.node_at(node)
@@ -251,7 +245,7 @@ def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> s
 
 
 def colored(number: int) -> str:
-    """Returns the attributes of a GPU's cell: the colour of its group, or none where it is in none (-1)."""
+    """Returns the attributes of a GPU's cell: the colour of its group, or a neutral one for -1 (in no group)."""
     if number < 0:
         return f'class="gpu none" fill="{NEUTRAL["none"]}"'
     return f'class="gpu c{number % len(LIGHT)}" fill="{LIGHT[number % len(LIGHT)]}"'

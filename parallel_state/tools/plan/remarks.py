@@ -1,7 +1,7 @@
-"""Warnings and notes on a layout, for an engine's author, before any start: each check is a function in `CHECKS`.
+"""Warnings and notes on a layout. Each check is a function in `CHECKS`.
 
-A *warning* is something that one would rather mend; a *note* is a fact that explains what will be seen. What is normal
-is neither: a pipeline over nodes, data-parallel groups over nodes, one node that isn't full.
+A *warning* is a problem to fix. A *note* explains an effect of the layout. These are normal and get neither: a pipeline
+over nodes, data-parallel groups over nodes, one node that isn't full.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _partial_node(plan: Plan) -> Iterator[Remark]:
     if rest and plan.nodes > 1:
         yield Remark(
             "warning", "partial-node",
-            f"{plan.world_size} ranks are no multiple of {plan.gpus_per_node} GPUs a node: the last of {plan.nodes} "
-            f"nodes has {rest}, and groups that cross nodes have fewer ranks there",
+            f"{plan.world_size} ranks are not a multiple of {plan.gpus_per_node} GPUs per node: the last of "
+            f"{plan.nodes} nodes has {rest}, and groups that cross nodes have fewer ranks there",
         )  # fmt: skip
 
 
@@ -45,15 +45,15 @@ def _tensor_parallel(plan: Plan) -> Iterator[Remark]:
             continue
         per_node = plan.gpus_per_node
         if kind.size > per_node:
-            advice = (f"a node has {per_node} GPUs. Use --{name} {per_node} and more pp or cp, or, where NVLink joins "
-                      f"nodes, give the size of its domain as --gpus-per-node")  # fmt: skip
+            advice = (f"a node has {per_node} GPUs. Use --{name} {per_node} and more pp or cp. If NVLink connects "
+                      f"nodes, set --gpus-per-node to the size of the NVLink domain")  # fmt: skip
         elif steps_of(plan.layout, name)[0].stride > 1:
             advice = "put tp first in --order"
         else:
             advice = f"choose a size that divides {per_node}"
         yield Remark(
             "warning", f"{name}-across-nodes",
-            f"{_crossing(kind)}: several all-reduces in each layer go over the network; {advice}",
+            f"{_crossing(kind)}: several all-reduces per layer go over the network; {advice}",
         )  # fmt: skip
 
 
@@ -62,14 +62,14 @@ def _expert_parallel(plan: Plan) -> Iterator[Remark]:
     if kind is None or kind.nodes == 1:
         return
     etp = plan.layout.size("etp") if "etp" in plan.layout.names else 1
-    advice = "it needs all-to-all kernels made for the network (as DeepEP's)"
+    advice = "it needs all-to-all kernels for the network, such as DeepEP's"
     if kind.size <= plan.gpus_per_node:
-        advice = "it would fit a node: choose an order with ep next to tp, and sizes with etp · ep ≤ the node's GPUs"
+        advice = "it fits into a node if ep is next to tp in the order and etp · ep ≤ the node's GPUs"
         if etp > 1 and _stays_in_node_with(plan, "etp", 1):
-            advice = f"with --etp 1 (now {etp}, the tensor-parallel size unless given) it stays in the node"
+            advice = f"with --etp 1 (now {etp}; default: the tensor-parallel size) it stays in the node"
     yield Remark(
         "warning", "ep-across-nodes",
-        f"{_crossing(kind)}: each layer's all-to-alls of tokens leave NVLink; {advice}",
+        f"{_crossing(kind)}: each layer's all-to-alls of tokens go over the network; {advice}",
     )  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def _pipeline_in_node(plan: Plan) -> Iterator[Remark]:
         if kind is not None and kind.nodes > 1 and kind.size <= plan.gpus_per_node:
             yield Remark(
                 "warning", "pp-inside-node",
-                f"neighbouring pipeline stages share a node while {name} crosses nodes, though stages send least of "
-                f"all: put pp after {name} in --order",
+                f"neighbouring pipeline stages share a node while {name} crosses nodes, but stages send the least "
+                f"data: put pp after {name} in --order",
             )  # fmt: skip
             return
 
@@ -102,8 +102,8 @@ def _context_parallel(plan: Plan) -> Iterator[Remark]:
         if kind is not None and kind.nodes > 1:
             yield Remark(
                 "note", f"{name}-across-nodes",
-                f"{_crossing(kind)}: keys and values travel over the network in each attention layer, which long "
-                f"sequences hide and short ones don't",
+                f"{_crossing(kind)}: keys and values go over the network in each attention layer; computation hides "
+                f"that for long sequences only",
             )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def _data_parallel(plan: Plan) -> Iterator[Remark]:
         return
     if "dp_intra_node" not in plan.layout.names:
         yield Remark("note", "dp-cut-unevenly",
-                     "there are no dp_intra_node and dp_inter_node groups to reduce in two steps: "
+                     "the layout has no dp_intra_node and dp_inter_node groups for reductions in two steps: "
                      f"{plan.layout.missing.get('dp_intra_node', 'unknown')}")  # fmt: skip
     elif plan.layout.size("dp_intra_node") > 1:
         inside, nodes = plan.layout.size("dp_intra_node"), plan.layout.size("dp_inter_node")
@@ -128,8 +128,8 @@ def _sharding(plan: Plan) -> Iterator[Remark]:
         return
     if replicate.size > 1 and replicate.nodes == 1:
         yield Remark("warning", "replicas-inside-node",
-                     "dp_replicate lies within the node while dp_shard crosses nodes, though shards are gathered in "
-                     "each layer and replicas meet once a step: put dp_shard first in --order")  # fmt: skip
+                     "dp_replicate is within the node while dp_shard crosses nodes, but shards are gathered in each "
+                     "layer and replicas reduce once per step: put dp_shard first in --order")  # fmt: skip
     elif replicate.size == 1:
         yield Remark("note", "dp-shard-across-nodes",
                      f"{_crossing(shard)}: every layer's weights are gathered over the network; --dp-replicate with a "

@@ -1,26 +1,26 @@
-"""A plan as text for a terminal, and as JSON for programs, whose keys are a promise; the text in them is not.
+"""Writes a plan as text for a terminal, and as JSON for programs.
 
-The keys of JSON; new ones may come, none goes:
+The keys of the JSON are stable: new ones may be added, none is removed. The texts in it may change. The keys are:
 
     format            1
     world_size, gpus_per_node, nodes, order
     layout            the sizes in words
-    sizes             axis -> size, of every axis that has a size option
-    groups            a list of {name, long_name, about, count, size, first (all ranks of the first group), nodes (that
-                      a group touches at most), crossing (how many groups touch several), same_as (kinds with the same
-                      sets of ranks), process_group ("own", "world", "none", or the kind whose it is), made (by
-                      initialize_model_parallel), steps (the axes it spans, fastest first, as {axis, size, stride}),
-                      ends_of (for embedding groups and parts of groups, the kind that they take ranks from, whose
-                      `steps` are told)}.
+    sizes             axis -> size, for every axis that has a size option
+    groups            a list of {name, long_name, about, count, size, first (all ranks of the first group), nodes (the
+                      most that a group spans), crossing (number of groups on several nodes), same_as (kinds with the
+                      same sets of ranks), process_group ("own", "world", "none", or the kind that owns it), made (True
+                      if initialize_model_parallel creates it), steps (the axes it spans, fastest first, as {axis, size,
+                      stride}), ends_of (for embedding groups and parts of groups: the whole group's kind, to which
+                      `steps` belong)}.
                       A group's ranks are its first rank plus all sums of index · stride
-    missing           name -> why this layout doesn't have that kind of group
+    missing           name -> reason why this layout doesn't have that kind of group
     warnings          a list of {level ("warning" or "note"), code, text}
     communicators     {made, all_kinds: {sets (lists of kinds that share a set of ranks), per_rank, in_world,
                       megabytes: [least, most]}, basis, figures: [{what, megabytes, source}]}
     rank              with --rank: {rank, node, gpu, coordinates, stage, stages, first_stage, last_stage, previous,
-                      next, groups: name -> {ranks, rank_in_group}}; kinds that it is in no group of are left out
+                      next, groups: name -> {ranks, rank_in_group}}, only kinds that have a group with this rank
 
-and for sizes that don't fit only {format, error, changes: [{values: option -> new value or null, text}]}.
+For sizes that don't fit: {format, error, changes: [{values: option -> new value or null, text}]}.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from parallel_state.tools.plan.remarks import Remark
 
 
 def plan_text(plan: Plan, remarks: Sequence[Remark], communicators: Communicators) -> str:
-    """Returns the whole plan."""
     if plan.world_size == 1:
         return "\n".join([*heading(plan), "", "One rank needs no process group."])
     return "\n".join([*heading(plan), "", *_table(plan), "", *_remarks(remarks), "", *_cost(communicators)])
@@ -61,7 +60,7 @@ def heading(plan: Plan) -> list[str]:
     full, rest = divmod(plan.world_size, plan.gpus_per_node)
     nodes = f"{plan.nodes} {'node' if plan.nodes == 1 else 'nodes'} of {plan.gpus_per_node} GPUs"
     if rest:
-        nodes += f", of which the last has {_ranks(rest)}" if full else f", {rest} used"
+        nodes += f", the last with {_ranks(rest)}" if full else f", {rest} used"
     return [f"{_ranks(plan.world_size)} on {nodes}, order {plan.request.order}", str(plan.layout)]
 
 
@@ -83,7 +82,7 @@ def _table(plan: Plan) -> Iterator[str]:
     alone = [kind.name for kind in plan.kinds if kind.size == 1]
     if alone:
         yield ""
-        yield _paragraph(f"one rank each, so no process group: {', '.join(alone)}")
+        yield _paragraph(f"one rank per group, so no process group: {', '.join(alone)}")
     reasons: dict[str, list[str]] = {}
     for name, reason in plan.layout.missing.items():
         reasons.setdefault(reason, []).append(name)
@@ -91,8 +90,8 @@ def _table(plan: Plan) -> Iterator[str]:
         yield _paragraph(f"not in this layout: {', '.join(names)}: {reason}")
     yield ""
     yield _paragraph(
-        "nodes: how many a group touches at most. made: by initialize_model_parallel with these sizes; the rest when "
-        "somebody asks for it. Equal sets of ranks are one process group. a:b:s are every s-th rank from a to below b."
+        "nodes: the most that a group spans. made: created by initialize_model_parallel with these sizes; other kinds "
+        "are created on demand. Equal sets of ranks share a process group. a:b:s is every s-th rank from a to below b."
     )
 
 
@@ -103,29 +102,28 @@ def _process_group(plan: Plan, kind: Kind) -> str:
 
 def _remarks(remarks: Sequence[Remark]) -> Iterator[str]:
     if not remarks:
-        yield "Nothing to warn about."
+        yield "No warnings."
     for remark in remarks:
         yield _paragraph(f"{remark.level}: {remark.text} [{remark.code}]", indent="  ")
 
 
 def _cost(communicators: Communicators) -> Iterator[str]:
     made, everything = communicators.made, communicators.all_kinds
-    yield f"A rank is in {len(made)} process groups, {len(everything)} if every kind above were made."
+    yield f"A rank is in {len(made)} process groups, {len(everything)} with every kind above."
     yield _paragraph("  " + "; ".join(" = ".join(names) for names in made), indent="  ")
     yield (f"The world has {communicators.groups_made} of them, {communicators.groups_of_all_kinds} with every kind; "
-           f"torch makes each on every rank.")  # fmt: skip
+           f"torch creates each on every rank.")  # fmt: skip
     for number in dict.fromkeys((len(made), len(everything))):
         low, high = communicators.megabytes(number)
-        yield f"GPU memory of {number} NCCL communicators: {low / 1000:.1f} … {high / 1000:.1f} GB a rank, an estimate"
+        yield f"GPU memory of {number} NCCL communicators: {low / 1000:.1f} … {high / 1000:.1f} GB per rank (estimate)"
     terms = f"communicators × {LOW.megabytes:g} MB ({LOW.what}, {LOW.source}) … {HIGH.megabytes:g} MB "
     terms += f"({HIGH.what}, {HIGH.source})"
     if communicators.all_to_all:
-        terms += f"; for the most also {ALL_TO_ALL.megabytes:g} MB ({ALL_TO_ALL.what}, {ALL_TO_ALL.source})"
-    yield _paragraph(f"  The figures are {BASIS}: {terms}. Taken at a group's first use.", indent="  ")
+        terms += f"; the upper bound adds {ALL_TO_ALL.megabytes:g} MB ({ALL_TO_ALL.what}, {ALL_TO_ALL.source})"
+    yield _paragraph(f"  The figures are {BASIS}: {terms}. Memory is allocated at a group's first use.", indent="  ")
 
 
 def rank_text(plan: Plan, rank: int) -> str:
-    """Returns what one rank is: its place, its coordinates, its stage, and its group of every kind."""
     facts = _rank_json(plan, rank)
     before = "the first" if facts["first_stage"] else f"previous rank {facts['previous']}"
     after = "the last" if facts["last_stage"] else f"next rank {facts['next']}"
@@ -134,7 +132,7 @@ def rank_text(plan: Plan, rank: int) -> str:
         if kind.size > 1:
             group = facts["groups"].get(kind.name)
             place = (
-                ["–", "–", "not in one"]
+                ["–", "–", "not in a group"]
                 if group is None
                 else [str(group["rank_in_group"]), str(len(group["ranks"])), abbreviate(group["ranks"])]
             )
@@ -158,7 +156,7 @@ def _paragraph(text: str, indent: str = "") -> str:
 def plan_json(
     plan: Plan, remarks: Sequence[Remark], communicators: Communicators, rank: int | None = None
 ) -> dict[str, Any]:
-    """Returns the whole plan, and one rank's view if asked for; the module's text lists the keys."""
+    """Returns the plan, and the groups of `rank` if given; the module's docstring lists the keys."""
     found: dict[str, Any] = {
         "format": 1,
         "world_size": plan.world_size,
@@ -188,7 +186,6 @@ def _sets_json(communicators: Communicators, sets: Sequence[Sequence[str]], in_w
 
 
 def refusal_json(error: LayoutError, changes: Sequence[Change]) -> dict[str, Any]:
-    """Returns JSON for sizes that don't fit."""
     return {
         "format": 1,
         "error": str(error),

@@ -1,1 +1,1 @@
-"""The part of vLLM's `distributed.device_communicators` that programs other than vLLM import."""
+"""The modules of vLLM's `distributed.device_communicators` that other programs import."""

@@ -1,6 +1,6 @@
 """vLLM's PyNcclCommunicator over torch's process groups. Trainers use it to send weights to an engine.
 
-NCCL's calls (`group_start`, windows, the wrapper of its library) aren't here: vLLM's own class has them.
+NCCL's own calls (`group_start`, windows, the wrapper of its library) are missing; only vLLM's own class has them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _options(kind: Any, **fields: Any) -> Any:
 
 
 class PyNcclCommunicator:
-    """Collectives of tensors on one device, among ranks of a StatelessProcessGroup or of a process group.
+    """Runs collectives of tensors on one device, among the ranks of a StatelessProcessGroup or a process group.
 
-    It makes a group of its own: of NCCL for a GPU, of gloo for the CPU. Every rank must make the communicator. Calls on
-    a GPU run on the current stream, or on `stream`. A communicator of one rank is `disabled` and moves nothing, as in
+    It makes its own group, of NCCL for a GPU or of gloo for the CPU, so every rank must make the communicator. Calls on
+    a GPU run on the current stream or on `stream`. A communicator of one rank is `disabled` and does nothing, as in
     vLLM.
     """
 
@@ -43,7 +43,7 @@ class PyNcclCommunicator:
         device: int | str | torch.device,
         library_path: str | None = None,
     ) -> None:
-        """Ignores `library_path`: torch's NCCL is used. Raises InvalidArgumentError for other groups."""
+        """Ignores `library_path` and uses torch's NCCL. Raises InvalidArgumentError for other types of groups."""
         self.group = group
         self.device = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
         if isinstance(group, StatelessProcessGroup):
@@ -66,7 +66,7 @@ class PyNcclCommunicator:
         return dist.ProcessGroupNCCL(store, self.rank, self.world_size, dist.ProcessGroupNCCL.Options())
 
     def _run(self, tensor: Tensor, stream: Any, start: Callable[[Any], Any]) -> None:
-        """Waits for the call that `start` begins on the group, if there is one."""
+        """Calls `start` with the group, if there is one, and waits for the call that it starts."""
         if self._group is None:
             return
         if tensor.device != self.device:
@@ -86,13 +86,13 @@ class PyNcclCommunicator:
         return out
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, stream: Any = None) -> None:
-        """Writes the ranks' `input_tensor`, along dim 0, into contiguous `output_tensor`."""
+        """Concatenates the ranks' `input_tensor` along dim 0 into `output_tensor`, which must be contiguous."""
         self._run(input_tensor, stream, lambda group: all_gather_base(group, output_tensor, input_tensor))
 
     def reduce_scatter(
         self, output_tensor: Tensor, input_tensor: Tensor, op: Any = dist.ReduceOp.SUM, stream: Any = None
     ) -> None:
-        """Writes this rank's part, along dim 0, of the reduction of `input_tensor` into `output_tensor`."""
+        """Writes this rank's slice, along dim 0, of the reduction of `input_tensor` into `output_tensor`."""
         given = output_tensor, input_tensor, _options(dist.ReduceScatterOptions, reduceOp=op)
         self._run(input_tensor, stream, lambda group: reduce_scatter_base(group, *given))
 
@@ -105,12 +105,12 @@ class PyNcclCommunicator:
         self._run(tensor, stream, lambda group: group.recv([tensor], src, 0))
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """Broadcasts the contiguous tensor of rank `src` into the others', in place."""
+        """Copies the tensor of rank `src` into every rank's tensor, in place. Tensors must be contiguous."""
         options = _options(dist.BroadcastOptions, rootRank=src)
         self._run(tensor, stream, lambda group: group.broadcast([tensor], options))
 
     def destroy(self) -> None:
-        """Ends the communicator, on this rank. Twice is fine."""
+        """Destroys the communicator on this rank. Twice is fine."""
         group, self._group = self._group, None
         self.disabled = True
         if group is not None:
