@@ -43,6 +43,7 @@ class HostsGroup::Listener final : private control::EndListener {
     // Release: a wait that reads a death in any_died_ also reads whose it is.
     (*group_.ended_)[rank].store(died ? kDied : kLeft, std::memory_order_release);
     if (died) group_.any_died_.store(true, std::memory_order_release);
+    wake_progress();
   }
 
   HostsGroup& group_;

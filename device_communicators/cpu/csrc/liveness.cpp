@@ -19,8 +19,12 @@ class GroupLiveness::Listener final : private control::EndListener {
   Listener& operator=(const Listener&) = delete;
 
  private:
+  struct Wake {
+    ~Wake() { wake_progress(); }
+  };
   void on_end(int rank, bool died) noexcept override {
     const auto index = static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
+    const Wake wake;
     if (index == group_.me_) {  // this process' own control plane ended: no news to the others
       if (died) group_.doom();
       return;
@@ -81,9 +85,21 @@ Loss GroupLiveness::loss(int awaited) const {
   return Loss(has_left(awaited) ? awaited : -1);
 }
 
+// The control plane's own news come by wake_progress.
+bool GroupLiveness::watch(Sleep* sleep) const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank == me_) continue;
+    for (std::atomic<std::uint32_t>* const word : {&members_[rank].has_left, &members_[rank].failed}) {
+      if (word->load(std::memory_order_relaxed) == 0) sleep->add(reinterpret_cast<std::uint32_t*>(word), 0);
+    }
+  }
+  return true;
+}
+
 void GroupLiveness::leave() {
   // Release: who sees it sees all that this rank published before.
   members_[me_].has_left.store(1, std::memory_order_release);
+  wake_sleepers(reinterpret_cast<std::uint32_t*>(&members_[me_].has_left));
 }
 
 void GroupLiveness::fail(int status, int suspect, Told expected, Told found, Misfit misfit) {
@@ -101,6 +117,7 @@ void GroupLiveness::fail(int status, int suspect, Told expected, Told found, Mis
   }
   const auto told = static_cast<std::uint32_t>((status << 16) | (suspect + 1));
   members_[me_].failed.store(told, std::memory_order_release);
+  wake_sleepers(reinterpret_cast<std::uint32_t*>(&members_[me_].failed));
 }
 
 bool GroupLiveness::has_left(int rank) const {

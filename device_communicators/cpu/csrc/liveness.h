@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "call.h"
+#include "progress.h"
 #include "wait.h"
 
 namespace parallel_state {
@@ -56,6 +57,8 @@ class Losses : public Liveness {
  public:
   // Returns the loss that ends a wait for `awaited`; an empty one if the wait may go on.
   virtual Loss loss(int awaited) const = 0;
+  // Adds the words whose change, or a call of wake_progress, tells of a loss. False if nothing tells of some.
+  virtual bool watch(Sleep*) const { return false; }
   bool is_alive(int awaited) const override {
     const Loss found = loss(awaited);
     return found.rank < 0 && found.reporter < 0;
@@ -77,6 +80,7 @@ class GroupLiveness final : public Losses {
   void stop_listening();
 
   Loss loss(int awaited) const override;
+  bool watch(Sleep* sleep) const override;
 
   // This rank tells the others that it goes, or that it gave up and why.
   void leave();

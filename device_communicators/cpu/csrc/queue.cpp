@@ -43,6 +43,8 @@ Loss RingEnd::loss(int index) const {
 QueueStatus RingEnd::await(int index, std::uint64_t target) {
   if (counters_[index].read() >= target) return QueueStatus::kDone;
   suspect_ = ranks_[index];
+  awaited_ = &counters_[index];
+  awaited_target_ = target;
   if (!waits_) return QueueStatus::kTimedOut;
   switch (wait_for(counters_[index], target, policy_, deadline_, *this, index)) {
     case WaitResult::kReached: return QueueStatus::kDone;

@@ -88,6 +88,8 @@ class RingEnd : public Losses {
   int writer() const { return ranks_[0]; }        // a rank
   int suspect() const { return suspect_; }        // whose death or absence the last call failed with: a rank
   const Loss& given_up() const { return lost_; }  // who gave up, after kGivenUp, and why
+  // What the last call, which timed out, waited for; null before.
+  Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
 
  protected:
   struct alignas(128) Ends {  // a bit each, by index
@@ -121,6 +123,8 @@ class RingEnd : public Losses {
   std::atomic<bool> leaving_{false};
   Deadline deadline_;
   bool waits_ = true;
+  Counter* awaited_ = nullptr;
+  std::uint64_t awaited_target_ = 0;
   int suspect_ = -1;
   Loss lost_;
 };

@@ -40,6 +40,7 @@ using parallel_state::QueueReport;
 using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
+using parallel_state::Sleep;
 using parallel_state::WaitPolicy;
 using parallel_state::Watch;
 using parallel_state::control::ProcessWatch;
@@ -61,6 +62,9 @@ class ProcessLiveness final : public Losses {
       if (has_ended(processes_[end])) return Loss(static_cast<int>(end));
     }
     return {};
+  }
+  bool watch(Sleep*) const override {
+    return std::none_of(processes_.begin(), processes_.end(), [](const Process& each) { return each.pid > 0; });
   }
 
  private:

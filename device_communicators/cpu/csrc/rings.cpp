@@ -12,6 +12,7 @@ namespace {
 constexpr double kSliceS = 0.02;
 constexpr double kShortSliceS = 0.001;
 constexpr double kCloseGraceS = 1.0;
+constexpr unsigned kNapUs = 50;
 
 std::uint64_t fingerprint_of(int tag, int dtype) {
   return static_cast<std::uint64_t>(static_cast<std::uint32_t>(dtype)) << 32 | static_cast<std::uint32_t>(tag);
@@ -188,7 +189,7 @@ bool Rings::begin_message(Incoming& in, int peer, Done* done) {
     note_failure(QueueStatus::kMalformed, false, peer, in.reader.get(), nullptr, done);
     return false;
   }
-  in.in_message = true;
+  in.is_reading.store(true, std::memory_order_relaxed);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto found = matcher_.arrive(peer, static_cast<std::uint32_t>(in.form.tag), [&] {
@@ -213,7 +214,7 @@ Rings::Moved Rings::pull_in_turn(Incoming& in, int peer, double timeout_s, Trans
       in.current = nullptr;
       break;
     }
-    if (!in.in_message) {
+    if (!in.is_reading.load(std::memory_order_relaxed)) {
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (!matcher_.wants(peer)) break;
@@ -241,7 +242,7 @@ Rings::Moved Rings::pull_in_turn(Incoming& in, int peer, double timeout_s, Trans
       }
     }
     moved = true;
-    in.in_message = false;
+    in.is_reading.store(false, std::memory_order_relaxed);
     if (in.current != nullptr) {
       finish(std::exchange(in.current, nullptr), peer, done);
       continue;
@@ -309,7 +310,9 @@ Rings::Outcome Rings::receive_now(int src, int dtype, std::uint64_t bytes, const
   Done done;
   {
     const Inside inside{in};
-    if (!inside || has_failed() || in.is_broken || in.reader == nullptr || in.in_message) return Outcome::kLeft;
+    if (!inside || has_failed() || in.is_broken || in.reader == nullptr ||
+        in.is_reading.load(std::memory_order_relaxed))
+      return Outcome::kLeft;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!matcher_.is_idle(src)) return Outcome::kLeft;
@@ -380,9 +383,45 @@ bool Rings::read_last(const Transfer& transfer, int from, int end) {
   return true;
 }
 
+void Rings::sleep_on(Sleep* sleep) {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    bool wants = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      wants = matcher_.wants(peer);
+    }
+    sleep_on(*outgoing_[peer], sends_[peer]->count.load(std::memory_order_relaxed) > 0, sleep);
+    sleep_on(*incoming_[peer], wants || incoming_[peer]->is_reading.load(std::memory_order_relaxed), sleep);
+  }
+}
+
+void Rings::sleep_on(End& end, bool is_wanted, Sleep* sleep) {
+  if (!is_wanted) return;
+  const Inside inside{end};
+  const RingEnd* const ring = end.ring.load(std::memory_order_relaxed);
+  std::uint64_t target = 0, seen = 0;
+  Counter* const counter = inside && ring != nullptr ? ring->awaited(&target) : nullptr;
+  if (counter == nullptr || !counter->begin_sleep(target, &seen)) {
+    sleep->naps = true;
+    return;
+  }
+  slept_on_.push_back(counter);
+  sleep->add(counter->word(), static_cast<std::uint32_t>(seen));
+}
+
+void Rings::end_sleep() {
+  for (Counter* const counter : slept_on_) counter->end_sleep();
+  slept_on_.clear();
+}
+
 bool Rings::leave() {
   bool is_free = true;
   const std::int64_t until_ns = after(kCloseGraceS);
+  for (wake_progress(); is_asleep(); wake_progress()) {
+    if (now_ns() >= until_ns) return false;
+    usleep(kNapUs);
+  }
   const auto end = [&](End& side) {
     if (RingEnd* const ring = side.ring.load(std::memory_order_acquire)) ring->leave();
   };

@@ -34,6 +34,7 @@ class Rings final : public Transfers {
   Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
                       const std::function<void*()>& data) override;
   bool is_inside(int peer, bool sends) const override;
+  bool is_polled() const override { return false; }
 
  protected:
   void begin(const Held& transfer, const Early& early) override;
@@ -41,6 +42,8 @@ class Rings final : public Transfers {
   Moved move_for(Transfer* transfer, std::int64_t until_ns) override;
   bool read_last(const Transfer& transfer, int from, int end) override;
   bool leave() override;
+  void sleep_on(Sleep* sleep) override;
+  void end_sleep() override;
 
  private:
   struct End {
@@ -55,7 +58,7 @@ class Rings final : public Transfers {
   };
   struct Incoming : End {
     std::unique_ptr<QueueReader> reader;  // this and what follows: by the turn
-    bool in_message = false;
+    std::atomic<bool> is_reading{false};  // in the middle of a message
     Form form;
     Held current;  // the receive of the message that is read; null: that is `early`
     Early early;
@@ -66,6 +69,7 @@ class Rings final : public Transfers {
   Moved pull(int peer, double timeout_s, Transfer* goal = nullptr);
   Moved push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* goal, Done* done);
   Moved pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goal, Done* done);
+  void sleep_on(End& end, bool is_wanted, Sleep* sleep);
   bool push_all();
   bool pull_all();
   char* open(int src, int dst, bool writes, char** control);
@@ -78,6 +82,7 @@ class Rings final : public Transfers {
   WaitPolicy policy_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::vector<std::unique_ptr<Incoming>> incoming_;
+  std::vector<Counter*> slept_on_;  // by the progress thread
 };
 
 }  // namespace parallel_state

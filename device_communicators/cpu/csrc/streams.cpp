@@ -649,7 +649,10 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
       moved = step(&done);
     }
     announce(done);
-    if (!transfer->is_open()) return Moved::kSome;
+    if (!transfer->is_open()) {
+      if (left_ == 0 && has_left()) keep_moving(shared_from_this());  // an answer has no room yet
+      return Moved::kSome;
+    }
     const std::int64_t now = now_ns();
     if (now >= until_ns) return Moved::kIdle;
     if (moved) {
@@ -680,6 +683,17 @@ bool Streams::sleep(std::int64_t until_ns) {
   std::uint64_t count;
   if ((polled_.back().revents & POLLIN) != 0) static_cast<void>(::read(wake_, &count, sizeof count) > 0);
   return signal;
+}
+
+void Streams::sleep_on(Sleep* sleep) {
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    for (const auto& stream : streams_) {
+      if (stream != nullptr) stream->poll_for(&sleep->polled);
+    }
+  }
+  const std::int64_t noticed_ns = noticed_ns_;
+  if (noticed_ns != 0) sleep->until_ns = std::min(sleep->until_ns, std::max(noticed_ns + kNoticeNs, now_ns()));
 }
 
 void Streams::wake() {

@@ -45,6 +45,7 @@ class Streams final : public Transfers {
 
   bool has_left() override;
   bool end_together() const override { return true; }
+  bool is_polled() const override { return true; }
 
   // For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.
   void facts(int rank, std::uint64_t* out);
@@ -56,6 +57,7 @@ class Streams final : public Transfers {
   bool read_last(const Transfer& transfer, int from, int end) override;
   void stop() override;
   bool leave() override;
+  void sleep_on(Sleep* sleep) override;
 
  private:
   class Stream;

@@ -30,6 +30,31 @@ Transfers::Transfers(std::shared_ptr<const Losses> losses, int rank, int size)
 
 bool Transfers::is_foreign() const { return generation_ != fork_generation(); }
 
+void Transfers::fall_asleep(Sleep* sleep) {
+  asleep_.store(true, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // either this thread sees a failure, or `close` sees it asleep
+  if (is_foreign()) return;
+  find_losses();
+  if (has_failed() || movers_ > 0 || !has_left()) {
+    sleep->naps = true;
+    return;
+  }
+  if (left_ > 0 && waiters_ >= left_) return;  // each has a caller who moves it
+  sleep->until_ns = std::min(sleep->until_ns, next_deadline_ns_.load());
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    watched_ = losses_;
+  }
+  if (watched_ == nullptr || !watched_->watch(sleep)) sleep->naps = true;
+  sleep_on(sleep);
+}
+
+void Transfers::wake_up() {
+  end_sleep();
+  watched_ = nullptr;
+  asleep_.store(false, std::memory_order_release);
+}
+
 Transfers::Outcome Transfers::send_now(int, int, std::uint64_t, const std::function<void*()>&) {
   return Outcome::kLeft;
 }
@@ -221,6 +246,10 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
   const TransferCall& call = transfer->call;
   const bool sends = call.sends != 0;
   const std::int64_t until_ns = timeout_s < 0 ? INT64_MAX : after(timeout_s);
+  const auto leaves = [this](int how) {  // the progress thread goes on
+    keep_moving(shared_from_this());
+    return how;
+  };
   const Presence waiting{waiters_};
   std::int64_t next_look_ns = now_ns() + kLooksNs, nap_ns = kShortestNapNs;
   while (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled) {
@@ -228,7 +257,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     const bool late = now >= until_ns;  // looks once more, for what just came
     if (now >= next_look_ns) {
       find_losses();
-      if (interrupted(false)) return kInterruptedTransfer;
+      if (interrupted(false)) return leaves(kInterruptedTransfer);
       next_look_ns = now + kLooksNs;
     }
     if (now >= next_deadline_ns_) expire();
@@ -236,14 +265,14 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     if (transfer->is_open()) {
       moved = move_for(transfer.get(), late ? now : std::min({until_ns, next_deadline_ns_.load(), next_look_ns}));
     }
-    if (moved == Moved::kInterrupted) return kInterruptedTransfer;
+    if (moved == Moved::kInterrupted) return leaves(kInterruptedTransfer);
     if (late && transfer->is_open()) {
-      if (!expires) return kLateTransfer;
+      if (!expires) return leaves(kLateTransfer);
       expire(transfer);
       continue;
     }
     if (moved != Moved::kBusy) continue;
-    if (transfer->is_open() && is_inside(call.peer, sends)) return kInsideWait;
+    if (transfer->is_open() && is_inside(call.peer, sends)) return leaves(kInsideWait);
     std::unique_lock<std::mutex> lock(mutex_);
     if (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled) {
       finished_.wait_for(lock, std::chrono::nanoseconds(nap_ns));

@@ -75,6 +75,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   bool move() override;
   bool has_left() override;
+  void fall_asleep(Sleep* sleep) override;
+  void wake_up() override;
 
  protected:
   struct Transfer {
@@ -151,6 +153,14 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   virtual Moved move_for(Transfer* transfer, std::int64_t until_ns) = 0;
   // Whether all that came from a rank before it was lost has been read.
   virtual bool read_last(const Transfer& transfer, int from, int end) = 0;
+  // Adds what tells that something can be moved.
+  virtual void sleep_on(Sleep* sleep) = 0;
+  virtual void end_sleep() {}
+  // Whether the progress thread may use the medium's memory: see `wake_up`.
+  bool is_asleep() const {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return asleep_.load(std::memory_order_acquire);
+  }
   virtual void stop() {}                 // after a failure
   virtual bool leave() { return true; }  // see `close`
 
@@ -185,7 +195,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   const int generation_;
   std::atomic<std::int64_t> next_deadline_ns_{INT64_MAX};
-  std::atomic<bool> has_failed_{false};
+  std::atomic<bool> has_failed_{false}, asleep_{false};
+  std::shared_ptr<const Losses> watched_;      // of a sleep
   std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
   Number numbers_ = 0;                         // this and what follows: by mutex_
   std::map<Number, Held> open_;                // all that aren't settled

@@ -81,6 +81,8 @@ class GroupLosses final : public Losses {
     if (found.rank != awaited || found.reporter >= 0 || !handle_->has_left(awaited)) return found;
     return handle_->liveness().is_doomed() ? Loss(kOutside) : Loss();
   }
+  // Connections tell who gave up; deaths come by wake_progress.
+  bool watch(Sleep*) const override { return true; }
 
  private:
   const std::shared_ptr<Handle> handle_;

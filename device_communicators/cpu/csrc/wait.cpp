@@ -139,6 +139,17 @@ void Counter::publish(std::uint64_t next, std::uint64_t note) {
   }
 }
 
+bool Counter::begin_sleep(std::uint64_t target, std::uint64_t* seen) {
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const bool sure = membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) || fences.load(std::memory_order_relaxed) != 0;
+  *seen = value.load(std::memory_order_seq_cst);
+  if (sure && *seen < target) return true;
+  end_sleep();
+  return false;
+}
+
+std::uint32_t* Counter::word() { return futex_word(value); }
+
 bool Counter::flagged(std::uint64_t reached) const {
   // The note is overwritten after value `reached + kNotes - 1` was published: if that isn't seen, it is still this one.
   const std::uint64_t note = notes[reached % kNotes].load(std::memory_order_acquire);

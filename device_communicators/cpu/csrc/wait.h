@@ -85,6 +85,12 @@ struct alignas(128) Counter {
     return read() < reached + kNotes - 1;
   }
 
+  // For a thread that sleeps on several words, see progress.h. Returns false if it must not: the counter has reached
+  // `target`, or its owner might not see the sleeper. Each `begin_sleep` that returned true is followed by `end_sleep`.
+  bool begin_sleep(std::uint64_t target, std::uint64_t* seen);
+  void end_sleep() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
+  std::uint32_t* word();  // on which its sleepers sleep
+
   // Whether the owner was last seen on the core that runs this: then it needs this core to get on.
   bool shares_core() const;
 };
