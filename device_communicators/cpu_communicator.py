@@ -63,7 +63,8 @@ class CpuCommunicator(Communicator):
             if memory.is_meshed:
                 gather = partial(context.gather, operation="connect")
                 address, self._connections = connect_streams(memory, gather, context.watcher, context.failure_ranks)
-                self._streams = Transfers(self._group.library, memory.members, address)
+                library, tag = self._group.library, context.tag(0)
+                self._streams = Transfers(library, memory.members, address, self._group.number, tag=tag)
         self._sizes = ctypes.c_size_t * context.size
         self._pointers = ctypes.c_void_p * context.size
 

@@ -150,7 +150,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_group_losses": (c_void_p, (c_uint64,)),
     "ps_transfers_delete": (None, (c_void_p,)),
-    "ps_transfers_serve": (None, (c_void_p, c_uint64, c_double)),
+    "ps_transfers_serve": (None, (c_void_p, c_uint64, c_double, c_int)),
     "ps_transfers_failure": (c_int, (c_void_p, POINTER(c_int64))),
     "ps_transfers_failure_text": (None, (c_void_p, c_char_p, c_size_t)),
     "ps_transfers_abandon": (None, (c_void_p,)),

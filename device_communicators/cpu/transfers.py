@@ -172,12 +172,18 @@ class Transfers:
     ANY_SOURCE = -1
 
     def __init__(
-        self, library: NativeLibrary, members: Members, address: int | None, group: int = 0, ring_bytes: int = 0
+        self,
+        library: NativeLibrary,
+        members: Members,
+        address: int | None,
+        group: int = 0,
+        ring_bytes: int = 0,
+        tag: int = 0,
     ) -> None:
         """`address`: of `ps_rings_new` or `ps_streams_new`; this object deletes it.
 
-        `group`: the group's number, for calls past Python; 0 without them. `ring_bytes`: see `failure_of`; 0 between
-        hosts.
+        `group`: the group's number, for calls without Python, which use `tag`; 0 without them. `ring_bytes`: see
+        `failure_of`; 0 between hosts.
         """
         self.members = members
         self._library = library
@@ -191,7 +197,7 @@ class Transfers:
         self._waits: set[tuple[int, int, int]] = set()
         """Waits: their threads, whether they send, and their peers; the threads alone between hosts."""
         if group:
-            library.ps_transfers_serve(self.address, group, min(members.timeout_s, _LONGEST_S))
+            library.ps_transfers_serve(self.address, group, min(members.timeout_s, _LONGEST_S), tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
         """Starts to send a contiguous CPU tensor. Done at once if there is room for it."""

@@ -781,20 +781,37 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
         assert max(ranks.run(_send_once, 250_000, tp=3)) < slow
 
 
-def _frames_of_a_call() -> list[str]:
-    """Returns the modules of the Python frames of an all_reduce, in order."""
-    group, x, found = ps.get_tp_group(), torch.ones(2048), list[str]()
+def _send_and_receive(x: Tensor) -> None:
+    group = ps.get_tp_group()
+    if group.is_first_rank:
+        group.send(x, 1)
+    received = group.recv(x.shape, x.dtype, 1 - group.rank_in_group)
+    assert torch.equal(received, x)
+    if not group.is_first_rank:
+        group.send(x, 0)
+
+
+FRAMED_CALLS: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": lambda x: ps.get_tp_group().all_reduce(x),
+    "send and recv": _send_and_receive,
+}
+
+
+def _frames_of(operation: str) -> list[str]:
+    """Returns the modules of the Python frames of a call, in order."""
+    x, found = torch.ones(2048), list[str]()
     for _ in range(3):
-        group.all_reduce(x)
+        FRAMED_CALLS[operation](x)
     sys.setprofile(lambda frame, event, _: found.append(frame.f_globals["__name__"]) if event == "call" else None)
     try:
-        group.all_reduce(x)
+        FRAMED_CALLS[operation](x)
     finally:
         sys.setprofile(None)
-    return found
+    return [module for module in found if module != __name__]
 
 
-def test_a_call_over_hosts_passes_the_same_stops_as_on_one(hosts: Hosts, on_hosts: OnHosts) -> None:
-    (near, *_), (far, *_) = (on_hosts(placement).run(_frames_of_a_call, tp=2) for placement in ((0, 0), (0, 1)))
-    assert 0 < len(far) <= 8, far
+@pytest.mark.parametrize("operation", FRAMED_CALLS)
+def test_a_call_over_hosts_passes_the_same_stops_as_on_one(hosts: Hosts, on_hosts: OnHosts, operation: str) -> None:
+    (near, *_), (far, *_) = (on_hosts(placement).run(_frames_of, operation, tp=2) for placement in ((0, 0), (0, 1)))
+    assert 0 < len(far) <= 8 * (2 if operation == "send and recv" else 1), far
     assert far == near

@@ -29,6 +29,8 @@ std::string in_words(int error) {
   return std::string(strerror(error)) + (broken ? " (closed by peer)" : "");
 }
 
+constexpr TransferUser kNobody{nullptr, nullptr, nullptr};  // the caller's memory stays until its call returns
+
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
@@ -541,6 +543,33 @@ void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
   stream = std::make_unique<Stream>(*this, rank, descriptor, early_bytes);
 }
 
+Streams::Outcome Streams::send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) {
+  if (is_foreign() || has_failed()) return Outcome::kLeft;
+  return run({dst, 1, served_tag_, dtype, data(), bytes, 0, &kNobody, nullptr});
+}
+
+Streams::Outcome Streams::receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
+                                      const std::function<void*()>& data) {
+  if (is_foreign() || has_failed()) return Outcome::kLeft;
+  void* const to = data();
+  begins();
+  return run({src, 0, served_tag_, dtype, to, bytes, 0, &kNobody, nullptr});
+}
+
+Streams::Outcome Streams::run(const TransferCall& call) {
+  try {
+    const std::int64_t number = start(call, true);
+    if (number == kDoneTransfer) return Outcome::kDone;
+    if (number < 0) return Outcome::kLeft;
+    const int how = wait(static_cast<Number>(number), timeout_s_.load(std::memory_order_relaxed), true);
+    if (how == kInterruptedTransfer) interrupt(static_cast<Number>(number), true);
+    return how == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
+  } catch (const std::bad_alloc&) {
+    abandon();  // the caller's memory is not used after this
+    return Outcome::kLeft;
+  }
+}
+
 void Streams::begin(const Held& transfer, const Early& early) {
   const TransferCall& call = transfer->call;
   Done done;
@@ -659,7 +688,7 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
       spin_until = now + spin_ns;
     } else if (now < spin_until) {
       pause_cpu();
-    } else if (sleep(until_ns) && interrupted(true)) {
+    } else if (sleep(until_ns) && handles_signals(true)) {
       return Moved::kInterrupted;
     }
   }

@@ -44,6 +44,10 @@ class Streams final : public Transfers {
   void add(int rank, int descriptor, std::uint64_t early_bytes);
 
   bool has_left() override;
+  Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) override;
+  Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
+                      const std::function<void*()>& data) override;
+  bool is_inside(int, bool) const override { return in_handler(); }
   bool end_together() const override { return true; }
   bool is_polled() const override { return true; }
 
@@ -85,6 +89,7 @@ class Streams final : public Transfers {
     std::uint64_t missing = 0;
   };
 
+  Outcome run(const TransferCall& call);
   bool step(Done* done);
   bool sleep(std::int64_t until_ns);
   void wake();

@@ -14,7 +14,9 @@ namespace {
 
 constexpr std::int64_t kShortestNapNs = 50'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
-constexpr std::int64_t kLooksNs = 50'000'000;  // between looks for lost ranks, and for signals
+constexpr std::int64_t kLooksNs = 50'000'000;                   // between looks for lost ranks, and for signals
+thread_local const Transfers* interrupted_transfers = nullptr;  // whose wait a signal handler of this thread interrupts
+
 std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
 
 }  // namespace
@@ -55,14 +57,14 @@ void Transfers::wake_up() {
   asleep_.store(false, std::memory_order_release);
 }
 
-Transfers::Outcome Transfers::send_now(int, int, std::uint64_t, const std::function<void*()>&) {
-  return Outcome::kLeft;
+bool Transfers::handles_signals(bool surely) {
+  const Transfers* const outer = std::exchange(interrupted_transfers, this);
+  const bool raises = interrupted(surely);
+  interrupted_transfers = outer;
+  return raises;
 }
 
-Transfers::Outcome Transfers::receive_now(int, int, std::uint64_t, const std::function<void()>&,
-                                          const std::function<void*()>&) {
-  return Outcome::kLeft;
-}
+bool Transfers::in_handler() const { return interrupted_transfers == this; }
 
 std::int64_t Transfers::start(const TransferCall& call, bool waits) {
   const Held transfer = std::make_shared<Transfer>(call);
@@ -257,7 +259,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     const bool late = now >= until_ns;  // looks once more, for what just came
     if (now >= next_look_ns) {
       find_losses();
-      if (interrupted(false)) return leaves(kInterruptedTransfer);
+      if (handles_signals(false)) return leaves(kInterruptedTransfer);
       next_look_ns = now + kLooksNs;
     }
     if (now >= next_deadline_ns_) expire();

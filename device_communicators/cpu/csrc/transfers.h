@@ -48,21 +48,26 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Whether the transfers go with one whose wait was broken off: a message may have several.
   virtual bool end_together() const { return false; }
 
-  // Sends or receives with tag 0 in one step, without an allocation. kNoRoom: the ring has none for all of it; kLeft:
-  // another transfer is first, the next message is another one, or the call failed: `start` finds out which.
+  // Sends or receives in one step with the tag given to `serve`, for callers without Python. kNoRoom: the ring has no
+  // room for all of it. kLeft: the caller goes on with `start`, which reports the failure if there was one.
   enum class Outcome : int { kLeft = 0, kDone = 1, kNoRoom = 2 };
-  virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data);
+  virtual Outcome send_now(int dst, int dtype, std::uint64_t bytes, const std::function<void*()>& data) = 0;
   // `data` and `begins` are called before it waits.
   virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, const std::function<void()>& begins,
-                              const std::function<void*()>& data);
-  void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }  // of `receive_now`
+                              const std::function<void*()>& data) = 0;
+  // Sets the timeout and the tag of `send_now` and `receive_now`. Once, before them.
+  void serve(double timeout_s, int tag) {
+    timeout_s_.store(timeout_s, std::memory_order_relaxed);
+    served_tag_ = tag;
+  }
 
   bool is_foreign() const;  // of a process that was forked from its own
   // False while nothing has failed.
   bool failure(TransferFailure* found);
   std::string failure_text();  // what a connection's end said, after kBroken
-  // Whether this thread is in the middle of moving bytes to or from `peer`.
-  virtual bool is_inside(int, bool) const { return false; }
+  // Whether this thread is in the middle of moving bytes to or from `peer`, or in a signal handler that interrupted it
+  // there.
+  virtual bool is_inside(int peer, bool sends) const = 0;
   int waiting_sends(int dst);
 
   // Fails what is under way, as a call of this rank failed.
@@ -173,6 +178,10 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
   void fail(TransferFailure failure, const Held& first, const std::string& text = {});
+  // As `interrupted`; see `in_handler`.
+  bool handles_signals(bool surely);
+  // Whether this thread is in a signal handler that interrupted a wait in these transfers.
+  bool in_handler() const;
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
   std::shared_ptr<const Losses> losses_;  // null once it is closed; by mutex_, or the turn of an end
@@ -181,6 +190,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
   std::atomic<int> left_{0};                 // open transfers
   std::atomic<double> timeout_s_{0};
+  int served_tag_ = 0;
 
   std::mutex mutex_;
   std::condition_variable finished_;

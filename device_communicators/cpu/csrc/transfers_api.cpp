@@ -148,9 +148,9 @@ void ps_transfers_delete(void* transfers) {
   if (!transfers_of(transfers).is_foreign()) delete static_cast<std::shared_ptr<Transfers>*>(transfers);
 }
 
-// Lets calls that come past Python find a group's transfers; their receives have this timeout.
-void ps_transfers_serve(void* transfers, std::uint64_t group, double timeout_s) {
-  transfers_of(transfers).set_timeout(timeout_s);
+// Lets calls without Python use a group's transfers, with this timeout and tag.
+void ps_transfers_serve(void* transfers, std::uint64_t group, double timeout_s, int tag) {
+  transfers_of(transfers).serve(timeout_s, tag);
   if (const std::shared_ptr<Handle> handle = find(group)) {
     handle->set_transfers(*static_cast<std::shared_ptr<Transfers>*>(transfers));
   }
