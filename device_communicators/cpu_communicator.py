@@ -162,7 +162,8 @@ class CpuCommunicator(Communicator):
     # Between two ranks. In one segment, messages use queues elsewhere, and only plain tensors are sent here.
 
     def send(self, x: Tensor, dst: int) -> None:
-        self._transfers.send(x.contiguous(), dst, self._tag(self.context.tag(0)))
+        x = x.contiguous()  # first: without memory for it, nothing has been sent
+        self._transfers.send(x, dst, self._tag(self.context.tag(0)))
 
     def recv(self, out: Tensor, src: int) -> None:
         self._transfers.recv_(out, src, self._tag(self.context.tag(0)))

@@ -31,8 +31,8 @@ logger = logging.getLogger("parallel_state")
 _SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
-_STRANGER_S = 2.0
-"""The time in which a connection must say whose it is; meanwhile others may."""
+_MOST_UNKNOWN = 256
+"""Connections that have sent no hello: beyond this number the oldest is closed."""
 _BACKLOG = 512
 _MOST_ADDRESSES = 4
 _Key = tuple[int, int]
@@ -233,8 +233,8 @@ def _accept(
     deadline: float,
 ) -> None:
     """Adds the connections of `keys`, all of which others make, to `made`; those of strangers end."""
-    said: dict[int, tuple[socket.socket, bytearray, float]] = {}
-    """By descriptor: who has not said whose it is, as much as it has, and until when it may."""
+    unknown: dict[int, tuple[socket.socket, bytearray]] = {}
+    """By descriptor, in order of arrival: connections without a whole hello, and the bytes of it that arrived."""
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}
     for listener in listeners:
@@ -244,26 +244,26 @@ def _accept(
         while not all(key in made for key in keys):
             ready = [descriptor for descriptor, _ in poll.poll(1000 * _SLICE_S)]
             _check_time(meeting, deadline)
-            now = time.monotonic()
             for descriptor in ready:
                 if descriptor in open_for:
                     with contextlib.suppress(BlockingIOError, ConnectionError):
                         connection, _ = open_for[descriptor].accept()
                         connection.setblocking(False)
-                        said[connection.fileno()] = connection, bytearray(), now + _STRANGER_S
+                        unknown[connection.fileno()] = connection, bytearray()
                         poll.register(connection, select.POLLIN)
-            for descriptor, (connection, hello, until) in list(said.items()):
+            for descriptor, (connection, hello) in list(unknown.items()):
                 key = _read_hello(connection, hello, token) if descriptor in ready else None
-                if key is None and now < until:
+                # No deadline: a rank of a busy host may need seconds between its connection and its hello.
+                if key is None and len(unknown) <= _MOST_UNKNOWN:
                     continue
                 poll.unregister(descriptor)
-                del said[descriptor]
+                del unknown[descriptor]
                 if key is not None and key in keys and key not in made:
                     made[key] = connection
                 else:
                     connection.close()
     finally:
-        for connection, _, _ in said.values():
+        for connection, _ in unknown.values():
             connection.close()
 
 

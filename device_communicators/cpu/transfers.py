@@ -233,7 +233,7 @@ class Transfers:
             raise self._in_a_handler(sends)
         if number < 0:
             raise self._failed()
-        return _Transfer(self, number, sends, peer)
+        return (_Transfer if self._ring_bytes else _TransferBetweenHosts)(self, number, sends, peer)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
         self._check(sends, tag)
@@ -284,6 +284,9 @@ class Transfers:
                 status = self._functions.wait(self.address, number, self._timeout_us)
         if status != _ENDED:
             self._raise(status, sends)
+
+    def run_to_end(self, number: int) -> None:
+        self._functions.wait(self.address, number, int(1e6 * _LONGEST_S))
 
     def _raise(self, status: int, sends: int) -> NoReturn:
         if status == _WAIT_INTERRUPTED:
@@ -343,3 +346,11 @@ class _Transfer:
 
     def wait(self) -> None:
         self._transfers.wait(self._number, self._sends, self._peer)
+
+
+class _TransferBetweenHosts(_Transfer):
+    """Part of a message: the messenger keeps its tensor until it is sent."""
+
+    def run_in_this_thread(self) -> None:
+        """Returns once the transfer has ended, without a deadline. `wait` raises the error, if there is one."""
+        self._transfers.run_to_end(self._number)

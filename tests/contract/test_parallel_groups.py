@@ -157,9 +157,9 @@ def test_a_long_name_that_went_says_the_short_one() -> None:
     assert len(gone) == 131
     for long, short in gone.items():
         assert short in ps.__all__
-        with pytest.raises(ps.RenamedError, match=rf"Take {short}$"):
+        with pytest.raises(ps.RenamedError, match=rf"Use {short}$"):
             getattr(ps, long)
-    with pytest.raises(ImportError, match=r"Take get_cp_src_rank$"):
+    with pytest.raises(ImportError, match=r"Use get_cp_src_rank$"):
         exec("from parallel_state import get_context_parallel_src_rank")
     assert not hasattr(ps, "get_context_parallel_src_rank")
     with pytest.raises(AttributeError, match="has no attribute 'get_nothing'"):

@@ -150,7 +150,7 @@ def test_groups_by_lists_of_ranks(pools: Pools) -> None:
     for rank, facts in enumerate(pools(4).run(_lists_of_ranks, timeout_s=DEADLINE_S)):
         expected = {
             "before init": ("GroupNotInitializedError", "first"),
-            "one missing": ("LayoutError", "miss [3]"),
+            "one missing": ("LayoutError", "lack [3]"),
             "one twice": ("LayoutError", "repeat [1]"),
             "one too many": ("LayoutError", "unknown [4]"),
             "not ascending": ("InvalidArgumentError", "ascending order, but are [1, 0]"),

@@ -64,7 +64,7 @@ def test_row_22_the_hosts_name_resolves_to_loopback(tmp_path: Path, placement: l
                 assert told.kind == "RendezvousError", told
                 assert "parallel-state-host-0" in told.text
                 assert "127.0.1.1" in told.text
-                assert "loopback interface" in told.text
+                assert "announce a loopback address" in told.text
                 assert "GLOO_SOCKET_IFNAME" in told.text
                 assert told.suspect_ranks[0] == 0
             return max(told.seconds for told, _ in results)

@@ -29,7 +29,7 @@ STARTS: dict[str, Place] = {
     "before the agreement": (Agreement, "resolve_and_agree"),
     "amid its groups": (pool.ProcessGroupPool, "_new_group_of_members"),
     "with a segment": (Segment, "resize"),
-    "before the proof": (state, "prove"),
+    "before the proof": (state, "verify_group"),
     "at the end": (world, "closing_barrier"),
 }
 """What a rank calls in init_distributed_environment and initialize_model_parallel, in this order."""
@@ -38,7 +38,7 @@ STAGES: dict[str, Place] = {
     "reachability": (reachability, "prove"),
     "default group": (world, "_init_process_group"),
     "shared memory": (HostMemory, "attach"),
-    "first call": (state, "prove"),
+    "first call": (state, "verify_group"),
     "exchange of the backend": (c10d_world, "meet"),
 }
 """By stage of a start the function at whose call a rank is killed."""

@@ -33,7 +33,7 @@ def _process(folder: Path, state: str, swap_kib: int = 0, memory_kib: int = 1000
         ("T", "kill -CONT 7"),
         ("t", r"debugger \(pid 9\)"),
         ("D", "no signal ends"),
-        ("Z", "ended"),
+        ("Z", "exited"),
         ("R", ""),
         ("S", ""),
     ],

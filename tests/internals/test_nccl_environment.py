@@ -36,7 +36,7 @@ def test_what_somebody_has_set_stays(caplog: pytest.LogCaptureFixture) -> None:
         written = set_nccl_environment(TWO_NODES, env, lambda: "ib0")
     assert written == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PXB"}
     assert env == {"NCCL_SOCKET_IFNAME": "^docker", "NCCL_IB_DISABLE": "1", **written}
-    assert "NCCL_IB_DISABLE stays 1" in caplog.text
+    assert "NCCL_IB_DISABLE is set: 1 is kept" in caplog.text
 
 
 @pytest.mark.parametrize("place", [ONE_NODE, ProcessEnvironment(0, 0, 16, None, "node1", 20000, "explicit")])
@@ -81,7 +81,7 @@ def test_switched_off_error_handling_stays_with_a_warning(
     before = dict(env)
     set_nccl_environment(ONE_NODE, env, lambda: None)
     assert env == before
-    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 stays" in caplog.text) == warns
+    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 is set" in caplog.text) == warns
 
 
 def test_the_first_infiniband_interface_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
