@@ -151,7 +151,11 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
   std::vector<const Transfer*> announced;
   for (const Held& each : ended) {
     const TransferUser& user = *each->call.user;
-    if (user.settle == nullptr) continue;
+    if (user.settle == nullptr) {
+      // Before a waiter returns: it lets go of what was released. After a failure a thread may still move bytes.
+      if (failure == nullptr) each->release();
+      continue;
+    }
     if (user.settle(each->call.self, each->source, failure) != 0) announced.push_back(each.get());
   }
   {

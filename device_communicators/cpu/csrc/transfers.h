@@ -86,8 +86,9 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
  protected:
   struct Transfer {
     explicit Transfer(const TransferCall& given) : call(given), started_ns(now_ns()) {}
-    ~Transfer() {
-      if (call.user->release != nullptr) call.user->release(call.self);
+    ~Transfer() { release(); }
+    void release() {
+      if (call.user->release != nullptr && !is_released.exchange(true)) call.user->release(call.self);
     }
     Transfer(const Transfer&) = delete;
     Transfer& operator=(const Transfer&) = delete;
@@ -101,6 +102,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     Number number = 0;
     int parts = 1;  // what has yet to be written or read of it; over connections
     std::atomic<int> state{kOpen};
+    std::atomic<bool> is_released{false};
   };
   using Held = std::shared_ptr<Transfer>;
 
