@@ -506,7 +506,9 @@ void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {  
     const bool is_mine =
         served != nullptr && given.tensor(0, &x) && given.peer(2, *served, 1, &dst) && given.is_straight();
     if (!is_mine) return not_mine();
-    const Carried carried = send(*served, x, dst);  // waits for nobody: other threads needn't run meanwhile
+    // Within a host it waits for no rank, so it keeps the interpreter lock.
+    const auto sent = [&] { return send(*served, x, dst); };
+    const Carried carried = served->handle().hosts() == nullptr ? sent() : unlocked(sent);
     if (carried == Carried::kNo) return not_mine();
     return carried == Carried::kYes ? same(facts->none) : given.in_python();
   });

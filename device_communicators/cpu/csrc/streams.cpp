@@ -760,10 +760,13 @@ void Streams::stop() {
 }
 
 bool Streams::leave() {
-  const std::lock_guard<std::mutex> lock(streams_mutex_);
-  for (const auto& stream : streams_) {
-    if (stream != nullptr) stream->close();
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex_);
+    for (const auto& stream : streams_) {
+      if (stream != nullptr) stream->close();
+    }
   }
+  if (is_asleep()) wake_progress();  // it polls these connections
   return true;
 }
 

@@ -256,7 +256,14 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     keep_moving(shared_from_this());
     return how;
   };
-  const Presence waiting{waiters_};
+  // The progress thread sleeps while each transfer has a waiter.
+  struct Waking {
+    Transfers& all;
+    ~Waking() {
+      if (all.left_ > 0 && all.is_asleep()) wake_progress();
+    }
+  } const waking{*this};
+  const Presence waiting{waiters_};  // ends before `waking`
   std::int64_t next_look_ns = now_ns() + kLooksNs, nap_ns = kShortestNapNs;
   while (transfer->state.load(std::memory_order_acquire) != Transfer::kSettled) {
     const std::int64_t now = now_ns();
