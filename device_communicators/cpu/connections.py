@@ -66,9 +66,15 @@ class Meeting(NamedTuple):
 class Connections:
     """Connected sockets by rank, in the order of the other side."""
 
-    def __init__(self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int]) -> None:
-        """`early_bytes`: how much this rank may send to each other one before that receives it."""
+    def __init__(
+        self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
+    ) -> None:
+        """`early_bytes`: by rank, the bytes that this rank may send before that rank receives them.
+
+        `granted_bytes`: the same limit for each other rank, which this rank announced and enforces.
+        """
         self.sockets = dict(sockets)
+        self.granted_bytes = granted_bytes
         self.early_bytes = dict(early_bytes)
         self._unanswered: dict[socket.socket, float] = {}
         """Those on which the other kernel owes an acknowledgement, and since when."""
@@ -134,7 +140,8 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
             except OSError as error:
                 problem = f"{at}: {error}"
         ends = [] if problem else [each.getsockname()[:2] for each in listeners]
-        place = [ends, token.hex(), wanted, settings.EARLY_BYTES.get(), problem]
+        granted_bytes = settings.EARLY_BYTES.get()
+        place = [ends, token.hex(), wanted, granted_bytes, problem]
         places = [json.loads(each) for each in meeting.gather(json.dumps(place).encode())]
         for other, (*_, what) in enumerate(places):
             if what:
@@ -166,7 +173,7 @@ def connect(meeting: Meeting, rank: int, peers: Sequence[int], address: str | No
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
     sockets = {other: [made[key] for key in keys if key[0] == other] for other in peers}
-    return Connections(sockets, {other: places[other][3] for other in peers})
+    return Connections(sockets, {other: places[other][3] for other in peers}, granted_bytes)
 
 
 def _connections(members: GroupMember, peers: int) -> int:

@@ -145,7 +145,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_rings_new": (c_void_p, (c_void_p, c_int, c_int, POINTER(c_int64))),
     "ps_streams_new": (
         c_void_p,
-        (c_void_p, c_int, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_uint64), c_int, c_int64, c_uint64),
+        (c_void_p, c_int, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_uint64), c_int, c_uint64, c_int64, c_uint64),
     ),
     "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_group_losses": (c_void_p, (c_uint64,)),

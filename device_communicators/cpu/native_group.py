@@ -109,7 +109,7 @@ class NativeGroup:
         self.library = library
         self.number = number
         self.members = members
-        self.connections = Connections({}, {})
+        self.connections = Connections({}, {}, 0)
         """To ranks on other hosts; the compiled group owns their descriptors."""
         self._host_of_rank: Sequence[int] = ()
         """By rank in the group; empty on one host."""

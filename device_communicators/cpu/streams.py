@@ -49,7 +49,7 @@ def open_streams(
     numbers = ctypes.c_int * len(ends)
     address: int | None = native.load().ps_streams_new(
         losses, rank, size, numbers(*ranks), numbers(*descriptors), (ctypes.c_uint64 * len(ends))(*early_bytes),
-        len(ends), spin_ns, striped_bytes,
+        len(ends), made.granted_bytes, spin_ns, striped_bytes,
     )  # fmt: skip
     if not address:
         raise MemoryError("there is no memory for the connections to other hosts")

@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -779,6 +780,29 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
             hosts.limit(0, None)
         assert 0.15 < slow < 2.0
         assert max(ranks.run(_send_once, 250_000, tp=3)) < slow
+
+
+def _send_while_another_thread_sends() -> None:
+    """Rank 1 receives rank 0's large tensor after a small one, which another thread of rank 0 sends meanwhile."""
+    group, world_group = ps.get_tp_group(), ps.get_world_group()
+    if group.is_first_rank:
+
+        def send_small() -> None:
+            time.sleep(0.3)
+            world_group.send(torch.ones(1), 1)
+
+        other = threading.Thread(target=send_small)
+        other.start()
+        group.send(torch.ones(1 << 18), 1)
+        other.join()
+    else:
+        assert world_group.recv((1,), torch.float32, 0).item() == 1
+        assert group.recv((1 << 18,), torch.float32, 0).sum() == 1 << 18
+
+
+def test_a_send_that_waits_lets_other_threads_run(hosts: Hosts) -> None:
+    with hosts.ranks((0, 1)) as ranks:
+        ranks.run(_send_while_another_thread_sends, tp=2, timeout_s=20.0)
 
 
 def _send_and_receive(x: Tensor) -> None:

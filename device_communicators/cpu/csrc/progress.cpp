@@ -13,6 +13,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 
@@ -155,18 +156,22 @@ class Progress {
         continue;
       }
       const std::uint64_t news = news_;
-      std::vector<std::shared_ptr<Movable>> all = listed_;
-      lock.unlock();
+      std::vector<std::shared_ptr<Movable>> all;
       bool moved = false;
-      for (const auto& each : all) moved |= each->move();
-      lock.lock();
+      try {
+        all = listed_;
+        lock.unlock();
+        for (const auto& each : all) moved |= each->move();
+      } catch (const std::bad_alloc&) {  // tried again after a nap
+      }
+      if (!lock.owns_lock()) lock.lock();
       listed_.erase(std::remove_if(listed_.begin(), listed_.end(),
                                    [](const auto& each) { return !(each->listed_ = each->has_left()); }),
                     listed_.end());
       if (moved || news != news_) idle = 0;
       bool naps = !listed_.empty() && servers_ == 1;
-      if (naps && idle >= kIdleNaps && sleep(lock, all)) {
-        naps = false;
+      if (naps && idle >= kIdleNaps) {
+        naps = !sleep(lock, all);
         idle = 0;
       }
       lock.unlock();
@@ -185,7 +190,13 @@ class Progress {
     Sleep sleep;
     const std::uint32_t own = word_.load(std::memory_order_relaxed);
     lock.unlock();
-    for (const auto& each : all) each->fall_asleep(&sleep);
+    try {
+      for (const auto& each : all) each->fall_asleep(&sleep);
+      sleep.polled.reserve(sleep.polled.size() + 1);
+      sleep.words.reserve(sleep.words.size() + 1);
+    } catch (const std::bad_alloc&) {
+      sleep.naps = true;
+    }
     bool slept = !sleep.naps;
     if (slept && polls_) {
       const std::int64_t limit_ns = sleep.until_ns - now_ns();

@@ -189,7 +189,6 @@ bool Rings::begin_message(Incoming& in, int peer, Done* done) {
     note_failure(QueueStatus::kMalformed, false, peer, in.reader.get(), nullptr, done);
     return false;
   }
-  in.is_reading.store(true, std::memory_order_relaxed);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto found = matcher_.arrive(peer, static_cast<std::uint32_t>(in.form.tag), [&] {
@@ -201,6 +200,7 @@ bool Rings::begin_message(Incoming& in, int peer, Done* done) {
     });
     if (found) in.current = std::move(*found);
   }
+  in.is_reading.store(true, std::memory_order_relaxed);
   if (in.current == nullptr || check_form(in.current, peer, in.form, done)) return true;
   in.current = nullptr;
   return false;
@@ -326,7 +326,13 @@ Rings::Outcome Rings::receive_now(int src, int dtype, std::uint64_t bytes, const
       const bool is_expected =
           header.fingerprint == fingerprint_of(0, dtype) && header.head_bytes == 0 && header.total_bytes == bytes;
       if (!is_expected) {
-        begin_message(in, src, &done);
+        try {
+          begin_message(in, src, &done);
+        } catch (const std::bad_alloc&) {
+          in.is_broken = true;
+          done.failure.status = TransferFailure::kNoMemory;
+          done.failure.peer = src;
+        }
       } else {
         const Piece piece{to, bytes};
         status = in.reader->read(&piece, 1, timeout_s);

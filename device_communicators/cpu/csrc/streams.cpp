@@ -18,7 +18,8 @@ namespace parallel_state {
 namespace {
 
 constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC";
-constexpr std::uint64_t kMessageBytes = 256;  // the memory that a kept message takes beside its body
+constexpr std::uint64_t kMessageBytes = 256;       // the memory that a kept message takes beside its body
+constexpr std::uint64_t kMostAnnounced = 1 << 20;  // messages over the limit that may wait for their receives
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 16;
 constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
@@ -44,8 +45,8 @@ class Streams::Stream {
 
   bool is_sending() const { return !sends_.empty() || striped_ > 0; }
   bool is_receiving() const { return reading_ != nullptr || !answers_.empty() || !asked_.empty() || wants(); }
-  bool has_error() const { return !error_.empty(); }
-  const std::string& error() const { return error_; }
+  bool has_error() const { return stopped_ != nullptr || !error_.empty(); }
+  std::string error() const { return error_.empty() && stopped_ != nullptr ? stopped_ : error_; }
 
   void start(const Held& transfer);
   void deliver(const Held& receive, const Body& message);
@@ -93,6 +94,11 @@ class Streams::Stream {
   bool read_stripe(Stripe& stripe);
   void parse();
   bool take_head(const Head& head);
+  bool refuse();
+  // A peer keeps to what it was granted, unless it is no rank of this version.
+  bool may_keep(std::uint64_t bytes) const {
+    return bytes <= PTRDIFF_MAX && kept_bytes_ + bytes + kMessageBytes <= all_.granted_bytes_;
+  }
   bool begin_body(const Form& form);
   bool begin_asked(const Form& form);
   bool note_answer(const Form& form);
@@ -114,13 +120,16 @@ class Streams::Stream {
   int striped_ = 0;       // pieces in their `sends`
   int stripes_left_ = 0;  // of which something is missing of the body that is read
   std::string error_;
-  std::string broken_;  // nothing more can be written, for this reason; there may be something to read
+  const char* stopped_ = nullptr;  // why this rank ended it, if it did
+  std::string broken_;             // nothing more can be written, for this reason; there may be something to read
   std::deque<Outgoing> sends_;
   ByTag<Awaited> answers_;  // sends whose answers are to come
   ByTag<Held> asked_;       // receives whose announced bodies are to come
   const std::uint64_t early_limit_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once, and what of that the other side has received
   std::uint64_t taken_bytes_ = 0;                      // received by this side of what came at once
+  std::uint64_t kept_bytes_ = 0;                       // of bodies that came before their receives
+  std::uint64_t announced_ = 0;                        // messages without a body that no receive has matched
   std::vector<char> buffer_;
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
@@ -206,7 +215,7 @@ bool Streams::Stream::write() {
 
 bool Streams::Stream::write_stripe(Stripe& stripe) {
   bool moved = false;
-  while (!stripe.sends.empty() && error_.empty() && broken_.empty()) {
+  while (!stripe.sends.empty() && !has_error() && broken_.empty()) {
     Stripe::Piece& first = stripe.sends.front();
     const ssize_t sent = ::send(stripe.descriptor, first.at, first.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
@@ -227,7 +236,7 @@ bool Streams::Stream::write_stripe(Stripe& stripe) {
 
 bool Streams::Stream::write_messages() {
   bool moved = false;
-  while (!sends_.empty() && error_.empty() && broken_.empty()) {
+  while (!sends_.empty() && !has_error() && broken_.empty()) {
     iovec pieces[kPiecesAtOnce];
     int count = 0;
     for (Outgoing& each : sends_) {
@@ -266,7 +275,8 @@ bool Streams::Stream::write_messages() {
 
 // Gives a message that came early, or was announced, to its receive.
 void Streams::Stream::deliver(const Held& receive, const Body& message) {
-  if (message.bytes == nullptr) return ask(receive, message.form);
+  if (message.bytes == nullptr) return --announced_, ask(receive, message.form);
+  kept_bytes_ -= message.form.bytes + kMessageBytes;
   if (match(receive, message.form)) all_.take(receive, message, done);
 }
 
@@ -331,7 +341,7 @@ bool Streams::Stream::read() {
 }
 
 bool Streams::Stream::read_stripe(Stripe& stripe) {
-  if (stripe.missing == 0 || !error_.empty()) return false;
+  if (stripe.missing == 0 || has_error()) return false;
   const ssize_t come = recv(stripe.descriptor, stripe.place, stripe.missing, MSG_DONTWAIT);
   if (come <= 0) {
     if (come == 0) fail("Connection closed by peer");
@@ -348,7 +358,7 @@ bool Streams::Stream::read_stripe(Stripe& stripe) {
 }
 
 bool Streams::Stream::read_messages() {
-  if (!error_.empty()) return false;
+  if (has_error()) return false;
   iovec pieces[2];
   int count = 0;
   const std::uint64_t at_place = in_body_ ? missing_ : 0;  // then the buffer is empty
@@ -382,7 +392,7 @@ bool Streams::Stream::read_messages() {
 }
 
 void Streams::Stream::parse() {
-  while (error_.empty()) {
+  while (!has_error()) {
     if (in_body_) {
       if (awaits_stripes() || begin_ == end_) return;
       consume();
@@ -396,12 +406,19 @@ void Streams::Stream::parse() {
   }
 }
 
+// The peer sent what no rank of this version sends.
+bool Streams::Stream::refuse() {
+  done->failure.status = static_cast<std::int64_t>(QueueStatus::kMalformed);
+  done->failure.peer = done->failure.suspect = rank;
+  return false;
+}
+
 // False where the connection or the group can't be used further.
 bool Streams::Stream::take_head(const Head& head) {
   const auto is = [&head](const char* magic) { return std::memcmp(head.magic, magic, sizeof head.magic) == 0; };
   const Form form{static_cast<std::int32_t>(head.tag), head.dtype, head.bytes};
   if (!is(kAtOnce) && !is(kAnnounced) && !is(kAskedFor) && !is(kAnswer)) {
-    return fail("what came is no message of this version's"), false;
+    return refuse();
   }
   received_bytes_ = head.received;
   if (is(kAtOnce)) return begin_body(form);
@@ -410,11 +427,14 @@ bool Streams::Stream::take_head(const Head& head) {
   Held receive;
   {
     const std::lock_guard<std::mutex> lock(all_.mutex_);
-    const auto found = all_.matcher_.arrive(
-        rank, head.tag, [&] { return std::make_shared<Body>(Body{rank, form, nullptr, true, nullptr}); });
+    const auto found = all_.matcher_.arrive(rank, head.tag, [&] {
+      ++announced_;
+      return std::make_shared<Body>(Body{rank, form, nullptr, true, nullptr});
+    });
     if (found) receive = *found;
   }
   if (receive != nullptr) ask(receive, form);
+  if (announced_ > kMostAnnounced) return refuse();
   return done->failure.status == 0;
 }
 
@@ -423,17 +443,21 @@ bool Streams::Stream::begin_body(const Form& form) {
     const std::lock_guard<std::mutex> lock(all_.mutex_);
     const auto found = all_.matcher_.arrive(rank, static_cast<std::uint32_t>(form.tag), [&] {
       early_ = std::make_shared<Body>(Body{rank, form, nullptr, false, nullptr});
-      if (form.bytes <= PTRDIFF_MAX) early_->bytes.reset(new (std::nothrow) char[form.bytes]);
+      if (may_keep(form.bytes)) early_->bytes.reset(new (std::nothrow) char[form.bytes]);
       return early_;
     });
     if (found) reading_ = *found;
   }
   if (reading_ == nullptr) {
-    if (early_->bytes != nullptr) return expect(early_->bytes.get(), form.bytes), true;
+    if (!may_keep(form.bytes)) return refuse();
+    if (early_->bytes != nullptr) {
+      kept_bytes_ += form.bytes + kMessageBytes;
+      return expect(early_->bytes.get(), form.bytes), true;
+    }
     fail("there is no memory for " + std::to_string(form.bytes) + " bytes that came before they were asked for");
     return false;
   }
-  if (!match(reading_, form)) return false;
+  if (!match(reading_, form)) return reading_ = nullptr, false;
   expect(static_cast<char*>(reading_->call.address), form.bytes);
   return true;
 }
@@ -454,7 +478,7 @@ void Streams::Stream::ask(const Held& receive, const Form& form) {
 bool Streams::Stream::begin_asked(const Form& form) {
   const auto asked = asked_.find(static_cast<std::uint32_t>(form.tag));
   if (asked == asked_.end() || asked->second.front()->call.bytes != form.bytes) {
-    return fail(std::to_string(form.bytes) + " bytes came that nobody had asked for"), false;
+    return refuse();
   }
   reading_ = std::move(asked->second.front());
   asked->second.pop_front();
@@ -466,7 +490,7 @@ bool Streams::Stream::begin_asked(const Form& form) {
 // The receiver of a large message, or of one without room, says what its receive is.
 bool Streams::Stream::note_answer(const Form& form) {
   const auto answers = answers_.find(static_cast<std::uint32_t>(form.tag));
-  if (answers == answers_.end()) return fail("an answer came that nobody awaits"), false;
+  if (answers == answers_.end()) return refuse();
   const Awaited first = std::move(answers->second.front());
   answers->second.pop_front();
   if (answers->second.empty()) answers_.erase(answers);
@@ -485,7 +509,7 @@ bool Streams::Stream::note_answer(const Form& form) {
 }
 
 void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
-  if (!error_.empty() || !(is_sending() || is_receiving())) return;
+  if (has_error() || !(is_sending() || is_receiving())) return;
   const auto add = [polled](int descriptor, bool sends, bool receives) {
     if (!sends && !receives) return;
     polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
@@ -495,7 +519,7 @@ void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
 }
 
 void Streams::Stream::stop(const char* why) {
-  fail(why);
+  if (stopped_ == nullptr) stopped_ = why;
   sends_.clear();
   answers_.clear();
   asked_.clear();
@@ -525,9 +549,10 @@ void Streams::Stream::facts(std::uint64_t* out) const {
 
 // Streams.
 
-Streams::Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::int64_t spin_ns,
-                 std::uint64_t striped_bytes)
+Streams::Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::uint64_t granted_bytes,
+                 std::int64_t spin_ns, std::uint64_t striped_bytes)
     : Transfers(std::move(losses), rank, size),
+      granted_bytes_(granted_bytes),
       spin_ns_(spin_ns),
       striped_bytes_(striped_bytes),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -562,7 +587,7 @@ Streams::Outcome Streams::run(const TransferCall& call) {
     if (number == kDoneTransfer) return Outcome::kDone;
     if (number < 0) return Outcome::kLeft;
     const int how = wait(static_cast<Number>(number), timeout_s_.load(std::memory_order_relaxed), true);
-    if (how == kInterruptedTransfer) interrupt(static_cast<Number>(number), true);
+    if (how == kInterruptedTransfer) break_off(static_cast<Number>(number));
     return how == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
   } catch (const std::bad_alloc&) {
     abandon();  // the caller's memory is not used after this
@@ -575,6 +600,7 @@ void Streams::begin(const Held& transfer, const Early& early) {
   Done done;
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);
+    if (fails_) return;  // the thread that noted the failure fails this transfer, too
     try {
       if (call.sends != 0) {
         Stream* const stream = streams_[static_cast<std::size_t>(call.peer)].get();
@@ -601,6 +627,8 @@ void Streams::begin(const Held& transfer, const Early& early) {
       done.failure.status = TransferFailure::kNoMemory;
     }
     note_broken(&done);
+    note_unsent();
+    fails_ = done.failure.status != 0;
   }
   wake();
   announce(done);
@@ -631,21 +659,30 @@ void Streams::note_broken(Done* done) {
   done->text = ended->error();
 }
 
+void Streams::note_unsent() {
+  has_unsent_ = std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) {
+    return stream != nullptr && !stream->has_error() && stream->is_sending();
+  });
+}
+
 // Moves what can be moved without waiting.
 bool Streams::step(Done* done) {
   bool moved = false;
+  if (fails_) return false;
   try {
     for (const auto& stream : streams_) {
       if (stream == nullptr || stream->has_error()) continue;
       stream->done = done;
       moved |= stream->move();
-      if (done->failure.status != 0) return true;
+      if (done->failure.status != 0) return fails_ = true;
     }
   } catch (const std::bad_alloc&) {
     done->failure.status = TransferFailure::kNoMemory;
-    return true;
+    return fails_ = true;
   }
   note_broken(done);
+  note_unsent();
+  fails_ = done->failure.status != 0;
   return moved;
 }
 
@@ -688,8 +725,8 @@ Transfers::Moved Streams::move_for(Transfer* transfer, std::int64_t until_ns) {
       spin_until = now + spin_ns;
     } else if (now < spin_until) {
       pause_cpu();
-    } else if (sleep(until_ns) && handles_signals(true)) {
-      return Moved::kInterrupted;
+    } else if (sleep(until_ns)) {
+      return Moved::kSignal;
     }
   }
 }
@@ -742,11 +779,7 @@ bool Streams::read_last(const Transfer&, int, int) {
 
 bool Streams::has_left() {
   if (is_foreign()) return false;
-  if (left_ > 0) return true;
-  const std::lock_guard<std::mutex> lock(streams_mutex_);
-  return std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) {  // an answer
-    return stream != nullptr && !stream->has_error() && stream->is_sending();
-  });
+  return left_ > 0 || (has_unsent_ && !has_failed());
 }
 
 void Streams::stop() {

@@ -38,7 +38,9 @@ class Streams final : public Transfers {
   static constexpr std::uint64_t kAnsweredBytes = 64 << 10;
 
   // Bodies from `striped_bytes` on are striped, where there is more than one connection.
-  Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::int64_t spin_ns, std::uint64_t striped_bytes);
+  // `granted_bytes`: what each other rank may send before it is received.
+  Streams(std::shared_ptr<const Losses> losses, int rank, int size, std::uint64_t granted_bytes, std::int64_t spin_ns,
+          std::uint64_t striped_bytes);
   ~Streams() override;
   // Adds a connection to a rank, whose place among those is the same on the other side. Before any transfer.
   void add(int rank, int descriptor, std::uint64_t early_bytes);
@@ -94,15 +96,19 @@ class Streams final : public Transfers {
   bool sleep(std::int64_t until_ns);
   void wake();
   void note_broken(Done* done);
+  void note_unsent();
 
+  const std::uint64_t granted_bytes_;
   const std::int64_t spin_ns_;
   const std::uint64_t striped_bytes_;
   const int wake_;                                  // an eventfd for the thread that polls; -1 without a descriptor
   std::atomic<bool> polls_{false}, sleeps_{false};  // a thread moves all connections; it is in `poll`
   std::vector<pollfd> polled_;                      // of that thread
   std::atomic<std::int64_t> noticed_ns_{0};         // when a loss was seen first
+  std::atomic<bool> has_unsent_{false};             // answers that had no room
   std::mutex streams_mutex_;                        // taken before mutex_
-  std::vector<std::unique_ptr<Stream>> streams_;    // by rank; null without a connection. By streams_mutex_
+  bool fails_ = false;  // a failure was noted, and no stream may be read further. By streams_mutex_
+  std::vector<std::unique_ptr<Stream>> streams_;  // by rank; null without a connection. By streams_mutex_
 };
 
 }  // namespace parallel_state

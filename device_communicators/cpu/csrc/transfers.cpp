@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "forks.h"
@@ -94,7 +95,10 @@ std::int64_t Transfers::start(const TransferCall& call, bool waits) {
     }
   }
   begin(transfer, early);
-  if (transfer->state.load(std::memory_order_acquire) == Transfer::kSettled && !has_failed()) return kDoneTransfer;
+  if (transfer->state.load(std::memory_order_acquire) == Transfer::kSettled && !has_failed()) {
+    if (left_ == 0 && has_left()) keep_moving(shared_from_this());  // an answer has no room yet
+    return kDoneTransfer;
+  }
   if (!waits) keep_moving(shared_from_this());
   return static_cast<std::int64_t>(transfer->number);
 }
@@ -135,11 +139,11 @@ void Transfers::take(const Held& receive, const Body& body, Done* done) {
 
 void Transfers::finish(const Held& transfer, int source, Done* done) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!transfer->is_open()) return;  // it failed with another
+  if (!transfer->is_open()) return;     // it failed with another
+  done->transfers.push_back(transfer);  // first: it may throw
   transfer->source = source;
   transfer->state.store(Transfer::kEnded, std::memory_order_release);
   --left_;
-  done->transfers.push_back(transfer);
 }
 
 void Transfers::announce(Done& done) {
@@ -172,8 +176,22 @@ void Transfers::settle(const std::vector<Held>& ended, const TransferFailure* fa
 }
 
 // Fails all that is open, `first` before the others.
-void Transfers::fail(TransferFailure failure, const Held& first, const std::string& text) {
+void Transfers::fail(TransferFailure failure, const Held& first, std::string_view text) {
   std::vector<Held> failed;
+  try {
+    end_open(&failure, first, text, &failed);
+  } catch (const std::bad_alloc&) {
+    has_failed_.store(true, std::memory_order_release);
+    stop();  // nothing is moved any more; waits end at their deadlines, or with the next failure
+    throw;
+  }
+  stop();
+  settle(failed, &failure);
+}
+
+void Transfers::end_open(TransferFailure* given, const Held& first, std::string_view text, std::vector<Held>* ended) {
+  TransferFailure& failure = *given;
+  std::vector<Held>& failed = *ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (has_failed()) {
@@ -207,8 +225,6 @@ void Transfers::fail(TransferFailure failure, const Held& first, const std::stri
       each->waiting.clear();
     }
   }
-  stop();
-  settle(failed, &failure);
 }
 
 bool Transfers::is_done(Number number) {
@@ -278,6 +294,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     if (transfer->is_open()) {
       moved = move_for(transfer.get(), late ? now : std::min({until_ns, next_deadline_ns_.load(), next_look_ns}));
     }
+    if (moved == Moved::kSignal && handles_signals(true)) return leaves(kInterruptedTransfer);
     if (moved == Moved::kInterrupted) return leaves(kInterruptedTransfer);
     if (late && transfer->is_open()) {
       if (!expires) return leaves(kLateTransfer);
@@ -293,6 +310,11 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);  // that after some 16 ms
   }
   return outcome();
+}
+
+void Transfers::break_off(Number number) {
+  interrupt(number, end_together());
+  if (end_together() && !has_failed()) abandon();  // it was complete by then
 }
 
 void Transfers::interrupt(Number number, bool ends_all) {
@@ -425,8 +447,17 @@ void Transfers::abandon() {
 }
 
 bool Transfers::drain(double timeout_s) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return finished_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return open_.empty(); });
+  if (is_foreign()) return true;
+  const std::int64_t until_ns = after(timeout_s);
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_empty = [this] { return open_.empty(); };
+    if (!finished_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_empty)) return false;
+  }
+  while (has_left() && !has_failed() && now_ns() < until_ns) {  // answers, which peers wait for
+    if (!move_all()) std::this_thread::sleep_for(std::chrono::nanoseconds(kShortestNapNs));
+  }
+  return true;
 }
 
 bool Transfers::close() {

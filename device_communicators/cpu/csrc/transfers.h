@@ -18,6 +18,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "liveness.h"
@@ -43,6 +44,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Interrupted, nothing has failed yet.
   int wait(Number number, double timeout_s, bool expires);
   bool is_done(Number number);
+  // As `interrupt`, of a transfer whose caller drops the message, so that those after it can't be received either.
+  void break_off(Number number);
   // Ends a transfer whose wait was broken off. All others fail with it if it has begun to move bytes, or `ends_all`.
   void interrupt(Number number, bool ends_all);
   // Whether the transfers go with one whose wait was broken off: a message may have several.
@@ -128,7 +131,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::string text;
     Held first;  // to fail; may be null
   };
-  enum class Moved { kBusy, kIdle, kSome, kInterrupted };
+  enum class Moved { kBusy, kIdle, kSome, kInterrupted, kSignal };
 
   // One of those that a number counts, while it lives.
   class Presence {
@@ -156,7 +159,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   virtual void begin(const Held& transfer, const Early& early) = 0;
   // Moves what can be moved without waiting. Returns true if anything moved.
   virtual bool move_all() = 0;
-  // Moves until the transfer has ended, at most until `until_ns`. kBusy: another thread does.
+  // Moves until the transfer has ended, at most until `until_ns`. kBusy: another thread does. kSignal: a signal
+  // arrived; the caller runs its handler, so that other threads can move meanwhile.
   virtual Moved move_for(Transfer* transfer, std::int64_t until_ns) = 0;
   // Whether all that came from a rank before it was lost has been read.
   virtual bool read_last(const Transfer& transfer, int from, int end) = 0;
@@ -179,7 +183,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   Held first_with(int peer);  // the oldest open transfer
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
-  void fail(TransferFailure failure, const Held& first, const std::string& text = {});
+  void fail(TransferFailure failure, const Held& first, std::string_view text = {});
+  void end_open(TransferFailure* failure, const Held& first, std::string_view text, std::vector<Held>* failed);
   // As `interrupted`; see `in_handler`.
   bool handles_signals(bool surely);
   // Whether this thread is in a signal handler that interrupted a wait in these transfers.

@@ -118,13 +118,15 @@ void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* p
   }
 }
 
-// Between hosts, over `count` connections to `ranks`. `losses` is of ps_liveness_new, or of ps_group_losses. Null
+// Between hosts, over `count` connections to `ranks`. This rank sends up to `early_bytes` before the other one receives
+// them, and grants `granted_bytes` to each. `losses` is of ps_liveness_new, or of ps_group_losses. Null
 // without memory.
 void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
-                     const std::uint64_t* early_bytes, int count, std::int64_t spin_ns, std::uint64_t striped_bytes) {
+                     const std::uint64_t* early_bytes, int count, std::uint64_t granted_bytes, std::int64_t spin_ns,
+                     std::uint64_t striped_bytes) {
   try {
-    const auto made =
-        std::make_shared<Streams>(static_cast<const Watch*>(losses)->losses, rank, size, spin_ns, striped_bytes);
+    const auto made = std::make_shared<Streams>(static_cast<const Watch*>(losses)->losses, rank, size, granted_bytes,
+                                                spin_ns, striped_bytes);
     for (int at = 0; at < count; ++at) made->add(ranks[at], descriptors[at], early_bytes[at]);
     return opened(made);
   } catch (const std::bad_alloc&) {
@@ -216,7 +218,7 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
     if (number == kRefusedTransfer) return kFailedTransfer;
     if (number == kDoneTransfer) return kEndedTransfer;
     const int outcome = transfers->wait(static_cast<Transfers::Number>(number), timeout_s, true);
-    if (outcome == kInterruptedTransfer) transfers->interrupt(static_cast<Transfers::Number>(number), false);
+    if (outcome == kInterruptedTransfer) transfers->break_off(static_cast<Transfers::Number>(number));
     return outcome;
   });
 }
