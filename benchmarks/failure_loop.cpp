@@ -28,7 +28,7 @@ const WaitPolicy kSpins{20'000'000, 0};     // no rank sleeps: a wake-up costs a
 
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// In the order of CANDIDATES in failure_costs_loop.py.
+// In the order of CANDIDATES in failure_costs.py.
 enum What {
   kNothing,
   kLock,

@@ -26,7 +26,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """How calls reach a communicator in each state of the program, as short texts."""
+    """Short texts on how calls reach a communicator in each state of the program."""
 
     eager: str
     compiled: str

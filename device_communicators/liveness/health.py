@@ -40,7 +40,7 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 logger = logging.getLogger("parallel_state")
 
 _DEATH_CONFIRM_S = 0.5
-"""How long to wait, after a transport error, for the death that explains it: the kernel closes a process's connections
+"""Seconds to wait, after a transport error, for the death that explains it: the kernel closes a process's connections
 before it reports the exit."""
 NOTICE_S = 0.2
 """Time after a death in which data that the dead rank sent before may still complete an operation."""
@@ -72,7 +72,7 @@ class Death:
     stopped: bool = False
     """True if the rank's host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """When this process learned of it, in seconds of the local monotonic clock."""
+    """Time at which this process received the report, in seconds of the local monotonic clock."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:

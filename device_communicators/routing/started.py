@@ -77,7 +77,7 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
-        """Returns True if only a thread in `run_to_end` can complete the transfer."""
+        """Returns True if a thread must call `run_to_end` for the transfer's tensor to be dropped at its end."""
         return not self.has_ended and hasattr(self._work, "run_in_this_thread")
 
     @host_call(WAITED_FOR)

@@ -230,7 +230,7 @@ class Messenger:
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
-        """Waits, in a thread, for sends whose end shows only to one who waits for them, as gloo's."""
+        """Waits, in a thread, for sends that no caller waits for: those over gloo, and between hosts. Drops their tensors."""
         time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
         while True:
             self._forget_sent()

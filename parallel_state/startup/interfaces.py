@@ -38,7 +38,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """Where one rank's process runs, as words without spaces."""
+    """Location of one rank's process, as words without spaces."""
 
     network: str = ""
     """Network namespace: equal for processes that can reach each other over loopback; empty if unknown."""

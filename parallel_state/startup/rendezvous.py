@@ -279,12 +279,12 @@ class _Meeting:
         self._sizes: dict[int, int] = {}
         """The world size of each rank that entered."""
         self._doubted_at = float("-inf")
-        """When rank 0 last deleted a first complaint."""
+        """Time at which rank 0 last deleted a first complaint."""
         self._published: dict[str, int] = {}
         """PID namespace -> number of ranks last published for it (see `_publish_near`)."""
         self._began = self._warned_at = time.monotonic()
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
-        """What this rank waits for, as the log and `debug --live` show it."""
+        """Description of this rank's wait, for the log and `debug --live`."""
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
         """Logs every 10 s, once per host, what this rank waits for, where and how long."""

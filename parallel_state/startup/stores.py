@@ -43,7 +43,7 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # polls by all ranks together: 
 
 
 class StoreWay(NamedTuple):
-    """How to open the store of a world."""
+    """Opener, name and address of the store of a world."""
 
     where: str
     """Its name in errors and logs."""
