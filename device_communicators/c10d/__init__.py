@@ -1,6 +1,7 @@
-"""torch.distributed's backend "parallel_state": collectives of CPU tensors, and transfers within a host.
+"""torch.distributed's backend "parallel_state": collectives and transfers of CPU tensors.
 
-May import `routing`, `cpu` and what is below them; only `parallel_state`, which registers it, imports it.
+May import `routing`, `cpu` and the packages that these may import. Only `parallel_state`, which registers the backend,
+imports this one.
 """
 
 from device_communicators.c10d.registration import register

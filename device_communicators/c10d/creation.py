@@ -124,7 +124,7 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
     call = Call(lambda: make_gloo(store.prefixed("gloo"), rank, size, timeout, world.address))
     with _named(store, world, members):
         if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S, bool):
-            raise StoreSilentError(f"{store} did not let the ranks connect over gloo")
+            raise StoreSilentError(f"{store} did not answer, so the ranks could not connect over gloo")
         return call.result()
 
 

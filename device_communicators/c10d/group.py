@@ -232,7 +232,7 @@ class Group:
         return as_torch_error(error)
 
     def transfer_error(self, words: Sequence[int]) -> BaseException:
-        """Returns the error for a failed transfer; raises what interrupted it, Ctrl-C for one."""
+        """Returns the error for a failed transfer. Raises the exception that interrupted it, if one did."""
         failed = Failed(*words)
         if failed.is_interruption:
             native.load().raise_interruption()

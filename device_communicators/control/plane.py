@@ -453,7 +453,7 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits for the verdict in C++, in the calling thread, so that slow callbacks don't delay it."""
+        """Waits for the agreement's verdict in C++, in the calling thread: slow callbacks elsewhere don't delay it."""
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
@@ -593,7 +593,10 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Returns endpoints of this PID namespace's processes, by PID, from all boards that this user may read."""
+    """Returns endpoints of this PID namespace's processes, by PID, from the boards in which they publish them.
+
+    Boards that this user may not read are left out.
+    """
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"

@@ -48,7 +48,7 @@ _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 
 class Failed(NamedTuple):
-    """How a transfer failed: the words of `TransferFailure` in csrc/transfer_call.h. Ranks are those of the group."""
+    """How a transfer failed: the fields of `TransferFailure` in csrc/transfer_call.h. Ranks are positions in the group."""
 
     status: int
     sends: int
@@ -333,7 +333,7 @@ class Transfers:
 
 
 class _Transfer:
-    """A work."""
+    """Work, as torch's, of one started send or receive."""
 
     def __init__(self, transfers: Transfers, number: int, sends: int, peer: int) -> None:
         self._transfers = transfers

@@ -605,7 +605,7 @@ class Watcher:
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
         """Returns the store that the lowest of `ranks` serves in its control plane; None without a control plane.
 
-        Use it for a process group of `ranks`, which can't outlive that rank.
+        Use it for a process group of `ranks`: it ends with that rank, and so does the store.
         """
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 

@@ -285,7 +285,7 @@ def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
     refusal = dtype_refusal(dtype)
     if refusal is not None:
         raise InvalidArgumentError(
-            f"dtype of {operation} on {context} must be a dtype of dense tensors, but is that of {refusal}"
+            f"dtype of {operation} on {context} must be a dtype of dense tensors, but {dtype} is a dtype of {refusal}"
         )
 
 

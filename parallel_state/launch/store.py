@@ -134,7 +134,7 @@ def read_secret(path: str) -> bytes:
             facts = os.fstat(file.fileno())
             secret = file.read(_MOST_SECRET_BYTES + 1) if stat.S_ISREG(facts.st_mode) else b""
     except OSError as error:
-        raise InvalidArgumentError(f"secret_file must be a file that can be read, but {path!r}: {error}") from error
+        raise InvalidArgumentError(f"secret_file {path!r} can't be read: {error}") from error
     for fits, must in (
         (stat.S_ISREG(facts.st_mode), "a regular file"),
         (facts.st_uid == os.geteuid(), f"owned by this user (uid {os.geteuid()}), but its owner is uid {facts.st_uid}"),

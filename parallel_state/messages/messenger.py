@@ -130,7 +130,10 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | None, dst: int) -> SendHandle:
-        """Starts to send; raises MessageEncodeError after the receiver was sent one. None: `post` has sent it."""
+        """Starts to send. An object that can't be encoded raises MessageEncodeError, here and at the receiver.
+
+        `outgoing`: None if `post` has sent the message already.
+        """
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -230,7 +233,7 @@ class Messenger:
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
-        """Waits, in a thread, for sends that no caller waits for: those over gloo, and between hosts. Drops their tensors."""
+        """Waits, in a thread, for sends over gloo or between hosts that no caller waits for. Drops their tensors."""
         time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
         while True:
             self._forget_sent()
@@ -398,7 +401,10 @@ class Messenger:
     def _check_dense(self, tensors: Sequence[Tensor], counted: str) -> None:
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested or dtype_refusal(x.dtype) is not None:
-                raise InvalidArgumentError(f"{counted} on {self.route.context} takes dense tensors; send others apart")
+                raise InvalidArgumentError(
+                    f"{counted} on {self.route.context} takes only dense tensors; send sparse and quantized ones in "
+                    "separate calls"
+                )
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
         """Returns the message of a list."""

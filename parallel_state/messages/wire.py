@@ -394,7 +394,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
         what = "a tensor dict" if must_be is dict else "an object list"
         raise InvalidArgumentError(
             f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}; "
-            "for other types use the object twin of this call"
+            "for other types use the call that takes any object, such as send_object or broadcast_object"
         )
     encoded = codec.encode(obj, allow_pickle=allow_pickle)
     if not encoded.tensors:  # then the codec has looked

@@ -260,7 +260,7 @@ def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, grou
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the current virtual stage as set, or None."""
+    """Returns the virtual stage that was set last, or None."""
     return CHOSEN.get("get_virtual_pipeline_model_parallel_rank")
 
 
