@@ -150,6 +150,6 @@ def gloo_address() -> str:
 
 
 def gloo_addresses() -> list[str]:
-    """Returns one address per interface in GLOO_SOCKET_IFNAME ("" if it has none); one of this host if that is unset."""
+    """Returns one address per interface in GLOO_SOCKET_IFNAME ("" if it has none); one of this host if unset."""
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

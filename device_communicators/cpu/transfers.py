@@ -48,7 +48,7 @@ _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 
 class Failed(NamedTuple):
-    """How a transfer failed: the fields of `TransferFailure` in csrc/transfer_call.h. Ranks are positions in the group."""
+    """A failed transfer: the fields of `TransferFailure` in csrc/transfer_call.h. Ranks are positions in the group."""
 
     status: int
     sends: int
