@@ -77,7 +77,7 @@ def test_row_38_a_secret_file_that_others_may_have_seen(tmp_path: Path) -> None:
         with pytest.raises(ps.InvalidArgumentError, match=rf"of 32 to 4096 bytes .*, but has {size}"):
             ps.launch(os.getpid, 2, secret_file=str(path))
     os.mkfifo(tmp_path / "fifo", 0o600)
-    for other, text in ((tmp_path / "none", "can be read"), (tmp_path, "can be read|a regular file"),
+    for other, text in ((tmp_path / "none", "can't be read"), (tmp_path, "can't be read|a regular file"),
                         (tmp_path / "fifo", "a regular file")):  # fmt: skip
         with pytest.raises(ps.InvalidArgumentError, match=text):
             ps.launch(os.getpid, 2, secret_file=str(other))
