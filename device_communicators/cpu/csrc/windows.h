@@ -1,10 +1,9 @@
-// A stretch of a shared file as far as this process uses it: windows that are mapped when they are asked for, each
-// about twice as large as the one before, and never moved. So the address space that is taken follows the use, and what
-// was handed out stays valid while the object lives.
+// Maps a range of a shared file on demand, in windows that each double in size and never move. So address space follows
+// the use, and pointers stay valid while the object lives.
 //
-// No descriptor is kept: from a size of 0, mremap maps the file of a shared mapping once more, beginning with the page
-// that it is given. A kernel that can't, or a process without address space, gets null from `at`.
-// Thread-safe: looking up takes no lock, mapping does.
+// It keeps no descriptor: from size 0, mremap maps the file of a shared mapping again, beginning at a given page. `at`
+// returns null if the kernel can't do that or the process has no address space left. Thread-safe: look-ups take no
+// lock, mapping does.
 #pragma once
 
 #include <atomic>
@@ -17,26 +16,25 @@ namespace parallel_state {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = 2 << 20;
 
-// Puts memory behind `bytes` at `at`, a mapping of a file from `offset` on. False where there is none left: a full file
-// system is an answer, and not a SIGBUS at the first write. Without a descriptor (-1) the kernel must have
-// MADV_POPULATE_WRITE (Linux 5.14).
+// Allocates memory for `bytes` at `at`, a mapping of a file from `offset` on. Returns false if there is none; it
+// doesn't leave a SIGBUS to the first write. Without a descriptor (-1) the kernel must have MADV_POPULATE_WRITE (Linux
+// 5.14).
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset);
 bool has_populate();
 
-// From now on this process has what it backs with memory made of huge pages, and maps windows so that these can be used
-// as such. Answers 0, or the errno with which the kernel (before Linux 6.1, or told to deny them) makes none: nothing
-// is changed then.
+// Makes this process allocate huge pages, and align windows to them. Returns 0, or the errno if the kernel provides
+// none (before Linux 6.1, or denied); nothing changes then.
 int want_huge_pages();
 
-// Where in a stretch a block of `bytes` begins that has `used` bytes before it: on a huge page, if it fills one.
+// Returns the start of a block of `bytes` after `used` bytes. With huge pages, a block that fills one is aligned to it.
 std::size_t block_offset(std::size_t used, std::size_t bytes);
 
 class Windows {
  public:
   static constexpr std::uint64_t kOutside = ~std::uint64_t{0};
 
-  // Takes over `first_page`, a mapping of the stretch's first page; offsets count from it, up to `capacity`. For huge
-  // pages it begins at a multiple of one in its file.
+  // Takes ownership of `first_page`, a mapping of the range's first page. Offsets count from it, up to `capacity`. For
+  // huge pages it must begin at a multiple of one in its file.
   Windows(void* first_page, std::size_t capacity, std::size_t first_window_bytes);
   ~Windows();
   Windows(const Windows&) = delete;
@@ -47,14 +45,14 @@ class Windows {
     return bytes <= capacity_ && offset <= capacity_ - bytes;
   }
 
-  // Where `bytes` from `offset` on, which the stretch holds, are mapped; null where they can't be.
+  // Returns where `bytes` from `offset` on are mapped; null if they can't be mapped.
   char* at(std::uint64_t offset, std::size_t bytes);
 
-  // The other way round; kOutside where `bytes` at `address` aren't in one window.
+  // Returns the offset of `bytes` at `address`; kOutside if they aren't in one window.
   std::uint64_t offset_of(const void* address, std::size_t bytes) const;
 
  private:
-  // Each is twice the one before, so there are few; only where the address space ran short they are as small as can be.
+  // Windows double in size, so there are few. Only if address space runs short are they minimal.
   static constexpr int kMost = 64;
 
   struct Window {
@@ -69,7 +67,7 @@ class Windows {
   char* const first_page_;
   const std::size_t capacity_;
   const std::size_t first_window_bytes_;
-  std::mutex mutex_;           // who maps
+  std::mutex mutex_;           // held while mapping
   std::atomic<int> count_{0};  // release after a window was written, acquire before it is read
   Window windows_[kMost];
 };
