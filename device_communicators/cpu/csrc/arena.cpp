@@ -13,7 +13,7 @@ namespace {
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Rounds up to whole pages, in steps of at most an eighth of the size, so that freed blocks fit again.
+// Whole pages, in steps of at most an eighth of the size, so that freed blocks fit again.
 std::size_t class_of(std::size_t bytes) {
   std::size_t step = kPage;
   while (step * 16 < bytes) step *= 2;
@@ -36,7 +36,6 @@ void* Arena::allocate(std::size_t bytes) {
   if (bytes > windows_.capacity()) return nullptr;
   const std::size_t size = class_of(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Reuses a block of this or a slightly larger class.
   for (auto found = free_.lower_bound(size); found != free_.end() && found->first <= size + size / 4; ++found) {
     if (found->second.empty()) continue;
     const Block block = found->second.back();
@@ -59,7 +58,7 @@ bool Arena::back(char* at, std::size_t bytes) {
 }
 
 void Arena::release(void* block) {
-  // In a forked child the block, and the memory that `shrink` would return, are the parent's.
+  // In a forked child the memory is the parent's.
   if (generation_ != fork_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(block);
@@ -72,13 +71,13 @@ void Arena::release(void* block) {
   live_.erase(found);
 }
 
-// Returns the memory of the largest blocks first; among those, of the ones free for longest.
+// The largest blocks first; among those, the ones free for longest.
 void Arena::shrink() {
   for (auto found = free_.rbegin(); found != free_.rend() && idle_ > most_idle_; ++found) {
     for (Block& block : found->second) {
       if (idle_ <= most_idle_) break;
       if (!block.backed) continue;
-      if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;  // unsupported by the kernel: keep it
+      if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;  // the kernel can't
       block.backed = false;
       idle_ -= found->first;
     }

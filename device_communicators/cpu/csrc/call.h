@@ -9,7 +9,6 @@
 
 namespace parallel_state {
 
-// How the library carries out a call.
 enum class Kind : std::uint64_t {
   kBarrier = 1,
   kAllReduce,
@@ -45,17 +44,16 @@ enum class Method : std::uint8_t {
   kScatter = 104,
   kBroadcastTensorDictWithSpec = 144
 };
-constexpr std::uint64_t kVariants = 7;  // bits that distinguish the methods of a class
+constexpr std::uint64_t kVariants = 7;  // distinguish the methods of a class
 
-// A call, packed into words of shared memory. `word` has, from the lowest byte: method, dtype (c10::ScalarType),
-// reduction + 1, dim + 1, root + 1; then a 24-bit digest of the shape and sizes that must be equal. `shape` is only
-// shown in errors; see packed_shape.
+// A call as words. `word` has, from the lowest byte: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1;
+// then a 24-bit digest of the shape and sizes that must be equal. `shape` is only shown in errors.
 struct Told {
   std::uint64_t word = 0;
   std::uint64_t shape = 0;
 };
 
-// Two ranks of an all_to_all whose sizes differ, or the source of a broadcast_sized that is too large. -1: none.
+// Ranks of an all_to_all whose sizes differ, or the source of a broadcast_sized that is too large. -1: none.
 struct Misfit {
   int from = -1;
   int to = -1;
@@ -63,8 +61,8 @@ struct Misfit {
   std::uint64_t expected_bytes = 0;
 };
 
-// Packs a shape as user_call.py does: the number of dims in the upper 4 bits, the dims in equal shares of the rest. A
-// shape that doesn't fit becomes 15 and its number of elements.
+// As in user_call.py: the number of dims in the upper 4 bits, the dims in equal shares of the rest. A shape that
+// doesn't fit becomes 15 and its number of elements.
 template <typename Sizes>
 std::uint64_t packed_shape(const Sizes& sizes) {
   constexpr unsigned kBits = 60;
@@ -82,7 +80,7 @@ std::uint64_t packed_shape(const Sizes& sizes) {
   return fits ? dims << kBits | packed : kNoShape << kBits | (numel & ((std::uint64_t{1} << kBits) - 1));
 }
 
-// Equals `digest` in user_call.py.
+// As `digest` in user_call.py.
 template <typename Sizes>
 std::uint64_t digest_of_shape(const Sizes& sizes) {
   std::uint32_t digest = 0;
@@ -111,7 +109,7 @@ inline std::uint64_t digest_of(const std::size_t* parts, int count) {
   return digest;
 }
 
-// Returns the digest that ranks compare; the size is added separately.
+// What ranks compare, except the size.
 inline std::uint64_t note_of_call(Kind kind, Told told, std::uint64_t digest, int reduction, int root) {
   const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
                               static_cast<std::uint64_t>(root + 1) << 16;

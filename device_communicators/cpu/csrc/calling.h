@@ -1,6 +1,5 @@
-// Functions of the library that Python calls directly (METH_FASTCALL), in a fraction of ctypes' time.
-//
-// The library isn't linked with Python. It receives pointers to these functions of the stable ABI once.
+// Functions that Python calls directly (METH_FASTCALL), in a fraction of ctypes' time. The library isn't linked with
+// Python; it receives these pointers to the stable ABI once.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +21,7 @@ struct Calling {
   void* (*no_memory)() = nullptr;                              // PyErr_NoMemory
 };
 
-extern Calling calling;  // set before the functions are called
+extern Calling calling;
 
 inline void* pointer_of(void* integer) { return calling.as_pointer(integer); }
 inline std::uint64_t number_of(void* integer) { return reinterpret_cast<std::uint64_t>(pointer_of(integer)); }

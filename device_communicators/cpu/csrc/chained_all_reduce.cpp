@@ -2,10 +2,9 @@
 //
 // If every rank read every slot, (size - ranks per area) times the tensor would cross between areas, twice. Here a sum
 // moves along the areas. In the first area each rank adds up one slice of its area's inputs. The rank of the same index
-// in the next area begins with that sum and adds its area's inputs, and so on. The last area has the result. Ranks of
-// the other areas fetch a slice each and share it within their area. Each sum crosses each boundary once, and each
-// result enters each area but the last once: (areas - 1) * (wide + width) bytes per element, the minimum for this
-// order. Elements are added in rank order with one rounding, as in the other algorithms: the bits are the same.
+// in the next area begins with that sum and adds its area's inputs, and so on. The ranks of other areas fetch a slice
+// each of the last area's result and share it within their area. So (areas - 1) * (wide + width) bytes per element
+// cross. The bits are the same as of other algorithms: elements are added in rank order, with one rounding.
 #include <algorithm>
 
 #include "copy.h"
@@ -18,19 +17,19 @@ void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
   chain_bytes_ = from_bytes < 0 ? tuning_.chain_bytes : static_cast<std::size_t>(from_bytes);
 }
 
-// Per chunk c: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the area
-// before; (C) fetch the own slice's result from the last area; (D) copy the others' results from their slots. Step i
-// does B of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, in this order, so a delay of the area before is
-// hidden. A, B and C are one tick each on every rank.
+// Per chunk c: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the
+// previous area; (C) fetch the own slice's result from the last area; (D) copy the area's other results. Step i does B
+// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, in this order, so delays of the previous area are hidden.
+// A, B and C are one tick each on every rank.
 //
-// A rank that published B of chunk c + 4 has done step c + 4, with D of chunk c. All have before A of chunk c + 8, so
-// eight slots are enough. They are halves of the large ones.
+// A rank that published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so eight slots are
+// enough: halves of the large ones.
 Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                      std::uint64_t call) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;
   const int ranks = area_ranks_, first = rank_ / ranks * ranks, index = rank_ - first;
   const bool begins = first == 0, ends = first + ranks == size_;
-  const int finisher = size_ - ranks + index;  // of this rank's slice
+  const int finisher = size_ - ranks + index;
   const std::size_t width = size_of(dtype), wide = wide_size_of(dtype);
   const std::size_t slot_bytes = tuning_.large_slot_bytes / 2;
   const Slices slices(count, width, ranks, slot_bytes * ranks * width / (ranks * width + wide));
@@ -49,7 +48,7 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       const std::size_t chunk = step - 1, start = slices.start(chunk, index) * width;
       const std::size_t length = slices.length(chunk, index);
       RETURN_IF_FAILED(wait_ranks(first, first + ranks, written[chunk % kSlots], call));
-      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));  // the tick of this B
+      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));  // this B's tick
       const void* sources[kMaxRanks];
       int sources_count = 0;
       if (!begins) {
@@ -93,12 +92,12 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       }
     }
   }
-  // All ranks have left this call, too: a rank that waits to reuse the slots has published nothing since.
+  // All ranks have left this call, too, if they publish anything later.
   std::fill_n(large_used_, kLargeSlots, publish(call) - 1);
   return Status::kDone;
 }
 
-// Ranks wait for each other in a row, and the awaited one may wait itself: the rank with the lowest tick holds up all.
+// The awaited rank may wait itself: the rank with the lowest tick holds up all.
 int HostGroup::last_of_all() const {
   int last = suspect_;
   for (int rank = 0; rank < size_; ++rank) {

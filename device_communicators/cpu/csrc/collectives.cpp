@@ -10,15 +10,15 @@
 namespace parallel_state {
 namespace {
 
-// Returns whether a piece is left. Zero bytes are one piece, because ranks compare their calls with each piece.
+// Zero bytes are one piece, because ranks compare their calls with each piece.
 inline bool more(std::size_t start, std::size_t bytes) { return start < bytes || (start == 0 && bytes == 0); }
 
 constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
 
-// Moves `bytes` per rank through slots, in as many exchanges as needed. In each, `write(slot, start, length)` may fill
-// this rank's slot; then `read(rank, slot, start, length)` reads the slots of the ranks that are `wanted(rank)`.
+// Moves `bytes` per rank through slots. In each exchange, `write(slot, start, length)` may fill this rank's slot; then
+// `read(rank, slot, start, length)` reads those of the ranks that are `wanted(rank)`.
 template <typename Write, typename Wanted, typename Read>
 Status HostGroup::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
@@ -118,7 +118,7 @@ Status HostGroup::broadcast(void* data, std::size_t bytes, int src, double timeo
 
 Status HostGroup::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
   begin(timeout_s);
-  // A slot has a piece of every rank's block, side by side.
+  // A slot has a piece of every rank's block.
   const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes / size_);
   const std::uint64_t call = call_of(Kind::kScatter, bytes, Method::kNone, 0, -1, src);
@@ -228,9 +228,9 @@ Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src, 
 Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                              double timeout_s) {
   begin(timeout_s);
-  // Every rank must see what each rank sends to and expects from each other one, so that all find the same misfit. A
-  // rank whose blocks all have one size publishes that with its tick; ranks with the same size need to read no further.
-  // Other ranks put their sizes as a row before the blocks in their slot.
+  // Every rank must see what each one sends to and expects from each other, so that all find the same misfit. A rank
+  // whose blocks all have one size publishes that with its tick. Other ranks put their sizes as a row before the blocks
+  // in their slot.
   const std::size_t each = in_bytes[0], row = 2 * static_cast<std::size_t>(size_);
   const auto is_each = [each](std::size_t bytes) { return bytes == each; };
   const bool even =

@@ -1,4 +1,3 @@
-// Copies between a rank's private and shared memory.
 #pragma once
 
 #include <cstddef>
@@ -24,10 +23,10 @@ inline void copy_by_vectors(char* out, const char* in, std::size_t bytes) {
 }
 #endif
 
-// Long copies use a string move, which writes whole cache lines without first fetching other cores' copies. Ordinary
-// stores to a slot that others have read cost twice as much (64 KiB copied and summed: 11 us against 5). Short copies
-// don't repay its start-up. If the destination is 1 to 31 bytes behind the source modulo 4 KiB, AMD's Zen 3 moves only
-// 2-3 GB/s by string moves, as does glibc's memcpy from 4 KiB on; vectors move 40 GB/s (EPYC 7003).
+// Long copies use a string move, which doesn't fetch the destination's lines from other cores. Ordinary stores to a
+// slot that others have read cost twice as much (64 KiB copied and summed: 11 us against 5). If the destination is 1 to
+// 31 bytes behind the source modulo 4 KiB, AMD's Zen 3 moves only 2-3 GB/s in this way, and so does glibc's memcpy;
+// vectors move 40 GB/s (EPYC 7003).
 inline void copy(void* out, const void* in, std::size_t bytes) {
 #if defined(__x86_64__)
   constexpr std::size_t kString = 2048, kPage = 4096, kAlike = 32;

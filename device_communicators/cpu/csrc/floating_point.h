@@ -1,15 +1,13 @@
-// The floating-point state of a thread: rounding, denormals, traps.
 #pragma once
 
 #include <cstdint>
 
 namespace parallel_state {
 
-// Sets the thread's default state in its scope: round to nearest, keep denormals, no traps.
+// Sets the thread's default floating-point state in its scope: round to nearest, keep denormals, no traps.
 //
-// A program can change the state (torch.set_flush_denormal, fesetround, -ffast-math). Ranks with different states would
-// reduce the same inputs to different bits. Reading the state takes about 1 ns; it is written only if it isn't the
-// default. The memory clobbers keep loads, stores and the arithmetic between them inside the scope.
+// A program may change the state (torch.set_flush_denormal, fesetround, -ffast-math), and ranks would reduce the same
+// inputs to different bits. Reading it takes about 1 ns. The memory clobbers keep the arithmetic inside the scope.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() : previous_(read()) {

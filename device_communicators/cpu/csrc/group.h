@@ -1,7 +1,6 @@
 // The collectives of one group: HostGroup within a host, HostsGroup over several.
 //
-// Ranks are positions in the group. The caller owns all memory and keeps it until the call returns. Not thread-safe:
-// one call at a time.
+// The caller owns all memory and keeps it until the call returns. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -44,10 +43,10 @@ struct AddRmsNorm {
   Dtype dtype;
 };
 
-// Finishes `rows` rows from `first_row` on, given their sums in `out`.
+// The sums of these rows are in `out`.
 void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t rows);
 
-// A call as errors show it: its record, and the bytes of its parts if it has parts.
+// A call as errors show it.
 struct Shown {
   Told told;
   std::uint64_t parts[kMaxRanks] = {};
@@ -64,11 +63,11 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Sets the record that the next call publishes. By default a call derives it from its kind and size.
+  // Sets the record of the next call; by default it is derived from the call's kind and size.
   void tell(Told told) { told_ = told; }
 
-  // All ranks must make each call, in the same order. Calls of size zero are compared, too, so that a mismatch is
-  // found. A call returns kDone or its failure; `suspect()`, `expected()` and `found()` describe the failure.
+  // All ranks make each call, in the same order. Calls of size zero are compared, too. `suspect()`, `expected()` and
+  // `found()` describe a failure.
   virtual Status barrier(double timeout_s) = 0;
   // `out` may be `in`.
   virtual Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
@@ -79,39 +78,37 @@ class Group {
   // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
   virtual Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes,
                             double timeout_s) = 0;
-  // Writes rank r's bytes[r] to `outs[r]`, on rank `dst` or, if `dst` is -1, on all ranks. Other ranks pass null
-  // `outs[r]`. The caller copies this rank's own bytes.
+  // Writes rank r's bytes[r] to `outs[r]`, on rank `dst` or, if -1, on all ranks. Other ranks pass null `outs[r]`. The
+  // caller copies its own bytes.
   virtual Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, int dst, double timeout_s) = 0;
   virtual Status broadcast(void* data, std::size_t bytes, int src, double timeout_s) = 0;
-  // Broadcasts `bytes` of `src`; other ranks don't know the number. They receive memory from malloc, which they own, or
-  // kTooLarge if it exceeds `most_bytes`.
+  // Other ranks than `src` don't know `bytes`. They receive memory from malloc, which they own, or kTooLarge.
   virtual Status broadcast_sized(const void* in, std::uint64_t bytes, int src, std::uint64_t most_bytes, void** out,
                                  std::uint64_t* out_bytes, double timeout_s) = 0;
-  // `in` on `src` has one block of `bytes` per rank.
+  // `in` on `src` has a block of `bytes` per rank.
   virtual Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) = 0;
   virtual Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                             double timeout_s) = 0;
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
-  // Consumes one tick, so that a broadcast message, which is sent otherwise, keeps its order among collectives. `src`
-  // returns at once, others when `src` has entered the call. They spin for `spin_ns`, because `src` may compute first.
+  // Consumes one tick, to order a broadcast message, which is sent otherwise, among collectives. `src` returns at once,
+  // others when `src` has entered the call. They spin for `spin_ns`, because `src` may compute first.
   virtual Status announce(int src, double timeout_s, std::int64_t spin_ns) = 0;
 
   // Returns kMismatch if a rank is known to have made a different call.
   virtual Status compare(double timeout_s) = 0;
 
-  // Sends the failure `status` of a call to the ranks of other hosts. They receive nothing more from this rank.
+  // Sends a call's failure to other hosts' ranks. They receive nothing more from this rank.
   virtual void give_up(Status) {}
 
-  // Returns the status of a call that found no memory.
   Status out_of_memory() {
     forget_failure();
     text_ = "there is no memory for what the call needs";
     return Status::kBroken;
   }
 
-  // Turns timing on or off for the following calls. Of the last timed call it gives the time that this rank waited, the
-  // rank that arrived last (this one if it waited for none), and the method.
+  // Turns timing on or off for following calls. Of the last timed call it gives the time waited, the rank that arrived
+  // last (this one if it waited for none), and the method.
   void measure(bool on) {
     measures_ = on;
     if (!on) return;

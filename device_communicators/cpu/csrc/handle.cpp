@@ -28,8 +28,8 @@ constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: small, to sa
 
 std::atomic<Tables*>& current_tables();
 
-// A forked child begins without groups: inherited ones belong to its parent, a thread of which may have held the lock.
-// The old tables and their groups are leaked, because a child must not release anything.
+// Inherited groups belong to the parent, a thread of which may have held the lock. They are leaked, because a child
+// must not release anything.
 void forget_all() {
   Tables* const inherited = current_tables().load(std::memory_order_relaxed);
   auto* const fresh = new Tables;
@@ -134,7 +134,7 @@ void Handle::note(Status status, double elapsed_s) {
                 group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
     failed_ = true;
   }
-  // A failure reported by a rank of this host is known here already, and deaths are visible to all.
+  // The ranks of this host know of its failures and of deaths already.
   const bool is_known = failure_.reporter >= 0 && (hosts_ == nullptr || hosts_->is_here(failure_.reporter));
   if (!is_known && status != Status::kPeerDied) {
     const bool has_calls = status == Status::kMismatch;
@@ -164,7 +164,7 @@ void measure_calls(bool on) { measured.store(on, std::memory_order_relaxed); }
 
 bool calls_are_measured() { return measured.load(std::memory_order_relaxed); }
 
-// One writer at a time: additions needn't be atomic.
+// One writer at a time.
 void Meter::note(const Group& group, std::int64_t took_ns) {
   const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t what) {
     to.store(to.load(std::memory_order_relaxed) + what, std::memory_order_relaxed);
@@ -318,8 +318,7 @@ void stop_serving(const std::string& key) {
 }
 
 std::shared_ptr<Served> find_served(std::string_view key) {
-  // A layer looks up one group repeatedly, so cache the last answer. The weak pointer doesn't keep a closed group
-  // alive.
+  // A layer looks up one group repeatedly. The weak pointer doesn't keep a closed group alive.
   thread_local std::string last_key;
   thread_local std::weak_ptr<Served> last;
   thread_local std::uint64_t last_version = 0;

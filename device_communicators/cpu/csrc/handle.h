@@ -1,9 +1,8 @@
-// The groups of this process. The C interface finds them by number, the registered ops by name.
+// The groups of this process, found by number (C interface) or name (registered ops).
 //
-// A handle owns its group and the group's memory. A running call keeps the handle alive, so another thread may close
-// the group at any time: memory is freed when the last call has returned, at its deadline at the latest. A call that
-// begins during another fails with kBusy, because ranks can't agree on an order of threads. A forked child has no
-// groups.
+// A handle owns its group and the group's memory. Running calls keep it alive, so any thread may close a group at any
+// time. A call that begins during another fails with kBusy, because ranks can't agree on an order of threads. A forked
+// child has no groups.
 #pragma once
 
 #include <atomic>
@@ -26,7 +25,7 @@ namespace parallel_state {
 
 class Transfers;
 
-// The first failure of a group. Each later call fails with it at once.
+// The first failure of a group. Later calls fail with it at once.
 struct Failure {
   Status status = Status::kDone;
   int suspect = -1;
@@ -35,10 +34,9 @@ struct Failure {
   Shown found;
   Misfit misfit;
   double elapsed_s = 0;
-  std::string text;  // see Group::text
+  std::string text;
 };
 
-// Operations that the registered ops count.
 enum class Counted : int {
   kAllReduce,
   kAllReduceInPlace,
@@ -69,8 +67,7 @@ struct Traffic {
   std::atomic<std::uint64_t> bytes{0};
 };
 
-// Times of a group's calls by method, and how often each rank arrived last. Written by the thread in a call, read by
-// any.
+// Times of calls by method, and how often each rank arrived last. Written by the thread in a call, read by any.
 struct Meter {
   static constexpr int kMethods = 256;
   struct Row {
@@ -84,7 +81,6 @@ struct Meter {
   void note(const Group& group, std::int64_t took_ns);
 };
 
-// Turns measuring on or off for the calls of all groups of this process.
 void measure_calls(bool on);
 bool calls_are_measured();
 
@@ -95,7 +91,7 @@ class Handle {
  public:
   static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
-  // Takes ownership of `memory`, a mapping of `bytes`. If null, allocates private memory: for a rank alone on its host.
+  // Takes ownership of `memory`, a mapping of `bytes`; null allocates private memory, for a rank alone on its host.
   Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
   ~Handle();
   Handle(const Handle&) = delete;
@@ -109,15 +105,15 @@ class Handle {
     return run_entered(call);
   }
 
-  // Returns false if a call is running; else no other call can begin until `leave`. Acquire and release pair: the next
-  // call sees this one's writes.
+  // Returns false if a call is running; else no other begins until `leave`. Acquire and release pair: a call sees the
+  // writes of earlier ones.
   bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
   void leave() { busy_.store(false, std::memory_order_release); }
 
   // As `run`, for a thread that has entered.
   template <typename Call>
   Status run_entered(Call call) {
-    if (in_call_) return Status::kBusy;  // called by a signal handler in the middle of a call
+    if (in_call_) return Status::kBusy;  // in a signal handler
     if (liveness_.is_doomed()) doom();
     if (failed_) return failure_.status;
     const double started_s = coarse_now_s();
@@ -148,24 +144,24 @@ class Handle {
     return failure_;
   }
 
-  // Takes ownership of mappings of the first page of every rank's arena. An arena may grow to `bytes`; this rank
-  // allocates from its own. Call it once, before the handle is used.
+  // Takes ownership of mappings of the first page of every rank's arena, which may grow to `bytes`. Call it once,
+  // before use.
   void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
 
   // Null without arenas.
   Arena* arena() const { return arena_.get(); }
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
-  Lender* lender() const { return lender_.get(); }  // lends tensors in this rank's arena
+  Lender* lender() const { return lender_.get(); }
 
-  GroupLiveness& liveness() { return liveness_; }  // of the ranks of this host
+  GroupLiveness& liveness() { return liveness_; }  // of this host's ranks
 
-  // Extends the group over several hosts. The handle's ranks so far are those of this host, in their order. See
-  // HostsGroup. Call it once, before the handle is used.
+  // Extends the group over several hosts; see HostsGroup. The ranks so far are this host's, in their order. Call it
+  // once, before use.
   void span(int rank, std::vector<int> host_of_rank, std::unique_ptr<Connections> connections, bool meshed,
             bool rounded);
   HostsGroup* hosts() const { return hosts_.get(); }  // null on one host
 
-  // From here on, ranks are those of the whole group. See GroupLiveness.
+  // From here on, ranks are those of the whole group.
   void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
   Loss loss(int rank) const;
   // Reports to peers that this rank left on purpose, or failed outside of a call.
@@ -175,7 +171,7 @@ class Handle {
 
   Queues& queues() { return queues_; }
 
-  // Sends and receives of plain tensors; null if there are none. They own the handle, so this pointer is weak.
+  // Transfers own the handle, so this pointer is weak.
   std::shared_ptr<Transfers> transfers() {
     const std::lock_guard<std::mutex> lock(transfers_mutex_);
     return transfers_.lock();
@@ -185,14 +181,14 @@ class Handle {
     transfers_ = transfers;
   }
 
-  // Applies to calls that begin later.
+  // Applies to later calls.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
 
   const Meter& meter() const { return *meter_; }
 
   // See HostGroup; before the handle is used.
   void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
-  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // read it between calls
+  std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }  // between calls
 
   int rank() const { return group_->rank(); }
   int size() const { return group_->size(); }
@@ -210,7 +206,7 @@ class Handle {
   void doom();
 
   std::atomic<bool> busy_{false};
-  bool in_call_ = false;  // this and the next: used only by the thread that has entered
+  bool in_call_ = false;  // this and the next: only for the thread that has entered
   bool failed_ = false;
   void* memory_;
   std::size_t bytes_;
@@ -223,7 +219,7 @@ class Handle {
   std::unique_ptr<Meter> meter_;
   std::mutex failure_mutex_;
   Failure failure_;
-  std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
+  std::vector<std::unique_ptr<Windows>> windows_;  // by rank
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Lender> lender_;
   Queues queues_;
@@ -236,8 +232,8 @@ std::uint64_t keep(std::shared_ptr<Handle> handle);
 std::shared_ptr<Handle> find(std::uint64_t number);
 void forget(std::uint64_t number);
 
-// One operation, for reports of what a rank is doing. One thread writes at a time; any thread reads, even while the
-// writer hangs. Words are atomic; a reader detects a half-overwritten record by its number.
+// One operation, for reports of what a rank is doing. One thread writes; any thread reads, even while the writer hangs.
+// A reader detects a half-overwritten record by its number.
 struct Record {
   static constexpr int kDims = 6;
 
@@ -252,7 +248,6 @@ struct Record {
   void describe(int tensor_dtype, const std::int64_t* tensor_sizes, std::size_t tensor_dims);
 };
 
-// A group as the registered ops see it.
 class Served {
  public:
   static constexpr std::uint64_t kRecords = 64;
@@ -262,19 +257,18 @@ class Served {
   Handle& handle() const { return *handle_; }
   std::shared_ptr<Handle> share() const { return handle_; }
 
-  // Returns the number of the group's next operation, by whichever transport.
+  // Counts operations of all transports.
   std::uint64_t next() { return sequence_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void go_on_after(std::uint64_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
-  // Records a broadcast message as the group's next operation.
   Record& begin_broadcast(Counted operation, Told told);
-  // Records a transfer, with the number of the operation before it. Any thread may call it. `method`: see ToOne.
+  // A transfer has the number of the operation before it. Any thread may call it. `method`: see ToOne.
   Record& begin_transfer(Counted operation, int peer, int method);
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
 
-  // Drops the record of a transfer, or of the broadcast that has just begun, that Python will begin again.
+  // Drops the record of a transfer or broadcast that Python will begin again.
   void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
   void drop_broadcast(Record& record) {
     record.started_s.store(0, std::memory_order_relaxed);
@@ -292,8 +286,7 @@ class Served {
     traffic.bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  // Runs `call(group, timeout_s)` as the group's next operation, on a tensor of `sizes`. Records it, and counts its
-  // `bytes` if it succeeds.
+  // Runs and records `call(group, timeout_s)` on a tensor of `sizes`; counts its `bytes` if it succeeds.
   template <typename Call>
   Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
                Call call) {
@@ -321,7 +314,7 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// Records a transfer until destroyed. Drops the record if the transfer hasn't ended by then.
+// Records a transfer. One that hasn't ended is dropped on destruction.
 class RecordedTransfer {
  public:
   RecordedTransfer(Served& served, Counted operation, int peer, int method)
@@ -339,13 +332,13 @@ class RecordedTransfer {
   Record& record_;
 };
 
-// Notes that an op refused a call because another call of the group was running. The op's Python kernel, which gets the
-// call next, must refuse it too; it takes the note, once.
+// An op that was refused with kBusy is called again by its Python kernel. The kernel takes this note, once, and refuses
+// it, too.
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// Exists while an op's Python kernel repeats the op's call from its beginning. `began_s`: when the op was called
-// (monotonic clock); the kernel's errors count from there. The op's notes for its kernel end with this object.
+// Exists while an op's Python kernel repeats the op's call. `began_s`: when the op was called (monotonic clock); the
+// kernel's errors count from there. The op's notes for its kernel end with this object.
 class Repetition {
  public:
   explicit Repetition(double began_s);
@@ -354,10 +347,10 @@ class Repetition {
   Repetition& operator=(const Repetition&) = delete;
 
  private:
-  const double outer_s_;  // of the kernel that called this op, if any
+  const double outer_s_;  // of an outer repetition
 };
 
-// When the op was called that this thread repeats in Python; 0 outside of a Repetition.
+// When the repeated op was called; 0 outside of a Repetition.
 double repeated_since_s();
 
 // Notes when a failed call began that this thread's next op repeats. The op takes the note once; 0: none.

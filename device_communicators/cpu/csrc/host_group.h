@@ -1,16 +1,16 @@
 // The collectives of one group of ranks on one host, over a segment of shared memory.
 //
-// The segment has a control line per rank; then, page-aligned, 16 small and 4 large slots of each rank. A rank writes
-// its own slots and line, and reads the others'. Every exchange counts one *tick* on each rank, in the same order. A
-// rank publishes the tick once its data is in its slot; the others wait for that.
+// The segment has a control line per rank, then each rank's 16 small and 4 large slots, page-aligned. A rank writes its
+// own line and slots, and reads the others'. An exchange is one *tick* on each rank, in the same order: a rank
+// publishes the tick once its data is in its slot, and the others wait for that.
 //
-// Reuse of a slot: a rank that has published tick t has entered exchange t, so it has finished all earlier ones. A slot
-// is rewritten only when all others have entered an exchange after the one in which they last read it.
+// A slot is rewritten only when all others have entered an exchange after the one in which they last read it. A rank
+// that has published tick t has finished all exchanges before t.
 //
-// Each tick carries a digest of the call. Peers compare digests before they read any data. The records of a rank's last
-// 64 ticks are in its archive, for errors.
+// A tick carries a digest of the call. Peers compare digests before they read any data. Each rank's archive has the
+// records of its last 64 ticks, for errors.
 //
-// Not thread-safe: one call at a time. The caller owns the segment and keeps it mapped while the group lives.
+// Not thread-safe. The caller owns the segment and keeps it mapped.
 #pragma once
 
 #include <atomic>
@@ -34,13 +34,13 @@ class HostGroup final : public Group {
 
   static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
 
-  // Returns where the slots of `rank` begin, page-aligned, and those of the rank before end.
+  // Page-aligned; also the end of the previous rank's slots.
   static std::size_t slots_offset(int size, int rank) {
     return data_offset(size) + static_cast<std::size_t>(rank) * rank_bytes(tuning_of(size));
   }
 
-  // Makes this the local part of a group over several hosts. A rank that only sends then doesn't compare calls, because
-  // ranks of other hosts may wait for it; the next exchange reports a mismatch.
+  // Makes this the local part of a group over several hosts. A rank that only sends then doesn't compare calls, as
+  // other hosts may wait for it; the next exchange reports a mismatch.
   void be_part() { is_part_ = true; }
 
   Status barrier(double timeout_s) override;
@@ -64,26 +64,26 @@ class HostGroup final : public Group {
   // As reduce_scatter. If `wide`, `out` gets a partial reduction: see PartFunction.
   Status scatter_reduced(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
                          bool wide, double timeout_s);
-  // Reduces all ranks' `in` into rank 0's `out`; partially if `wide`. Other ranks don't wait.
+  // Reduces into rank 0's `out`; partially if `wide`. Other ranks don't wait.
   Status reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, bool wide, double timeout_s);
 
   // Consumes one tick without data. Waits only for ranks that are some 60 ticks behind.
   Status pass(double timeout_s);
 
-  // Lets ranks read a contiguous input in place if it is in its owner's arena: of all_reduce, broadcast, and, with one
-  // row, all_gather and reduce_scatter. Ranks may differ in that. All arenas have one capacity and outlive the group. A
-  // rank that can't map another's input fails the call with kUnmapped.
+  // Lets ranks read inputs in place in their owners' arenas: of all_reduce and broadcast and, with one row, of
+  // all_gather and reduce_scatter. Ranks may differ in that. Arenas have one capacity and outlive the group. A rank
+  // that can't map an input fails the call with kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
-  // Declares areas of `ranks` consecutive ranks: NUMA nodes or caches, beyond which memory is slower. There must be at
-  // least two, of equal size. Reductions of `from_bytes` and more (negative: the tuned size) then go from area to area,
-  // with the same bits. All ranks must pass the same values, before the first call.
+  // Declares areas of `ranks` consecutive ranks, NUMA nodes or caches: at least two, of equal size. Reductions of
+  // `from_bytes` and more (negative: the tuned size) go from area to area, with the same bits. All ranks must pass the
+  // same values, before the first call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
-  // Bytes that this rank has read from slots of other areas, in all_reduce.
+  // Bytes read from slots of other areas, in all_reduce.
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
-  // Sets the work that continues while this rank waits; may be null.
+  // Side work continues while this rank waits; may be null.
   void set_side_work(SideWork* side_work) { policy_.side_work = side_work; }
 
  private:
@@ -102,23 +102,22 @@ class HostGroup final : public Group {
   std::uint64_t publish(std::uint64_t call, std::uint64_t note);
   void begin(double timeout_s);
 
-  // Returns the digest of a call that begins. It must be equal on all ranks.
+  // Equal on all ranks.
   std::uint64_t call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest = 0, int reduction = -1,
                         int root = -1);
   void tell_parts(const std::size_t* bytes);
 
-  // Publishes that all parts have `bytes` bytes. `find_even_parts` returns whether `rank` published that with `tick`,
-  // and then fills `bytes` with that size.
+  // Publishes that all parts have `bytes` bytes. `find_even_parts` fills `bytes` if `rank` published that.
   void tell_even_parts(std::size_t bytes);
   bool find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const;
 
-  // The last calls of a rank, which writes an entry before it publishes the entry's tick.
+  // The last calls of a rank. An entry is written before its tick is published.
   static constexpr std::uint64_t kKept = 64;
   static constexpr unsigned kEvenShift = 8;
   static constexpr std::uint64_t kPartsMask = (1 << kEvenShift) - 1;
   struct alignas(128) Archive {
     struct Entry {
-      // parts: their number; from kEvenShift on 1 + the bytes of each if they are even, else 0
+      // parts: their number; from kEvenShift on, if they are even, 1 + the bytes of each
       std::atomic<std::uint64_t> note, word, shape, parts;
     };
     Entry entries[kKept];
@@ -130,7 +129,7 @@ class HostGroup final : public Group {
     return (end + kPage - 1) / kPage * kPage;
   }
 
-  // An offset in each rank's part of the segment, and the tick with which this rank last published it.
+  // An offset in each rank's part, and the tick with which this rank last used it.
   struct Slot {
     std::size_t offset;
     std::uint64_t* used;
@@ -144,8 +143,8 @@ class HostGroup final : public Group {
 
   static constexpr std::uint64_t kPrivate = Windows::kOutside;
   struct Inputs {
-    const char* at[kMaxRanks];    // of shared inputs
-    int shared = 0;               // their number
+    const char* at[kMaxRanks];  // if shared
+    int shared = 0;
     std::uint64_t is_shared = 0;  // one bit per rank
     const char* of(int rank, const char* otherwise) const {
       return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise;
@@ -165,7 +164,6 @@ class HostGroup final : public Group {
   int last_of_all() const;
   Status chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
 
-  // Counts bytes read from `rank`'s slots if they are in another area.
   void note_read(int rank, std::size_t bytes) {
     if (area_ranks_ != 0 && rank / area_ranks_ != rank_ / area_ranks_) crossed_bytes_ += bytes;
   }
@@ -174,27 +172,27 @@ class HostGroup final : public Group {
     return kSmallSlots * tuning.small_slot_bytes + kLargeSlots * tuning.large_slot_bytes;
   }
 
-  Counter* lines_;  // one per rank: its tick and call digest
+  Counter* lines_;  // by rank
   Archive* archives_;
   char* data_;
   const Tuning tuning_;
   WaitPolicy policy_;
   const GroupLiveness& liveness_;
-  std::uint64_t tick_ = 0;         // the last tick that this rank published
-  std::uint64_t all_reached_ = 0;  // a tick that all others have published
+  std::uint64_t tick_ = 0;         // the last one that this rank published
+  std::uint64_t all_reached_ = 0;  // all others have published it
   std::uint64_t small_used_[kSmallSlots] = {};
   std::uint64_t large_used_[kLargeSlots] = {};
   std::uint64_t small_count_ = 0;
   std::uint64_t large_count_ = 0;
-  int area_ranks_ = 0;  // ranks per area; 0: no areas
+  int area_ranks_ = 0;  // per area; 0: no areas
   std::size_t chain_bytes_ = 0;
   std::uint64_t crossed_bytes_ = 0;
   Windows* arenas_[kMaxRanks] = {};
   bool has_arenas_ = false;
   Deadline deadline_;
-  std::uint64_t history_ = 0;        // digest of all calls so far
-  std::uint64_t parts_ = 0;          // of the call, as in Archive
-  std::vector<std::uint64_t> rows_;  // all_to_all: the bytes that each rank sends and expects
+  std::uint64_t history_ = 0;        // of all calls so far
+  std::uint64_t parts_ = 0;          // as in Archive
+  std::vector<std::uint64_t> rows_;  // all_to_all: bytes that each rank sends and expects
   bool is_part_ = false;
 };
 

@@ -25,12 +25,12 @@ class GroupLiveness::Listener final : private control::EndListener {
   void on_end(int rank, bool died) noexcept override {
     const auto index = static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
     const Wake wake;
-    if (index == group_.me_) {  // this process's own control plane ended; not reported to peers
+    if (index == group_.me_) {  // not reported to peers
       if (died) group_.doom();
       return;
     }
     ReportedEnds& ends = *group_.ends_;
-    // Release: a wait that reads the bit of a rank that left also sees all that the rank published before.
+    // Release: a wait that reads a rank's bit also sees all that the rank published before.
     if (index < group_.size_) {
       (died ? ends.died : ends.left).fetch_or(std::uint64_t{1} << index, std::memory_order_release);
     }
@@ -61,7 +61,7 @@ bool GroupLiveness::has_died(int rank) const {
 }
 
 Loss GroupLiveness::loss(int awaited) const {
-  const bool doomed = is_doomed();  // read before the bits, which are set before it
+  const bool doomed = is_doomed();  // before the bits, which are set before it
   std::atomic_thread_fence(std::memory_order_acquire);
   if (has_died(awaited)) return Loss(awaited);
   for (int rank = 0; rank < size_; ++rank) {
@@ -97,13 +97,13 @@ bool GroupLiveness::watch(Sleep* sleep) const {
 }
 
 void GroupLiveness::leave() {
-  // Release: a peer that sees it sees all that this rank published before.
+  // Release: a peer also sees all that this rank published before.
   members_[me_].has_left.store(1, std::memory_order_release);
   wake_sleepers(reinterpret_cast<std::uint32_t*>(&members_[me_].has_left));
 }
 
 void GroupLiveness::fail(int status, int suspect, Told expected, Told found, Misfit misfit) {
-  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // the first failure has the cause
+  if (members_[me_].failed.load(std::memory_order_relaxed) != 0) return;  // has the cause
   if (misfit.from >= 0) {
     expected = {misfit.sent_bytes, misfit.expected_bytes};
     found = {};

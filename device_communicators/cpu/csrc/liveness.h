@@ -1,11 +1,10 @@
 // Detects the lost ranks of a host: those that exited or failed.
 //
-// A living rank may have failed, or wait for a dead one. So a wait ends with the death or failure of any rank of the
-// group, and returns its cause. A rank that left on purpose ends only waits for that rank: all that it owed others has
-// been published.
+// A living rank may itself have failed, or wait for a dead one. So a wait ends with the death or failure of any rank of
+// the group. A rank that left on purpose ends only waits for that rank.
 //
-// The control plane's thread writes exits to the group's shared memory, where waits read them. The thread of one rank
-// is enough for the host. Without a control plane a wait ends at its deadline.
+// The control plane's thread of any one rank writes exits to the group's shared memory, where waits read them. Without
+// a control plane a wait ends at its deadline.
 #pragma once
 
 #include <atomic>
@@ -23,40 +22,40 @@ namespace control {
 class EndListeners;
 }
 
-// What a rank publishes about itself. Not read on the fast path.
+// Published by a rank about itself. Not read on the fast path.
 struct alignas(64) Member {
-  std::atomic<std::uint32_t> has_left{0};  // on purpose
-  std::atomic<std::uint32_t> failed{0};    // 0, or 1 + suspect; the status from bit 16 on
-  // Written before `failed`. After a mismatch `calls` has the words and shapes of both calls. After a misfit `misfit`
-  // has 1 + each of its ranks (the second from bit 32 on), and `calls` the bytes sent and expected. Else zeros.
+  std::atomic<std::uint32_t> has_left{0};
+  std::atomic<std::uint32_t> failed{0};  // 0, or 1 + suspect; the status from bit 16 on
+  // Written before `failed`. After a mismatch: words and shapes of both calls. After a misfit: 1 + each of its ranks,
+  // the second from bit 32 on, and in `calls` the bytes sent and expected.
   std::atomic<std::uint64_t> calls[4], misfit;
 };
 
-// Exits that the control plane reported: one bit per rank. Any rank sets bits; none clears them.
+// Exits reported by the control plane, one bit per rank. Any rank sets bits; none clears them.
 struct alignas(64) ReportedEnds {
   std::atomic<std::uint64_t> died{0};
   std::atomic<std::uint64_t> left{0};
   std::atomic<std::uint32_t> doomed{0};  // 1: a rank of the failure domain died
 };
 
-// Suspect of a doomed group: a rank outside the group, known to the caller.
+// Suspect of a doomed group that isn't in the group.
 constexpr int kOutside = 1 << 15;
 
 struct Loss {
   explicit Loss(int rank = -1, int reporter = -1, int status = 0) : rank(rank), reporter(reporter), status(status) {}
 
-  int rank;              // the suspect; -1: no rank is lost
-  int reporter;          // the rank that detected it, if it is another one; else -1
-  int status;            // the reporter's status
-  Told expected, found;  // both calls of a mismatch, if the reporter knows them
+  int rank;              // suspect; -1: none
+  int reporter;          // the rank that detected it; -1: this one
+  int status;            // of the reporter
+  Told expected, found;  // of a mismatch, if known
   Misfit misfit;
 };
 
 class Losses : public Liveness {
  public:
-  // Returns the loss that ends a wait for `awaited`; an empty one if the wait may continue.
+  // Returns the loss that ends a wait for `awaited`; else an empty one.
   virtual Loss loss(int awaited) const = 0;
-  // Adds words whose change reports a loss; wake_progress reports the others. Returns false if neither reports some.
+  // Adds words whose change reports a loss; wake_progress reports others. Returns false if some losses have neither.
   virtual bool watch(Sleep*) const { return false; }
   bool is_alive(int awaited) const override {
     const Loss found = loss(awaited);
@@ -72,8 +71,8 @@ class GroupLiveness final : public Losses {
   GroupLiveness(const GroupLiveness&) = delete;
   GroupLiveness& operator=(const GroupLiveness&) = delete;
 
-  // Lets the control plane write exits here until stop_listening. `ranks`: the group's global ranks, in order.
-  // `domain`: all global ranks whose death fails the group, ascending. Call it once, before waits.
+  // Writes exits here until stop_listening. `ranks`: the group's global ranks, in order. `domain`: all global ranks
+  // whose death fails the group, ascending. Call it once, before waits.
   void listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, std::vector<int> domain);
 
   void stop_listening();
@@ -86,7 +85,7 @@ class GroupLiveness final : public Losses {
   void fail(int status, int suspect, Told expected = {}, Told found = {}, Misfit misfit = {});
   bool has_left(int rank) const;
 
-  // Fails all calls of this process in the group, for good. Any thread may call it.
+  // Fails all calls of this process in the group, for good. Thread-safe.
   void doom() { doomed_.store(true, std::memory_order_relaxed); }  // carries no data
   bool is_doomed() const {
     return doomed_.load(std::memory_order_relaxed) || ends_->doomed.load(std::memory_order_relaxed) != 0;

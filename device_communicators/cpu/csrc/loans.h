@@ -1,14 +1,14 @@
-// Loans: readers use tensors of a message in the memory of its sender.
+// Loans: readers use tensors of a message in their sender's memory.
 //
 // The sender copies a tensor to a block of its arena, which all ranks map, and sends the block's offset. A word of
-// shared memory has a bit for each reader that uses the block; the reader clears its bit when done. When the sender
-// lends again, it takes back blocks whose words are zero. So it waits for no reader. While much is lent, or the arena
-// is full, tensors go through the ring.
+// shared memory has a bit per reader, which the reader clears when done. When the sender lends again, it takes back
+// blocks whose words are zero. So it waits for no reader. While much is lent, or the arena is full, tensors go through
+// the ring.
 //
 //   the sender copies, sets the word, publishes the chunk    a reader of the chunk sees both
 //   a reader clears its bit (release)                        the sender that reads zero (acquire) may write again
 //
-// A killed reader's bits stay set. Its group fails with it, and returns all memory at its end.
+// A killed reader's bits stay set, until its group returns all memory at its end.
 #pragma once
 
 #include <atomic>
@@ -28,14 +28,13 @@ struct Piece {
   std::uint64_t bytes;
 };
 
-// A lent tensor as the message describes it: offsets in the sender's arena.
+// Offsets in the sender's arena.
 struct LoanRecord {
   std::uint64_t block;
   std::uint64_t bytes;
   std::uint64_t word;
 };
 
-// A lent tensor as a reader uses it.
 struct Loan {
   char* data;
   std::uint64_t bytes;
@@ -61,9 +60,9 @@ class Lender {
   // Copies tensors to blocks, for the readers whose bits are set. Returns false, with nothing lent, if the arena is
   // full or too much is lent.
   bool lend(const Piece* tensors, int count, std::uint64_t readers, std::vector<LoanRecord>* records);
-  // Takes back the loans of a message that isn't sent.
+  // For a message that isn't sent.
   void take_back(const std::vector<LoanRecord>& records);
-  // Takes back the blocks that all readers have given back.
+  // Takes back blocks that no reader uses any more.
   void collect();
 
  private:
@@ -81,8 +80,8 @@ class Lender {
   Arena& arena_;
   const Windows& windows_;
   std::mutex mutex_;
-  std::uint64_t bytes_ = 0;  // lent
-  std::size_t words_ = 0;    // created so far
+  std::uint64_t bytes_ = 0;
+  std::size_t words_ = 0;
   std::vector<Word*> free_words_;
   std::vector<Lent> lent_;
 };

@@ -1,8 +1,7 @@
-// Open ends of message queues, for Python and for C++ calls that bypass Python.
+// Open ends of message queues, for Python and for C++ calls that bypass it.
 //
-// Python holds a lock of its own for a whole message; C++ calls don't know it. So each call into an end takes a turn. A
-// call that bypasses Python falls back to Python if the turn isn't free, a message is half written or half read, or
-// Python has messages that go first.
+// Python's own lock on an end is unknown to C++, so each call into an end takes a turn. A call that bypasses Python
+// falls back to it if the turn isn't free, a message is half written or half read, or Python's messages go first.
 #pragma once
 
 #include <pthread.h>
@@ -22,7 +21,7 @@ namespace parallel_state {
 class Turn {
  public:
   bool try_take() { return !taken_.exchange(true, std::memory_order_acquire); }
-  // Returns false if the turn isn't free within the timeout: another thread may wait for a message in it.
+  // Returns false if another thread has the turn until the timeout.
   bool take(double timeout_s) {
     if (try_take()) return true;
     for (const std::int64_t until_ns = now_ns() + static_cast<std::int64_t>(timeout_s * 1e9); now_ns() < until_ns;) {
@@ -35,7 +34,7 @@ class Turn {
 
  private:
   static constexpr unsigned kNapUs = 50;
-  std::atomic<bool> taken_{false};  // acquire and release pair: a turn sees the writes of earlier ones
+  std::atomic<bool> taken_{false};  // a turn sees the writes of earlier ones
 };
 
 // The fields after `turn` are written in a turn, or before the end is shared.
@@ -51,18 +50,16 @@ struct OpenEnd {
   bool closed = false;
   double timeout_s = 0;
   std::int64_t spin_ns = 0;
-  std::uint64_t* broadcasts = nullptr;  // the number of broadcast messages of the group so far; written in a turn
+  std::uint64_t* broadcasts = nullptr;  // number of broadcast messages of the group so far
   std::shared_ptr<OpenEnd> itself;      // until closed
 };
 
 using OpenWriter = OpenEnd<QueueWriter>;
 using OpenReader = OpenEnd<QueueReader>;
 
-// A turn in an end, in its scope.
 template <typename End>
 class InTurn {
  public:
-  // Takes the turn only if it is free.
   explicit InTurn(OpenEnd<End>& open) : InTurn(open, open.turn.try_take()) {}
   InTurn(OpenEnd<End>& open, double timeout_s) : InTurn(open, open.turn.take(timeout_s)) {}
   ~InTurn() {
@@ -77,7 +74,7 @@ class InTurn {
  private:
   InTurn(OpenEnd<End>& open, bool has_it) : open_(open), has_it_(has_it) {
     if (!has_it_ || open.closed) return;  // the report may have been freed
-    // Read by a signal handler, which must not wait for the thread that it interrupts.
+    // For signal handlers, which must not wait for the thread that they interrupt.
     holder_ = &open.report->holder;
     holder_->store(static_cast<std::int64_t>(pthread_self()), std::memory_order_relaxed);
   }
@@ -92,7 +89,7 @@ struct Watch {
   std::shared_ptr<const Losses> losses;
 };
 
-// The open message queues of a group, by peer.
+// Open queues of a group, by peer.
 class Queues {
  public:
   explicit Queues(int size) : writers_(size + 1), readers_(2 * size) {}
@@ -100,7 +97,6 @@ class Queues {
   // -1: all other ranks.
   void add(int dst, const std::shared_ptr<OpenWriter>& end) { put(writers_, dst + 1, end); }
   void add(int src, bool of_all, const std::shared_ptr<OpenReader>& end) { put(readers_, 2 * src + of_all, end); }
-  // Null if it isn't open.
   std::shared_ptr<OpenWriter> writer(int dst) { return get(writers_, dst + 1); }
   std::shared_ptr<OpenReader> reader(int src, bool of_all) { return get(readers_, 2 * src + of_all); }
 

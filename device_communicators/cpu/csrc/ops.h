@@ -1,8 +1,8 @@
-// Collectives and transfers of CPU tensors on a compiled group: from tensors to pointers, and results. bindings.cpp
-// calls them through torch's dispatcher, direct.cpp bypasses it.
+// Collectives and transfers of CPU tensors on a compiled group. bindings.cpp calls them through torch's dispatcher,
+// direct.cpp bypasses it.
 //
-// They may run on any thread, without the interpreter lock; all but `send` wait. An undefined `out` becomes the result.
-// Else `out` is a contiguous tensor with the result's sizes and dtype, and is filled. C++ exceptions are torch's own.
+// They need no interpreter lock; all but `send` wait. An undefined `out` becomes the result; another is a contiguous
+// tensor of the result's sizes and dtype, which is filled. C++ exceptions are torch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ using Splits = at::OptionalSymIntArrayRef;  // none: equal splits
 
 enum class Carried : int {
   kNo,      // unsupported dtype or shape; nothing has begun
-  kFailed,  // it began, or was refused; the op's Python kernel finds the cause
+  kFailed,  // begun or refused; the op's Python kernel finds the cause
   kYes
 };
 
@@ -42,14 +42,13 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);
 Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src);
 Carried barrier(Served& served);
-// Transfers keep the order of the calls. A tensor that doesn't fit into the queue at once is left to the op's Python
-// kernel.
+// In the order of the calls. A tensor that doesn't fit into the queue at once is left to the Python kernel.
 Carried send(Served& served, const Tensor& x, std::int64_t dst);
 Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
-// Returns a tensor in this rank's arena, which is freed with it; an ordinary one if the arena is full.
+// In this rank's arena, and freed with the tensor; in ordinary memory if the arena is full.
 Tensor symmetric(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
-// The same for a large tensor; else, or without a group, an ordinary one.
+// In the arena if the tensor is large and there is a group.
 Tensor empty(const std::shared_ptr<Handle>& group, at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace parallel_state

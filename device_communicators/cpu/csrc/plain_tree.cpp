@@ -5,14 +5,14 @@
 
 namespace {
 
-// Checks the keys of maps. Lists as keys, and many numbers, can be chosen so that all collide. Building a dict then
-// takes quadratic time, in one call that can't be interrupted.
+// Lists as keys of maps, and many numbers, can be chosen so that all collide. Building a dict then takes quadratic
+// time, in one call that can't be interrupted.
 class KeyCheck {
  public:
   KeyCheck(std::uint64_t nested, std::uint64_t most) : nested_(nested), most_(most) {}
 
   enum class Kind { kNumber, kText, kOther };
-  enum class Found { kFine, kRefused, kMalformed };  // malformed: the decoder stops no later than this check
+  enum class Found { kFine, kRefused, kMalformed };  // kMalformed: the decoder fails here, too
 
   struct Depth {
     int values;
@@ -39,7 +39,7 @@ class KeyCheck {
     };
     tell(Kind::kNumber);
     if (head <= 0x7f || head >= 0xe0 || head == 0xc0 || head == 0xc2 || head == 0xc3) return Found::kFine;
-    if (head >= 0xca && head <= 0xd3) {  // float32, float64, then integers of 1, 2, 4 and 8 bytes
+    if (head >= 0xca && head <= 0xd3) {  // float32, float64, integers of 1, 2, 4 and 8 bytes
       return skip(head == 0xca ? 4 : head == 0xcb ? 8 : std::uint64_t{1} << ((head - 0xcc) & 3));
     }
     tell(Kind::kText);
@@ -83,8 +83,8 @@ class KeyCheck {
     return found;
   }
 
-  const std::uint64_t nested_;  // one bit per extension code whose payload is msgpack
-  const std::uint64_t most_;    // the most numbers among a map's keys
+  const std::uint64_t nested_;  // extension codes whose payload is msgpack, a bit each
+  const std::uint64_t most_;    // numbers among a map's keys
 };
 
 constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the decoder's
@@ -94,8 +94,8 @@ constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the d
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns whether the keys of all maps in `size` bytes of msgpack are texts, or at most `most` numbers: see KeyCheck.
-// `extensions` is the deepest nesting of extensions; the decoder fails beyond it.
+// Returns whether the keys of all maps are texts, or at most `most` numbers. `extensions` is the deepest nesting of
+// extensions, beyond which the decoder fails.
 int ps_plain_keys(const std::uint8_t* data, std::uint64_t size, std::uint64_t nested, std::uint64_t most,
                   int extensions) {
   const KeyCheck::Found found = KeyCheck(nested, most).value(data, data + size, {kDeepest, extensions});

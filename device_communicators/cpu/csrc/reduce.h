@@ -1,9 +1,8 @@
-// Element-wise reduction of several sources into one output, in the order of the sources.
+// Element-wise reduction of several sources, in their order, into one output.
 //
 // 16-bit floats are accumulated in float32 and rounded once. Integers wrap; their averages are divided toward zero.
-// Equal sources in equal order give equal bits on all ranks, with every instruction set and every floating-point state
-// of the thread (see floating_point.h). The max of zeros is +0 unless all are -0; the min is -0 unless all are +0. A
-// NaN result may be any NaN.
+// Equal sources in equal order give equal bits, with every instruction set and floating-point state. The max of zeros
+// is +0 unless all are -0; the min is -0 unless all are +0. A NaN result may be any NaN.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +15,14 @@ enum class ReduceOp : int { kSum, kMax, kMin, kProduct, kAverage };
 
 std::size_t size_of(Dtype dtype);
 
-// Writes the result to each of `outs`. An out may be one of the sources; otherwise they must not overlap. Pointers are
-// aligned to the element.
+// Writes the result to each of `outs`. An out may be one of the sources; nothing else may overlap. Pointers are aligned
+// to the element.
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
 // Reduces in parts. A source is an input or, if its bit of `wide` is set, the result of an earlier part, in the type of
 // the accumulator. `out` gets the result in that type; with a `total`, the number of inputs in all parts, it gets the
-// finished result. If a part begins with the result of the earlier ones, the bits equal those of one reduction. At most
+// finished result. Bits equal those of one reduction if each part begins with the result of the earlier ones. At most
 // 64 sources.
 using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
@@ -32,13 +31,13 @@ PartFunction part_function(Dtype dtype, ReduceOp op);
 // Bytes per element of a part's result.
 std::size_t wide_size_of(Dtype dtype);
 
-// Returns the kernel in use: the fastest for this processor unless `use_instruction_set` chose another.
+// The fastest for this processor unless `use_instruction_set` chose another.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 
-// Returns the kernel of a named instruction set, for tests; null if this processor lacks it.
+// For tests; null if this processor lacks the instruction set.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set);
 
-// One row of `AddRmsNorm` in group.h, from its sum. Null for dtypes other than floats of 16 or 32 bits.
+// Finishes one row of `AddRmsNorm`, given its sum. Null for dtypes other than floats of 16 or 32 bits.
 using AddRmsNormFunction = void (*)(void* out, void* residual_out, const void* sum, const void* residual,
                                     const void* weight, std::size_t hidden, float eps);
 AddRmsNormFunction add_rms_norm_function(Dtype dtype);
@@ -46,7 +45,7 @@ AddRmsNormFunction add_rms_norm_function(Dtype dtype);
 // "avx512", "avx2" or "plain".
 const char* instruction_set();
 
-// Applies to all threads from now on. Returns false for a set that this processor lacks.
+// For all threads. Returns false if this processor lacks the set.
 bool use_instruction_set(const char* name);
 
 }  // namespace parallel_state

@@ -1,9 +1,8 @@
 // Inputs in the ranks' arenas, which all ranks map, aren't copied to slots.
 //
-// With the first tick of a call a rank publishes a flag in the tick's note if its input is in its arena, and the offset
-// beside its counter. The others read the input in place. Ranks needn't be alike: a rank whose arena is full passes an
-// ordinary tensor. If any input is shared, a closing tick ends the call, so that no rank returns, and may write to its
-// tensor, before all have read it.
+// With its first tick of a call a rank publishes whether its input is in its arena (a flag in the note), and where
+// (beside its counter). The others read it in place. Ranks may differ in that. If any input is shared, a closing tick
+// ends the call, so that no rank writes to its tensor before all have read it.
 #include <algorithm>
 #include <memory>
 
@@ -18,7 +17,7 @@ void HostGroup::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) 
   has_arenas_ = true;
 }
 
-// Call it before the first tick: publishes the offsets of this rank's tensors. Returns the flag for its ticks' notes.
+// Publishes the offsets of this rank's tensors, before the first tick. Returns the flag for the notes.
 std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
   if (!has_arenas_ || in_bytes <= tuning_.symmetric_slots_bytes) return 0;
   const std::uint64_t in_at = arenas_[rank_]->offset_of(in, in_bytes);
@@ -28,13 +27,13 @@ std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void*
   return Counter::kFlag;
 }
 
-// Finds the shared inputs, equally on every rank, after all were seen at `tick`.
+// Finds the shared inputs, equally on every rank.
 Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes) {
   inputs.shared = 0;
   inputs.is_shared = 0;
   if (!has_arenas_ || bytes <= tuning_.symmetric_slots_bytes) return Status::kDone;
   for (int rank = 0; rank < size_; ++rank) {
-    // A rank whose note was overwritten has continued, so it shared no input.
+    // If the note was overwritten, the rank has continued, so it shared no input.
     if (rank == rank_ ? own_flag == 0 : !lines_[rank].flagged(tick)) continue;
     RETURN_IF_FAILED(look_up(rank, lines_[rank].in_at, bytes, &inputs.at[rank]));
     inputs.is_shared |= std::uint64_t{1} << rank;
@@ -43,8 +42,8 @@ Status HostGroup::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_fla
   return Status::kDone;
 }
 
-// Finds a tensor in a rank's arena, which is mapped on first use. If the offset is invalid, that rank is the suspect;
-// if this process has no addresses left, this rank is.
+// Maps a rank's tensor on first use. If the offset is invalid, that rank is the suspect; if this process has no
+// addresses left, this rank is.
 Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found) {
   const std::uint64_t offset = at.load(std::memory_order_relaxed);
   if (!arenas_[rank]->holds(offset, bytes)) {
@@ -59,7 +58,7 @@ Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::s
 
 Status HostGroup::close(std::uint64_t call) { return wait_all(publish(call), call); }
 
-// All inputs are shared. Each rank reduces its slice; if all outputs are shared, too, it writes the slice to each.
+// Each rank reduces its slice; if all outputs are shared, too, it writes the slice to each.
 Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
                                 std::uint64_t call) {
   const std::size_t width = size_of(dtype), bytes = count * width;
@@ -71,7 +70,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
   for (int rank = 0; rank < size_; ++rank) {
     private_out = private_out || lines_[rank].out_at.load(std::memory_order_relaxed) == kPrivate;
   }
-  if (private_out) {  // on some rank: then every rank reduces everything, and writes in place only after all have read
+  if (private_out) {  // on some rank: every rank reduces everything, and writes in place after all have read
     std::unique_ptr<char[]> kept(out == inputs.at[rank_] ? new char[bytes] : nullptr);
     void* const to = kept == nullptr ? out : kept.get();
     reduce(&to, 1, sources, size_, count);

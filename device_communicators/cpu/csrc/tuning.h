@@ -1,4 +1,4 @@
-// Slot sizes, the sizes at which collectives change their algorithm, and how large tensors are cut. Measured.
+// Slot sizes, and the sizes at which collectives change their algorithm. Measured.
 #pragma once
 
 #include <algorithm>
@@ -7,20 +7,19 @@
 namespace parallel_state {
 
 constexpr int kMaxRanks = 64;
-constexpr int kSmallSlots = 16;  // with 2, a slot stays in the other core's cache and costs twice as much to write
-constexpr int kLargeSlots = 4;   // required by the pipeline of large_all_reduce
+constexpr int kSmallSlots = 16;  // with 2, the slot stays in the other core's cache: writing costs twice as much
+constexpr int kLargeSlots = 4;   // for the pipeline of large_all_reduce
 
-// By number of ranks. In one exchange each rank reads all inputs: faster up to 256 KiB with 2 ranks (19 us against 21
-// in two phases, no common cache), 16 KiB with 4, 8 KiB with 8. Chunks of 128 and 256 KiB were equally fast. Many ranks
-// have smaller slots, or segments would fill /dev/shm. `chain_bytes` isn't measured, for lack of a machine with two
-// nodes: the chain divides traffic between areas by the ranks per area, and costs two more exchanges. Symmetric tensors
-// need two exchanges but no copy: faster from 8 KiB on with 2 ranks, 16 KiB with 4.
+// In one exchange each rank reads all inputs: faster up to 256 KiB with 2 ranks (19 us against 21 in two phases, no
+// common cache), 16 KiB with 4, 8 KiB with 8. Chunks of 128 and 256 KiB were equally fast. Many ranks have smaller
+// slots, or segments would fill /dev/shm. `chain_bytes` isn't measured, for lack of a machine with two nodes. Symmetric
+// tensors need two exchanges but no copy: faster from 8 KiB on with 2 ranks, 16 KiB with 4.
 struct Tuning {
   std::size_t small_slot_bytes;
   std::size_t large_slot_bytes;       // a chunk of a large tensor
-  std::size_t one_shot_bytes;         // up to here, all_reduce is one exchange in which each rank reads all inputs
+  std::size_t one_shot_bytes;         // up to here, all_reduce is one exchange
   std::size_t symmetric_slots_bytes;  // up to here, symmetric tensors go through slots, too
-  std::size_t chain_bytes;            // from here on, all_reduce goes from area to area, if there are several
+  std::size_t chain_bytes;            // from here on, all_reduce goes from area to area
 };
 
 inline Tuning tuning_of(int ranks) {
@@ -31,8 +30,8 @@ inline Tuning tuning_of(int ranks) {
   return {16 * kKiB, 128 * kKiB, 4 * kKiB, 4 * kKiB, 64 * kKiB};
 }
 
-// Cuts `count` elements into chunks that fit `chunk_bytes`, and each chunk into an even slice per rank. Slices are
-// whole cache lines; the last ones are shorter, or empty.
+// Cuts `count` elements into chunks that fit `chunk_bytes`, and each chunk into a slice per rank. Slices are whole
+// cache lines; the last ones are shorter, or empty.
 struct Slices {
   Slices(std::size_t count, std::size_t width, int ranks, std::size_t chunk_bytes) : count(count), ranks(ranks) {
     const std::size_t line = std::max<std::size_t>(1, 64 / width);

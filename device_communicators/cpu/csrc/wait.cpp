@@ -44,13 +44,12 @@ bool futex_wait(Counter& counter, std::uint64_t seen, std::int64_t slice_ns) {
 
 bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 0; }
 
-// 1 + the current core; 0 if unknown. The C library reads it from the thread's memory.
+// 1 + the current core; 0 if unknown.
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
-// Number of this thread's waits that still sleep without yielding. If a busy foreign process shares the core, a
-// yielding rank gets the core back after that process's time slice, a sleeping one as soon as it is woken: 1.9 ms
-// against 0.2 a call (4 ranks on 2 cores, 8 KiB). Later waits yield again to see if it is gone, each time after twice
-// as many.
+// Number of this thread's next waits that sleep without yielding. If a foreign process shares the core, a yielding rank
+// waits for that process's time slice, a sleeping one is woken: 1.9 ms against 0.2 a call (4 ranks on 2 cores, 8 KiB).
+// Yielding is tried again, each time after twice as many waits.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
@@ -78,8 +77,8 @@ bool yield_until(const Counter& counter, std::uint64_t target, int count, SideWo
 WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadline_ns, const Liveness& liveness,
                      int owner, SideWork* side_work) {
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  // The barrier also runs on the owner's core, between two of its instructions. If that is before the owner checks for
-  // sleepers, the check sees this one. If it is after, the value stored before the check is seen below.
+  // The barrier runs on the owner's core. If it runs before the owner checks for sleepers, the check sees this one. If
+  // after, the value stored before the check is seen below.
   const bool sure = membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED) || counter.fences.load(std::memory_order_relaxed) != 0;
   WaitResult result = WaitResult::kReached;
   for (bool signal = false;;) {
@@ -123,11 +122,11 @@ void Counter::own() {
   fences.store(barriers ? 0 : 1, std::memory_order_relaxed);
 }
 
-// The store of the value and the check for sleepers must not be reordered, or sleeper and owner miss each other. A
-// fence here would stall the owner until its slot's lines arrive from other cores: 0.4 us of 2.1 at 8 KiB. So the
-// sleeper makes all cores pass a barrier (`sleep_for`); here a compiler fence is enough.
+// The store of the value and the check for sleepers must not be reordered. A fence here would stall the owner until its
+// slot's lines arrive from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier
+// (`sleep_for`).
 void Counter::publish(std::uint64_t next, std::uint64_t note) {
-  // Release: a rank that sees this note sees the value before it, and so knows which value it is about (`differs`).
+  // Release: a rank that sees this note also sees the value before it (`differs`).
   notes[next % kNotes].store(note, std::memory_order_release);
   const std::uint16_t here = current_core();
   if (core.load(std::memory_order_relaxed) != here) core.store(here, std::memory_order_relaxed);
@@ -151,7 +150,7 @@ bool Counter::begin_sleep(std::uint64_t target, std::uint64_t* seen) {
 std::uint32_t* Counter::word() { return futex_word(value); }
 
 bool Counter::flagged(std::uint64_t reached) const {
-  // The note is overwritten after value `reached + kNotes - 1` is published. If that isn't seen, the note is valid.
+  // The note is overwritten after value `reached + kNotes - 1` is published.
   const std::uint64_t note = notes[reached % kNotes].load(std::memory_order_acquire);
   return (note & kFlag) != 0 && read() < reached + kNotes - 1;
 }

@@ -29,7 +29,7 @@ bool populate(void* at, std::size_t bytes) {
   return result == 0;
 }
 
-// Reserves addresses for `bytes` of a file from `offset` on, aligned to the file's huge pages; or returns null.
+// Reserves addresses, aligned to the huge pages of the file from `offset` on.
 char* reserve(std::size_t bytes, std::size_t offset) {
   void* const found = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -40,7 +40,7 @@ char* reserve(std::size_t bytes, std::size_t offset) {
   return made;
 }
 
-// Maps the file behind `page` again, from that page on. `offset` is the page's position in the file.
+// Maps the file behind `page` again; `offset` is the page's position in it.
 char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   char* const at = huge && bytes >= kHugePage ? reserve(bytes, offset) : nullptr;
   void* const made = at == nullptr ? mremap(page, 0, bytes, MREMAP_MAYMOVE)
@@ -50,7 +50,7 @@ char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
   return nullptr;
 }
 
-// Collapses the whole huge pages of a mapping. Parts for which the kernel has none stay as they are.
+// Parts for which the kernel has no huge pages stay as they are.
 int collapse(void* at, std::size_t bytes) {
   const auto begin = (reinterpret_cast<std::uintptr_t>(at) + kHugePage - 1) / kHugePage * kHugePage;
   const auto end = (reinterpret_cast<std::uintptr_t>(at) + bytes) / kHugePage * kHugePage;
@@ -92,7 +92,7 @@ bool has_populate() {
 }
 
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset) {
-  // Take all faults here, not in the first collective. A kernel without populate takes them later.
+  // Faults now, not in the first collective; later if the kernel can't populate.
   if (descriptor >= 0) {
     if (posix_fallocate(descriptor, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) return false;
     populate(at, bytes);
@@ -103,7 +103,7 @@ bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t o
     if (huge) collapse(at, bytes);
     return true;
   }
-  madvise(at, bytes, MADV_REMOVE);  // frees what was allocated
+  madvise(at, bytes, MADV_REMOVE);
   return false;
 }
 
@@ -118,7 +118,7 @@ Windows::~Windows() {
 }
 
 char* Windows::find(std::uint64_t offset, std::size_t bytes) const {
-  for (int index = count_.load(std::memory_order_acquire) - 1; index >= 0; --index) {  // the last is the largest
+  for (int index = count_.load(std::memory_order_acquire) - 1; index >= 0; --index) {
     const Window& window = windows_[index];
     if (offset < window.offset) continue;
     const std::size_t inside = offset - window.offset;
@@ -149,14 +149,14 @@ char* Windows::at(std::uint64_t offset, std::size_t bytes) {
   const std::size_t needed = (offset + bytes - start + kPage - 1) / kPage * kPage;
   std::size_t wanted = count == 0 ? first_window_bytes_ : std::min(capacity_, 2 * windows_[count - 1].bytes);
   wanted = std::min(std::max(wanted, needed), capacity_);
-  // A window that would exceed the capacity begins earlier. It may overlap others, which show the same bytes.
+  // A window that would exceed the capacity begins earlier, and overlaps others.
   if (!map(std::min(start, capacity_ - wanted), wanted) && !map(start, needed)) return nullptr;
   return find(offset, bytes);
 }
 
 bool Windows::map(std::size_t start, std::size_t bytes) {
   const int count = count_.load(std::memory_order_relaxed);
-  // Start from the mapped page nearest before `start`.
+  // From the mapped page nearest before `start`.
   char* page = first_page_;
   std::size_t at = 0;
   for (int index = 0; index < count; ++index) {

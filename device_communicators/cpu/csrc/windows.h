@@ -1,9 +1,7 @@
-// Maps a range of a shared file on demand, in windows that each double in size and never move. So address space follows
-// the use, and pointers stay valid while the object lives.
+// Maps a range of a shared file on demand, in windows that each double in size and never move.
 //
-// It keeps no descriptor: from size 0, mremap maps the file of a shared mapping again, beginning at a given page. `at`
-// returns null if the kernel can't do that or the process has no address space left. Thread-safe: look-ups take no
-// lock, mapping does.
+// It keeps no descriptor: from size 0, mremap maps the file of a shared mapping again, from a given page on.
+// Thread-safe: look-ups take no lock, mapping does.
 #pragma once
 
 #include <atomic>
@@ -16,25 +14,24 @@ namespace parallel_state {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = 2 << 20;
 
-// Allocates memory for `bytes` at `at`, a mapping of a file from `offset` on. Returns false if there is none; it
-// doesn't leave a SIGBUS to the first write. Without a descriptor (-1) the kernel must have MADV_POPULATE_WRITE (Linux
-// 5.14).
+// Allocates the memory of `bytes` at `at`, a mapping of a file from `offset` on. Returns false if there is none,
+// instead of a SIGBUS at the first write. Without a descriptor (-1) it needs MADV_POPULATE_WRITE (Linux 5.14).
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset);
 bool has_populate();
 
-// Makes this process allocate huge pages, and align windows to them. Returns 0, or the errno if the kernel provides
-// none (before Linux 6.1, or denied); nothing changes then.
+// Makes this process allocate huge pages, and align windows to them. Returns 0, or the errno if the kernel has none
+// (before Linux 6.1, or denied).
 int want_huge_pages();
 
-// Returns the start of a block of `bytes` after `used` bytes. With huge pages, a block that fills one is aligned to it.
+// Returns the start of a block after `used` bytes; on a huge page if the block fills one.
 std::size_t block_offset(std::size_t used, std::size_t bytes);
 
 class Windows {
  public:
   static constexpr std::uint64_t kOutside = ~std::uint64_t{0};
 
-  // Takes ownership of `first_page`, a mapping of the range's first page. Offsets count from it, up to `capacity`. For
-  // huge pages it must begin at a multiple of one in its file.
+  // Takes ownership of `first_page`, a mapping of the range's first page. For huge pages it must begin at a multiple of
+  // one in its file.
   Windows(void* first_page, std::size_t capacity, std::size_t first_window_bytes);
   ~Windows();
   Windows(const Windows&) = delete;
@@ -45,14 +42,14 @@ class Windows {
     return bytes <= capacity_ && offset <= capacity_ - bytes;
   }
 
-  // Returns where `bytes` from `offset` on are mapped; null if they can't be mapped.
+  // Returns where the bytes are mapped; null if the kernel can't, or there is no address space left.
   char* at(std::uint64_t offset, std::size_t bytes);
 
-  // Returns the offset of `bytes` at `address`; kOutside if they aren't in one window.
+  // Returns kOutside if the bytes aren't in one window.
   std::uint64_t offset_of(const void* address, std::size_t bytes) const;
 
  private:
-  // Windows double in size, so there are few. Only if address space runs short are they minimal.
+  // Windows double in size, so few are needed, unless address space runs short.
   static constexpr int kMost = 64;
 
   struct Window {
@@ -67,8 +64,8 @@ class Windows {
   char* const first_page_;
   const std::size_t capacity_;
   const std::size_t first_window_bytes_;
-  std::mutex mutex_;           // held while mapping
-  std::atomic<int> count_{0};  // release after a window was written, acquire before it is read
+  std::mutex mutex_;           // for mapping
+  std::atomic<int> count_{0};  // release after a window is written, acquire before it is read
   Window windows_[kMost];
 };
 
