@@ -200,8 +200,8 @@ def _stranger_at(address: tuple[str, int]) -> str:
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
     """Checks that a connection to `address` arrives at this process's `listener`; raises RendezvousError if not.
 
-    The error's cause is the OSError of the last connection, if it failed. Must precede TCPStore, which retries until the
-    deadline in a thread that can't be interrupted. That thread ends the process by SIGABRT if it returns while the
+    The error's cause is the OSError of the last connection, if it failed. Must precede TCPStore, which retries until
+    the deadline in a thread that can't be interrupted. That thread ends the process by SIGABRT if it returns while the
     interpreter exits.
     """
     cause: OSError | None = None
