@@ -52,10 +52,10 @@ def _rows_body(member: Member, pattern: str) -> None:
     table = _table(pattern)
     ranks = member.of_ranks(lambda rank: rank)
     inputs = [table[member.rank][to] for to in range(member.size)]
-    # In a simulated group every rank sends as this one does, so it receives its own block from each.
+    # In a simulated group every rank sends this rank's tensor, so each sender gives this rank's own block.
     outputs = [table[sender][member.rank] for sender in ranks]
     rows = list(itertools.product(((), (3,), (2, 0), (2, 3)), ("contiguous", "strided")))
-    if pattern == "even beside uneven":  # of rows that don't fit the slots of shared memory
+    if pattern == "even beside uneven":  # rows that exceed the slots of shared memory
         rows.append(((9001,), "contiguous"))
     cases = [(dtype, *each) for each, dtype in member.in_turn(rows, (torch.float32, torch.bool))]
     if pattern == "uneven":
@@ -116,7 +116,7 @@ def test_all_to_all_of_nothing(carrier: Carrier) -> None:
 
 
 def _one_side_body(member: Member) -> None:
-    """Where one of the two lists is left out, slices are equal on that side."""
+    """If one of the two lists is omitted, slices on that side are equal."""
     xs = member.of_ranks(lambda rank: any_bytes(Form((2 * member.size, 3)), torch.int32, rank))
     expected = torch.cat([x.chunk(member.size)[member.rank] for x in xs])
     equal = [2] * member.size
@@ -130,7 +130,7 @@ def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
 
 
 def _bare_op_body(member: Member) -> None:
-    """The op itself takes both lists of splits or neither, and rows that all of them name."""
+    """The op itself takes both lists of splits or neither, and all ranks' lists must agree."""
     op, (token, key) = torch.ops.parallel_state.all_to_all, op_arguments(member.group)
     equal = [2] * member.size
     odd, even = torch.zeros(2 * member.size + 1), torch.zeros(2 * member.size)

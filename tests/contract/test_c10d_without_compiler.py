@@ -1,4 +1,4 @@
-"""The backend of torch.distributed where a rank has no compiled part: all go over gloo, with one warning."""
+"""torch's backend if a rank has no compiled part: all ranks use gloo, with one warning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("done", flush=True)
 """
 NEVER = {"PARALLEL_STATE_BUILD": "never", "XDG_CACHE_HOME": "/dev/null/none"}
 READ_ONLY = {"HOME": "/dev/null/none"}
-"""What this program's user can't write to, root or not."""
+"""A path that even root can't write to."""
 
 
 @pytest.mark.parametrize(("without", "variables", "told"), [

@@ -1,4 +1,4 @@
-"""`parallel_state.compat.vllm` has, at the same paths, the names of `vllm.distributed` that other programs import."""
+"""Other programs find the names of `vllm.distributed` at the same paths in `parallel_state.compat.vllm`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMPORTED = {
     "device_communicators.pynccl": ("PyNcclCommunicator",),
     "device_communicators.shm_broadcast": ("Handle", "MessageQueue"),
 }  # fmt: skip
-"""By module of vllm.distributed: names that TRL, verl, OpenRLHF, checkpoint-engine, torchrl and models' code import."""
+"""Module of vllm.distributed -> names that TRL, verl, OpenRLHF, checkpoint-engine, torchrl and models import."""
 
 
 def test_imports_of_other_programs() -> None:

@@ -1,4 +1,4 @@
-"""PARALLEL_STATE_CPU_BACKEND=parallel_state: groups give process groups of our backend to torch.distributed's calls."""
+"""With PARALLEL_STATE_CPU_BACKEND=parallel_state, torch.distributed's calls on our groups use our backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pools = Callable[[int], WorkerPool]
 def _target_of(number: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # of the listing itself
+    except OSError:  # the descriptor of the listing itself
         return ""
 
 

@@ -1,4 +1,4 @@
-"""A group of one rank refuses what a group of two refuses: a program that works alone works in a larger world."""
+"""A group of one rank refuses the same calls as a group of two, so a program that works alone works in a larger world."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unregistered:
 
 
 def _calls() -> dict[str, Callable[[Group, int], Any]]:
-    """Calls that are wrong whatever the size of the group; `peer` is another rank, or the only one."""
+    """Calls that are wrong in a group of any size. `peer` is the next rank, or this rank if alone."""
     x, odd = torch.ones(4, 6), Unregistered()
     calls: dict[str, Callable[[Group, int], Any]] = {
         "broadcast_object": lambda group, _: group.broadcast_object(odd),
@@ -74,7 +74,7 @@ def _of_one_and_of_two() -> dict[str, tuple[str, str]]:
     two = ps.get_tp_group()
     (one,) = [each for each in [ps.get_pp_group()] if each.world_size == 1]
     kept = {name: (_kind(call, one), _kind(call, two)) for name, call in _calls().items()}
-    for _ in range(2):  # of send_tensor_dict and isend_tensor_dict: else a later test meets them
+    for _ in range(2):  # the failed sends above; a later test would receive them
         with pytest.raises(ps.RemoteError):
             two.recv_tensor_dict()
     assert two.all_sum(1) == 2, "the group goes on"

@@ -1,5 +1,3 @@
-"""Metrics of a rank's groups, and the functions that are told of operations and failures."""
-
 from __future__ import annotations
 
 import re
@@ -26,7 +24,7 @@ def _group_of(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _measured(route: str) -> list[dict[str, Any]]:
-    """Returns what rank 0 or 1 sees before, while and after it measures; rank 1 is late to one call."""
+    """Returns this rank's metrics before, while and after measuring. Rank 1 is late to one call."""
     found = []
     with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "connections" else None), world(2):
         group = ps.get_tp_group()
@@ -97,7 +95,7 @@ def test_prometheus_reads_them(pools: Pools) -> None:
 
 
 def _in_a_hang(route: str) -> str:
-    """Returns the metrics of a rank while rank 0 waits in a call that rank 1 makes later."""
+    """Returns the metrics while rank 0 waits in a call that rank 1 makes later."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "gloo" else None), world(2):
         group = ps.get_tp_group()
         group.barrier()
@@ -140,7 +138,7 @@ def test_prometheus_client_collects_what_the_endpoint_says(pools: Pools) -> None
         theirs, ours = (
             {
                 (family.name, family.type, family.documentation): {
-                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value  # ages go on
+                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value  # ages keep growing
                     for each in family.samples
                 }
                 for family in parser.text_string_to_metric_families(text)

@@ -1,4 +1,4 @@
-"""What NCCL is told by its communicator, and what becomes of what it answers: over a stand-in for its library."""
+"""The calls that our communicator makes to NCCL, and its handling of the answers; over a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _communicator(library: str, **changes: Any) -> StandInNccl:
-    """Of this rank's tp group; `changes` are to its context."""
+    """For this rank's tp group, with `changes` to its context."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     made = StandInNccl(dataclasses.replace(twin_of(ps.get_tp_group()).context, **changes))
     made.library.clear()  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def _communicator(library: str, **changes: Any) -> StandInNccl:
 
 
 def _told(nccl: Any, call: Callable[[], object]) -> list[str]:
-    """What NCCL was told by a call."""
+    """Returns the log of NCCL's calls that `call` made."""
     nccl.library.clear()
     call()
     return nccl.library.log()
@@ -86,7 +86,7 @@ def test_the_ranks_meet_in_the_background_and_work_in_a_blocking_communicator(po
 
 
 def _busy_body(library: str) -> list[str]:
-    """The device is not done yet when the group is closed."""
+    """The device is still busy when the group is closed."""
     nccl: Any = _communicator(library)
     nccl.all_reduce(torch.ones(3), "sum")
     nccl.streams.stuck = True
@@ -198,7 +198,7 @@ def test_what_a_call_tells_nccl(pools: Pools, stand_in: str) -> None:
 
 
 def _pairs_body(library: str) -> tuple[list[float], list[str], int]:
-    """A ring in which all send first, both ways, started and not."""
+    """Rings in both directions in which all ranks send first, in blocking and started calls."""
     nccl: Any = _communicator(library)
     rank, size = nccl.context.rank, nccl.context.size
     following, previous = (rank + 1) % size, (rank - 1) % size
@@ -230,13 +230,13 @@ def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pool
         streams = [int(line.rpartition("=")[2]) for line in told]
         assert streams[0] != streams[1] and min(streams[:2]) >= 100, "each direction has a stream beside"
         assert streams[2:] == [7] * 4
-        following, previous = int(rank == 3), int(rank != 0)  # a rank's place among the two, by rank in the group
+        following, previous = int(rank == 3), int(rank != 0)  # its rank in the pair's communicator
         assert [int(line.split("peer=")[1].split()[0]) for line in told[:2]] == [1 - following, 1 - previous]
         assert live == 0
 
 
 def _ring_body(library: str, ahead: bool) -> list[float]:
-    """All ranks send first, to ranks they have had nothing to do with; with `ahead` a barrier comes before the rest."""
+    """All ranks send first, to peers without a connection. With `ahead`, a barrier follows the sends."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(dataclasses.replace(group.context, timeout_s=20.0), (_ROW, CATALOG[-1]))
@@ -325,10 +325,10 @@ def test_what_nccl_says_of_a_failure_is_told(pools: Pools, stand_in: str) -> Non
 
 
 def _failing_body(library: str, how: str) -> list[tuple[str, str]]:
-    """A failure in a call or behind it, through the route: what this call and the next one raise."""
+    """Fails in a call or behind it. Returns the errors of this call and the next one."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
-    # Without the memory, which a failed group gives up: it is also that of the tests after this one.
+    # No shared memory: a failed group marks it as failed, and later tests use it.
     timeout_s = 5.0 if how == "stuck" else 30.0
     context = dataclasses.replace(group.context, timeout_s=timeout_s, host_memory=None)
     group.route = build_route(context, (_ROW,))
@@ -453,13 +453,13 @@ def _capture_body(library: str) -> list[str]:
         nccl.streams.capturing = True
         recorded = nccl.streams.recorded
         assert nccl.all_reduce(torch.ones(1), "sum").item() == 2
-        assert nccl.streams.recorded == recorded  # no event of ours in the graph
+        assert nccl.streams.recorded == recorded  # the graph has no event of ours
     nccl.close()
     return said
 
 
 def _warm_body(library: str) -> tuple[list[str], list[str]]:
-    """What is done before a capture: with the neighbours of a ring, whom each rank names in another order."""
+    """Prepares a capture with the neighbours of a ring, whose order differs on each rank."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (_ROW,))
@@ -495,7 +495,7 @@ def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
 
 
 def _divided_body(library: str) -> tuple[list[float], list[str], int]:
-    """Three of four ranks in two parts of the world, by one split: one rank is in none."""
+    """One split divides four ranks: two in a part, one alone, one in no part."""
     world = twin_of(ps.get_world_group()).context
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     whole = Route(world, [StandInNccl(world)], {})
@@ -606,7 +606,7 @@ def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(pools: Pools, sta
 
 
 def _asked_to_divide_body(library: str) -> dict[str, tuple[int | None, int]]:
-    """What the world's communicator is asked for while the groups of a layout are made: part's rank, and color."""
+    """Returns the divisions of the world's communicator while a layout's groups are made: rank in the part, color."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     asked: dict[str, tuple[int | None, int]] = {}
 
@@ -639,7 +639,7 @@ def test_groups_that_are_made_at_start_are_divided_from_the_world(stand_in: str)
 
 
 def _order_of_making_body() -> list[str]:
-    """What all ranks make together, in order: process groups, and divisions of the world's communicator."""
+    """Returns the order in which process groups and divisions of the world's communicator are made."""
     log: list[str] = []
 
     class Asked(Route):

@@ -1,4 +1,4 @@
-"""Which communicator carries what: chosen by size and dtype, alike on every rank, with a reason for each that isn't."""
+"""The choice of a communicator by size and dtype: equal on every rank, with a reason for each unused one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Pools = Callable[[int], WorkerPool]
 
 
 class SmallFloats(ProcessGroupCommunicator):
-    """Carries all-reduces of at most LIMIT float32 numbers, and tells how many it had."""
+    """Carries all_reduces of at most LIMIT float32 numbers, and counts them."""
 
     name = "small_floats"
     picks_by_size = True
@@ -189,7 +189,7 @@ def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
 
 
 def _capturing_body(capturing: bool) -> list[str]:
-    """A group that says its device is a GPU, and CPU tensors on it, while a graph is recorded or not."""
+    """The group claims that its device is a GPU, but tensors are on the CPU. A graph may be recorded."""
     group = _member(SMALL)
     context = dataclasses.replace(group.context, device=torch.device("cuda", 0))
     route = Route(context, group.route.communicators, {})
@@ -243,7 +243,7 @@ def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
 
 
 def test_the_vote_is_the_groups_own(pools: Pools) -> None:
-    """In two groups of two, rank 1 of each refuses; its one neighbour hears of it."""
+    """In two groups of two, rank 1 of each refuses. Only its own peer is affected."""
     results = pools(4).run(_vote_body, True, tp=2)
     own = "its library is not here"
     others = [f"it is unavailable on global rank {rank} of the group" for rank in (1, 3)]
@@ -273,7 +273,7 @@ def _custom_body(enable: bool) -> tuple[list[str], list[str], str | None, str | 
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_kernels_of_our_own_can_be_turned_off(pools: Pools, enable: bool) -> None:
-    """`set_custom_all_reduce` decides for tensor-parallel groups; pipeline groups never have such kernels."""
+    """`set_custom_all_reduce` applies to tensor-parallel groups. Pipeline groups never have such kernels."""
     off = "custom all-reduce is off for this group (set_custom_all_reduce)"
     for tp_names, pp_names, tp_reason, pp_reason in pools(4).run(_custom_body, enable):
         assert tp_names == (["small_floats", "process_group"] if enable else ["process_group"])
@@ -396,11 +396,8 @@ def test_the_table_of_paths_says_where_ops_go_through_python(pools: Callable[[in
         assert "C++ kernel of the op" not in debugged, "debug mode compares each call in Python"
 
 
-# What the log says of a faster way that isn't taken.
-
-
 def _warnings(reason: str | None, variables: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Of a world that can't have the compiled part, by that reason; and the route of one of its groups."""
+    """Returns the warnings of a world without the compiled library for `reason`, and a group's route."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

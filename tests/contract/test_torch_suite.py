@@ -1,4 +1,4 @@
-"""torch's own tests of torch.distributed: all that pass over gloo pass over `backend="parallel_state"`."""
+"""torch's own tests of torch.distributed that pass over gloo also pass over `backend="parallel_state"`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SAMPLE = (
     "test_DistributedDataParallelCPU", "test_all_reduce_sum_async", "test_monitored_barrier_gloo",
     "test_scatter_object_list", "test_send_recv_any_source_torch_profiler", "test_sparse_all_reduce_sum",
 )  # fmt: skip
-"""Of each kind a few."""
+"""A few of each kind."""
 
 
 def _known() -> set[str]:
-    """Returns the tests that the page lists with the reason why they fail."""
+    """Returns the failing tests that the documentation lists with a reason."""
     return set(re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(), re.MULTILINE))
 
 

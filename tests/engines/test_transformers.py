@@ -1,4 +1,4 @@
-"""transformers over `backend="parallel_state"`: its tensor-parallel plans, and its Trainer, as over gloo."""
+"""transformers' tensor-parallel plans and Trainer give the same over `backend="parallel_state"` as over gloo."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(backend):
 
 
 def _run(code: str, model: Path, folder: Path, size: int = 2) -> list[list[object]]:
-    """Returns what the ranks found over this backend and over gloo."""
+    """Returns the ranks' results over this backend and over gloo."""
     (folder / "program.py").write_text(code + BOTH)
     run(torchrun(size, folder / "program.py", model, folder), environment(), DEADLINE_S, cwd=folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
