@@ -1,4 +1,5 @@
-"""Two cluster hosts for launchers. Each resolves the other's name, and they share a folder.
+"""Two cluster hosts for launchers, with names and a shared folder.
+
 with Cluster(folder) as cluster:
     cluster.run(0, [mpirun, …], within_s=60)        # as if typed on the first host
     cluster.agent                                   # replaces ssh: AGENT [-x] HOST COMMAND…
@@ -31,8 +32,6 @@ _ENTERED = ("--net", "--uts", "--ipc", "--mount")
 
 @dataclass
 class Ended:
-    """A finished command: its exit code and output."""
-
     code: int
     output: str
 
@@ -42,8 +41,6 @@ class Ended:
 
 
 class Command:
-    """A command that runs on a host."""
-
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         with open(log, "wb") as file:
@@ -89,9 +86,7 @@ class Cluster(Hosts):
         self.names = [f"n{index + 1}" for index in range(len(self.hosts))]
         self.agent = folder / "agent"
         self.common: dict[str, str] = {}
-        """Variables of all commands."""
         self.commands: list[Command] = []
-        """All started commands, in order."""
 
     def __enter__(self) -> Cluster:
         super().__enter__()
@@ -124,7 +119,6 @@ class Cluster(Hosts):
                 self.run_on(host, f"hostname {self.names[host]} && mount --bind {file} /etc/hosts")
 
     def end_commands(self) -> None:
-        """Kills commands that still run, the last one first."""
         for command in reversed(self.commands):
             command.kill()
 

@@ -1,8 +1,9 @@
 """Installs the launchers: MPICH, Open MPI, Intel MPI and Ray from PyPI; SLURM, its PMIx, and nftables from Debian.
+
     python -m tests.clusters.install                # each into its own environment in the user's cache
     python -m tests.clusters.install show
-Installed launchers are kept. Debian's packages need `apt-get install` on Debian as root. Whatever can't be installed is
-reported with the reason, and its tests are skipped.
+
+Installed launchers are kept. Debian's packages need `apt-get install` as root. Tests of missing launchers are skipped.
 """
 
 from __future__ import annotations
@@ -37,13 +38,11 @@ PIP_S = 900
 
 
 def path_of(name: str, word: str | None = None) -> Path:
-    """Returns the path of a launcher's program, which may not exist."""
     return FOLDER / name / "bin" / (word or PROGRAMS.get(name, "mpiexec"))
 
 
 @cache
 def missing(name: str) -> str | None:
-    """Returns why a launcher can't be started here, or None."""
     if name in DEBIAN:
         absent = [word for word in DEBIAN_PROGRAMS[name] if _which(word) is None]
         return f"{', '.join(absent)} not found (make test-clusters installs them on a Debian)" if absent else None
@@ -57,7 +56,6 @@ def _which(word: str) -> str | None:
 
 
 def install() -> list[str]:
-    """Installs what is missing. Returns failures with their reasons."""
     problems = [problem for name, wheel in WHEELS.items() if missing(name) for problem in _wheel(name, wheel)]
     problems += [problem for name in DEBIAN if missing(name) for problem in _debian(name)]
     missing.cache_clear()

@@ -1,5 +1,7 @@
 """The job that every launcher starts: TP 2 x PP 2 on two hosts. Survivors report which rank was killed.
+
     LAUNCHER … python -m tests.clusters.job FOLDER [--kill RANK] [--rank R --size N --address HOST:PORT]
+
 Each rank writes FOLDER/RANK.json: host, groups, sums, and its error if a rank was killed during all_reduces. Ranks and
 addresses come from the arguments or the launcher's environment.
 """
@@ -89,7 +91,6 @@ def write(file: Path, facts: dict[str, Any]) -> None:
 
 
 def compute() -> dict[str, Any]:
-    """Calls within hosts and between them, with tensors and objects."""
     world, tp, pp = ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group()
     sums = [group.all_reduce(torch.full((1000,), float(world.rank)))[-1].item() for group in (world, tp, pp)]
     if pp.world_size > 1:
@@ -112,7 +113,6 @@ def compute() -> dict[str, Any]:
 
 
 def lose(victim: int) -> dict[str, Any]:
-    """Returns this rank's error after `victim` was killed."""
     world = ps.get_world_group()
     world.barrier()
     if world.rank == victim:

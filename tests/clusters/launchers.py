@@ -1,7 +1,6 @@
 """The table of launchers: prerequisites, and commands that start a job on two hosts, as in docs/clusters.md.
 
-A launcher's function starts two ranks on each of two hosts, and returns its commands. The job ends with the last of
-them. `program` is what follows `python`: `-m module …`, or a script.
+A launcher's function starts two ranks on each of two hosts, and returns its commands. `program` follows `python`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def variables(cluster: Cluster, program: Sequence[str]) -> list[Command]:
 
 
 def torchrun(cluster: Cluster, host: int, options: Sequence[str], program: Sequence[str], **variables: str) -> Command:
-    """Starts one agent."""
     command = [PYTHON, "-m", "torch.distributed.run", *options, *program]
     return cluster.start(host, command, **variables)
 
@@ -166,7 +164,6 @@ LAUNCHERS = (
 
 
 def logs(cluster: Cluster) -> str:
-    """Returns the launchers' output, for failure messages."""
     found = []
     for file in sorted(Path(cluster.folder).iterdir()):
         if file.name.startswith("command.") or file.suffix in (".out", ".log"):

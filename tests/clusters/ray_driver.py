@@ -1,5 +1,7 @@
 """A driver that starts ranks as actors, like engines' Ray executors. Runs in Ray's Python on the first host.
+
     python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --program WORD…]
+
 Each bundle of a placement group has an actor with one visible GPU. The driver numbers the actors host by host, its own
 host first, and sends all of them rank 0's address with a free port.
 """

@@ -1,5 +1,7 @@
 """Starts many jobs at once on one host, in rounds. Each job has two ranks, which are forks of this process.
+
     python -m tests.clusters.shared_node --jobs 64 --rounds 20
+
 Half the jobs find the port by SLURM's variables of a step, the others by an address. Prints one JSON line per round:
 failures and seconds.
 """
@@ -39,7 +41,6 @@ def main() -> None:
 
 
 def at_once(jobs: int, number: int) -> list[str]:
-    """Starts all ranks of all jobs in random order. Returns the failures."""
     go, gone = os.pipe()
     held = []
     children = {}

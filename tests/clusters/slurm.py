@@ -1,4 +1,5 @@
 """A SLURM cluster on hosts that are namespaces: one munged, slurmctld on the first host, a slurmd on each.
+
 with Cluster(folder) as cluster, Slurm(cluster):
     cluster.run(0, ["srun", "-N", "2", "hostname"], within_s=30)
 """

@@ -1,4 +1,4 @@
-"""Hosts with other addresses than one IPv4 address on one interface: a job works, or all ranks' errors say what to set."""
+"""Hosts with other addresses than one IPv4 address: a job works, or all ranks' errors say what to set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ START_S = "20"
 
 
 def _job(cluster: Cluster, address: str, *options: str, **variables: str) -> list[tuple[int, str]]:
-    """Returns each rank's exit code and output."""
     started = []
     for rank in range(4):
         place = ["--rank", str(rank), "--size", "4", "--local-rank", str(rank % 2), "--address", f"{address}:{PORT}"]

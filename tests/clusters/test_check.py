@@ -89,7 +89,6 @@ def another_user() -> None:
 
 
 def slow_core() -> None:
-    """Makes each step ten times slower, at any clock."""
     from parallel_state.tools.check import system
     from parallel_state.tools.check.facts import CpuRun
 
@@ -144,7 +143,6 @@ def on_host(hosts: Hosts, host: int, do: str, undo: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filtered(hosts: Hosts, host: int, rule: str) -> Iterator[None]:
-    """Applies a firewall rule to the host's outgoing packets."""
     if problem := missing("nftables"):
         pytest.skip(problem)
     hook = "nft add table inet test && nft add chain inet test out '{ type filter hook output priority 0; }'"
@@ -371,7 +369,9 @@ def test_each_fault_is_named_with_its_remedy(three: Hosts, name: str) -> None:
 
 def test_there_are_enough_faults() -> None:
     assert len(FAULTS) >= 30
-    assert f"makes {len(FAULTS) + 1} faults" in (ROOT / "docs" / "check.md").read_text(), "with lost packets"
+    assert f"makes {len(FAULTS) + 1} faults" in (ROOT / "docs" / "check.md").read_text(), (
+        "docs/check.md must count all faults, lost packets included"
+    )
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 2)])

@@ -42,12 +42,11 @@ def run(
 def told(cluster: Cluster, ranks: Sequence[int] = range(4)) -> dict[int, Any]:
     files = {rank: cluster.folder / f"{rank}.json" for rank in ranks}
     absent = [rank for rank, file in files.items() if not file.exists()]
-    assert not absent, f"ranks {absent} told nothing\n{logs(cluster)}"
+    assert not absent, f"ranks {absent} reported nothing\n{logs(cluster)}"
     return {rank: json.loads(file.read_text()) for rank, file in files.items()}
 
 
 def printed(cluster: Cluster) -> str:
-    """Returns the output of all ranks."""
     files = [*cluster.folder.glob("command.*"), *cluster.folder.glob("job.log")]
     return "".join(file.read_text(errors="replace") for file in files)
 
@@ -93,7 +92,7 @@ def test_a_killed_rank_is_named_by_all_others(cluster: Cluster, launcher: Launch
         error = each.get("error")
         if rank == victim or (error is None and rank in neighbours and not launcher.spares_neighbours):
             continue
-        assert error is not None, f"rank {rank} did not live to tell\n{logs(cluster)}"
+        assert error is not None, f"rank {rank} did not report\n{logs(cluster)}"
         assert error["kind"] == "PeerDiedError" and error["seconds"] < SOON_S, error
         if launcher.spares_neighbours:
             assert error["suspect_ranks"] == [victim], error

@@ -33,7 +33,7 @@ def slurm(hosts_can_be: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Tasks:
-    """Runs tasks that record their environment. Returns what the library detects from it."""
+    """Runs tasks that record their environment."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -47,7 +47,6 @@ class Tasks:
         return self.cluster.run(0, ["srun", *options, str(self.program)], DEADLINE_S)
 
     def sbatch(self, options: Sequence[str], script: str) -> Ended:
-        """Waits for the job."""
         return sbatch(self.cluster, self.folder, options, script).end(DEADLINE_S)
 
     def environments(self) -> list[dict[str, str]]:

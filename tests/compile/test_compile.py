@@ -31,7 +31,6 @@ def _own_backend() -> str:
 
 @contextmanager
 def _log_of(*groups: ps.GroupCoordinator) -> Any:
-    """Records (group, operation) of each call that reaches a route."""
     log: list[tuple[str, str]] = []
     originals = [group.route.run for group in groups]
 
@@ -267,7 +266,6 @@ def test_gradients_of_the_ops_compile(pools: Callable[[int], WorkerPool], backen
 
 
 def _use_body() -> None:
-    """A compiled model uses the thread's current groups."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ps.get_tp_group().all_reduce(x), fullgraph=True, backend="aot_eager")
     x = torch.ones(3)
@@ -310,7 +308,6 @@ def test_a_function_over_more_groups_than_dynamos_limit() -> None:
 
 
 def _transforms_body() -> None:
-    """torch.func in compiled functions works as in eager code. Regions keep Megatron's gradients."""
     group = ps.get_tp_group()
     x = torch.arange(8, dtype=torch.float64).view(4, 2).cos() + group.rank_in_group
 
@@ -379,9 +376,8 @@ def test_cached_code_of_another_rank_or_world_size_is_not_used(pools: Callable[[
 
 
 def _shared_cache_body(folder: str) -> int:
-    """Each rank compiles after the previous one, with a shared cache. Returns the number of cache hits.
-
-    Collectives are replaced, because the other ranks don't call.
+    """Each rank compiles after the previous one, with a shared cache. Returns the number of cache hits. Collectives are
+    replaced, because the other ranks don't call.
     """
     tp = ps.get_tp_group()
 
@@ -415,7 +411,6 @@ def test_a_rank_finds_the_code_that_another_has_compiled(pools: Callable[[int], 
 
 
 def _over_axes(x: Tensor) -> Tensor:
-    """Groups, ranks and sizes that a layer with context and expert parallelism uses."""
     x = ps.get_cp_group().all_reduce(x) * (1 + ps.get_context_parallel_rank())
     x = ps.get_expert_model_parallel_group().all_reduce(x) / ps.get_ep_world_size()
     if ps.is_pipeline_first_stage(ignore_virtual=False):
@@ -447,8 +442,6 @@ def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool]) -
 
 
 class _OverGetters(nn.Module):
-    """As in an engine's layer, a getter returns the group."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -471,7 +464,7 @@ def test_what_the_ops_claim_to_write_keeps_no_graph_out_of_a_cuda_graph() -> Non
         backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=look)
         torch.compile(_OverGetters(), backend=backend, fullgraph=True)(torch.ones(2, 4))
     ((written, staying),) = found
-    assert not written, "the token is the graph's own"
+    assert not written, "the token must not count as a mutated input"
     assert len(staying) == 3, "weight, bias and the token, which isn't copied for a CUDA graph"
     marked = torch.zeros(1)
     torch._dynamo.mark_static_address(marked)

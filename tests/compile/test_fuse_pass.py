@@ -67,7 +67,6 @@ def _same(found: Any, expected: Any) -> None:
 
 
 def _compile(function: Function, inputs: list[Tensor], graph: str = "aten") -> tuple[ps.FusionReport, dict[str, int]]:
-    """Asserts that the pass keeps the results. Returns its report and the calls of the compiled code."""
     torch._dynamo.reset()
     fusion = ps.AllReduceFusionPass()
     with ps.simulate(1, 2, tensor_model_parallel_size=2).use(), torch.no_grad():

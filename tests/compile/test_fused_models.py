@@ -98,11 +98,7 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
     ids=str,
 )
 def test_llama_on_two_ranks(pools: Pools, backend: str, dtype: torch.dtype) -> None:
-    """A norm follows every all_reduce: of this layer, the next one, or the model.
-
-    test_the_order_of_collectives_stays covers inductor on two ranks, test_fuse_pass.py this norm in inductor's bfloat16
-    form.
-    """
+    """A norm follows every all_reduce: of this layer, the next one, or the model."""
     pytest.importorskip("transformers", "5.23", exc_type=ImportError)
     for report, log in pools(2).run(_without_kept_graphs, _llama_body, backend, dtype, tp=2, timeout_s=400):
         assert "0 of" not in report and "kept" not in report, report
@@ -110,7 +106,6 @@ def test_llama_on_two_ranks(pools: Pools, backend: str, dtype: torch.dtype) -> N
 
 
 def _among_others(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Collectives before, between and after, some unused."""
     tp = ps.get_tp_group()
     tp.all_reduce(x, "max")
     total = tp.all_reduce(x.sin())

@@ -30,16 +30,12 @@ Group = ps.GroupCoordinator
 
 
 class Call(NamedTuple):
-    """One use of a method, by both ranks."""
-
     use: Callable[[Group, Tensor], Any]
     advice: str | None = None
     """Text of the error under `fullgraph=True`; None if it compiles."""
 
 
 def _to_second(send: Callable[[Group, Tensor], Any], recv: Callable[[Group, Tensor], Any]) -> Any:
-    """A transfer from rank 0 to rank 1."""
-
     def use(group: Group, x: Tensor) -> Any:
         return send(group, x) if group.rank_in_group == 0 else recv(group, x)
 
@@ -262,7 +258,6 @@ def _same(one: Any, other: Any) -> bool:
 def _check(
     use: Callable[[Group, Tensor], Any], advice: str | None, names: set[str], group: Group, backend: str
 ) -> str | None:
-    """Returns what is wrong with a row of a table, or None."""
     x = torch.arange(24.0).view(4, 6) + group.rank_in_group
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -459,4 +454,4 @@ def test_marks_are_those_of_torch() -> None:
     ours = host_call("another way")(made)
     names = ("_torchdynamo_disable", "_torchdynamo_disable_msg", "_torchdynamo_disable_recursive")
     assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
-    assert ours is made, "nothing is wrapped"
+    assert ours is made, "the function must not be wrapped"

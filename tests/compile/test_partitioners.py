@@ -59,7 +59,6 @@ def _pointwise(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _checkpointed(policy: CheckpointPolicy | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns two checkpointed layers, with `policy` for all ops if given."""
     options: dict[str, Any] = {}
     if policy is not None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
@@ -74,7 +73,6 @@ def _checkpointed(policy: CheckpointPolicy | None) -> Callable[[Tensor, Tensor],
 
 @contextmanager
 def _log() -> Iterator[list[str]]:
-    """Records a simulated group's operations in the order of its route."""
     with ps.simulate(0, 2, tensor_model_parallel_size=2).use():
         route, log = ps.get_tp_group().route, list[str]()
         run = route.run
@@ -90,7 +88,6 @@ def _log() -> Iterator[list[str]]:
 def _run(
     function: Callable[[Tensor, Tensor], Tensor], log: list[str]
 ) -> tuple[tuple[Tensor, ...], list[str], list[str]]:
-    """Returns the gradients, and the operations of forward and backward."""
     x = torch.linspace(-1, 1, 32).view(4, 8).cos().requires_grad_()
     w = torch.linspace(-1, 2, 64).view(8, 8).sin().requires_grad_()
     log.clear()
@@ -108,7 +105,7 @@ def _check(
     *,
     repeats: bool = False,
 ) -> None:
-    """Compares with `plain` in eager code. `repeats`: the backward repeats operations of the forward."""
+    """`repeats`: the backward repeats operations of the forward."""
     with _log() as log:
         expected, forward, backward = _run(plain, log)
         for in_graph in IN_GRAPH:
@@ -123,7 +120,9 @@ def _check(
             assert found[1] == forward
             if repeats:
                 remaining = iter(found[2])
-                assert all(operation in remaining for operation in backward), "the order of the backward's own"
+                assert all(operation in remaining for operation in backward), (
+                    "the backward's own operations must keep their order"
+                )
                 repeated = Counter(found[2]) - Counter(backward)
                 assert repeated
                 assert repeated <= Counter(forward)

@@ -19,7 +19,6 @@ SIZES = torch.tensor([2, 3])
 
 
 def _dispatch(x: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
-    """Exchanges rows, and returns them."""
     tp = ps.get_tp_group()
     sent, received = rows[tp.rank_in_group].tolist(), rows[:, tp.rank_in_group].tolist()
     x = x[: sum(sent)]

@@ -1,4 +1,4 @@
-"""Helpers for bodies that run on ranks: calls that may fail, with outcomes that can be sent to the test; environments."""
+"""Helpers for bodies that run on ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import parallel_state as ps
 
-# torch's TCPStore resolves each peer's name, and waits 5 s if a DNS server drops the query. Set before the fork server
+# torch's TCPStore looks up each peer's name, and waits 5 s if a DNS server drops the query. Set before the fork server
 # starts, because glibc reads this variable once.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
@@ -44,7 +44,6 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
 
 
 def attempt_in_turn(*calls: Callable[[], Any]) -> Outcome:
-    """Attempts the library's calls until one fails. Returns the last outcome."""
     told = Outcome("ok", "", 0.0)
     for call in calls:
         told = attempt(call)
@@ -92,7 +91,6 @@ def environment(**variables: str | None) -> Iterator[None]:
 
 
 def no_launcher(**variables: str | None) -> Any:
-    """The environment of a process without a launcher."""
     return environment(**{**dict.fromkeys(LAUNCHER), **variables})
 
 
@@ -103,7 +101,6 @@ def whose(group: ps.GroupCoordinator) -> list[int]:
 
 @contextmanager
 def world(*sizes: int, **options: Any) -> Iterator[ps.GroupCoordinator]:
-    """Makes the launcher's world, divides it if sizes are given, and destroys it at the end."""
     ps.init_distributed_environment()
     try:
         if sizes:

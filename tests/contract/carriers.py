@@ -1,14 +1,17 @@
 """Groups that one row of the catalog carries. One test body runs on all rows.
+
     def _body(member: Member) -> None:                        # module level: processes find it by name
         for dtype in DTYPES:
             with member.case(f"{dtype}"):
                 xs = member.of_ranks(lambda rank: make(dtype, rank))
                 check(member.group.all_gather(xs[member.rank], 0), torch.cat(xs))
+
     def test_all_gather(carrier: Carrier) -> None:            # once per row of the catalog and size of group
         carrier.run(_body)
-A row for simulated groups runs in this process, on the first rank and then on the last. All its ranks hold equal tensors.
-All other rows run on processes. New rows of the catalog are tested without changes here. A row must carry all requests
-unless it is `partial`. A row with `several_hosts` gets hosts. A row for a `device` has its own tests.
+
+A row for simulated groups runs in this process, on the first rank and then on the last. All its ranks hold equal
+tensors. All other rows run on processes. New rows of the catalog are tested without changes here. A row must carry all
+requests unless it is `partial`. A row with `several_hosts` gets hosts. A row for a `device` has its own tests.
 """
 
 from __future__ import annotations
@@ -36,8 +39,6 @@ T = TypeVar("T")
 
 
 class Size(NamedTuple):
-    """Rows for groups of CPU processes and for simulated groups."""
-
     processes: int
     group: int
 
@@ -46,12 +47,12 @@ class Size(NamedTuple):
 
 
 ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
-"""The host of each rank, by size of group. For rows that need several hosts."""
+"""Rows for CPU groups and simulated groups."""
 
 ROW_NAMES = tuple(row.name for row in ROWS)
 
 PLACEMENTS = {Size(2, 2): (0, 1), Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
-"""For rows that want ranks on several hosts: on which each rank is, in groups of which size."""
+"""The host of each rank, for rows that need several hosts."""
 
 SIZES = (Size(3, 3), Size(4, 4), Size(4, 2))
 """In the last size, ranks in the group differ from global ranks."""
@@ -84,7 +85,6 @@ class Member:
         self._first_turn = ROW_NAMES.index(row) + self.size if row in ROW_NAMES else self.size
 
     def of_ranks(self, make: Callable[[int], T]) -> list[T]:
-        """What each rank of the group holds, by rank."""
         if not self.simulated:
             return [make(rank) for rank in range(self.size)]
         mine = make(self.rank)
@@ -95,15 +95,14 @@ class Member:
         return not self.simulated or peer == self.rank
 
     def shared(self, cases: Sequence[T]) -> Sequence[T]:
-        """Returns this group's part of the cases: the sizes of a row divide them. Long runs give every size all cases."""
+        """Returns this group's part of the cases, which a row's sizes divide. Long runs don't divide them."""
         sizes = [size.group for row in ROWS if row.name == self.row for size in sizes_of(row) if size.group > 1]
         sizes = sizes or [3, 2]  # for kernels in peer memory, which have no row
         return cases if LONG or self.size not in sizes else cases[sizes.index(self.size) :: len(sizes)]
 
     def in_turn(self, cases: Sequence[S], others: Sequence[T]) -> list[tuple[S, T]]:
-        """Pairs each case with one of `others`. Carriers differ in the pairs. Long runs make all pairs.
-
-        The offset grows each round, so that in a product of cases each value meets different `others`.
+        """Pairs each case with one of `others`, in long runs with all. Pairs differ between carriers, and shift each
+        round.
         """
         if LONG:
             return list(itertools.product(cases, others))
@@ -133,7 +132,6 @@ class Member:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Adds the case's name to errors inside."""
         try:
             yield
         except (Exception, pytest.fail.Exception) as error:
@@ -141,7 +139,6 @@ class Member:
         self.cases += 1
 
     def refuses(self, name: str, call: Callable[[], object]) -> None:
-        """Asserts that `call` raises UnsupportedError."""
         with self.case(name), pytest.raises(UnsupportedError, match=self.group.unique_name):
             call()
 
@@ -154,7 +151,6 @@ class Carrier:
         self._pools = pools
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Returns the results of all ranks."""
         if self.simulated:
             answers = [_call(member, body, args) for member in self._simulated_members()]
         else:

@@ -25,11 +25,10 @@ MOVABLE = (
 """Every dtype of which torch can make a tensor, except the quantized ones."""
 
 KEPT = 4096
-"""Number of cached tensors of each kind: many cases differ only in layout, dim, op or carrier."""
 
 
 def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
-    """Whether a reduction is defined for the dtype, according to the documentation of all_reduce."""
+    """According to the documentation of all_reduce."""
     if dtype in FLOATS or dtype in FLOAT8:
         return True
     if dtype in COMPLEX:
@@ -38,8 +37,6 @@ def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
 
 
 class Form(NamedTuple):
-    """A shape and a memory layout."""
-
     shape: tuple[int, ...]
     layout: str = "contiguous"
 

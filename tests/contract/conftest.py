@@ -1,5 +1,3 @@
-"""Fixtures of the contract tests: every row of the catalog for CPU processes, with several sizes of groups."""
-
 from __future__ import annotations
 
 import warnings

@@ -16,7 +16,6 @@ from tests.contract import deferred
 DTYPES = sorted(
     {each for each in vars(torch).values() if isinstance(each, torch.dtype) and dtype_refusal(each) is None}, key=str
 )
-"""Every dtype of torch that messages carry."""
 EMPTY = ((0,), (0, 197), (2, 0), (2, 0, 3))
 SHAPES = ((), (1,), (1, 1), (1, 1, 1), (7,), (1, 4), (4, 1), (3, 5), (2, 3, 4), *EMPTY)
 _DEPTH = 3
@@ -38,7 +37,7 @@ def _of_any_stride(source: random.Random, x: Tensor) -> Tensor:
 
 
 def _strided(x: Tensor) -> Tensor:
-    """Equal values with a stride of three elements. torch can't copy some of these dtypes, so their bytes are copied."""
+    """A stride of three elements. torch can't copy all of these dtypes, so their bytes are copied."""
     room = torch.zeros(*x.shape[:-1], 3 * x.shape[-1], dtype=torch.uint8 if x.itemsize == 1 else x.dtype)
     found = (room.view(x.dtype) if x.itemsize == 1 else room)[..., ::3]
     (found.view(torch.uint8) if x.itemsize == 1 else found).copy_(x.view(torch.uint8) if x.itemsize == 1 else x)
@@ -77,7 +76,6 @@ def tensor(source: random.Random, *, only_empty: bool = False) -> Tensor:
 def value(
     source: random.Random, depth: int = _DEPTH, *, only_empty: bool = False, seen: list[Tensor] | None = None
 ) -> Any:
-    """A tensor, another leaf, or a container of them. A tensor may occur twice."""
     seen = [] if seen is None else seen
 
     def inner() -> Any:
@@ -101,13 +99,11 @@ def value(
 
 
 def tensors(source: random.Random, *, only_empty: bool = False) -> dict[str, Any]:
-    """A flat dict of tensors and constants, as models exchange."""
     found: dict[str, Any] = {f"t{at}": tensor(source, only_empty=only_empty) for at in range(source.randrange(1, 5))}
     return {**found, "step": source.randrange(100), "name": "layer"}
 
 
 def check_arrived(found: Any, sent: Any, path: str = "") -> None:
-    """Raises AssertionError unless `found` is what the receiver of `sent` must get."""
     if isinstance(sent, Tensor):
         assert type(found) is Tensor and not found.requires_grad, f"{path}: {type(found)}"
         assert (found.dtype, found.shape) == (sent.dtype, sent.shape), f"{path}: {found.dtype} {found.shape}"

@@ -1,6 +1,4 @@
-"""Ranks whose requests for groups differ, are late, are wrong, or come from two threads: errors, and agreement
-afterwards.
-"""
+"""Ranks whose requests for groups differ, are late, are wrong, or come from two threads."""
 
 from __future__ import annotations
 
@@ -130,7 +128,6 @@ def _without_one() -> dict[str, Any]:
 
 
 def test_a_group_that_not_all_members_ask_for(pools: Pools) -> None:
-    """The error names the missing ranks, and the retry ignores the addresses of the first attempt."""
     for rank, facts in enumerate(pools(4).run(_without_one, timeout_s=DEADLINE_S)):
         assert facts == {
             "first": None if rank == 1 else ("CollectiveTimeoutError", (1,)),

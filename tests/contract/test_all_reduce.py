@@ -32,7 +32,7 @@ EVERY_FORM = [(form, dtype) for form in forms() for dtype in (torch.float32, tor
 
 
 def _cases(member: Member, layouts: Sequence[str]) -> list[tuple[torch.dtype, str, Form]]:
-    """Each op of each dtype in some layout, and each dtype and form with some op. Carriers differ in the pairs."""
+    """Each op of each dtype in some layout, and each dtype and form with some op."""
     each_op = member.in_turn(EVERY_NUMBER, [Form((5, 3), layout) for layout in layouts])
     cases = [(*number, form) for number, form in each_op]
     cases += [(dtype, op, Form((2, 0))) for dtype, op in member.in_turn(REDUCIBLE, REDUCE_OPS)]
@@ -175,7 +175,7 @@ _EXTREMES = [0, 1, -1, 2, -2, 3, -7, 63, -64, 100, 127, -128]
 
 
 def _integer_average_body(member: Member) -> None:
-    """Averages whose sums wrap in the dtype, and odd sums of either sign; uint8 beyond 127."""
+    """Sums wrap in the dtype, or are odd, with either sign."""
     for dtype in INTEGERS:
         info = torch.iinfo(dtype)
         numbers = torch.tensor(_EXTREMES).clamp(info.min)
@@ -202,7 +202,6 @@ def test_an_average_of_integers_wraps_and_is_divided_toward_zero(carrier: Carrie
 
 
 def _large_average_body(member: Member) -> None:
-    """The sum is beyond float16, the average is not."""
     group, x = member.group, torch.full((member.size * 2,), 40000.0, dtype=torch.float16)
     with member.case("all_reduce"):
         assert torch.equal(group.all_reduce(x, "avg"), x)

@@ -30,7 +30,7 @@ EVERY_DTYPE = [(dtype, form) for dtype in COPIED_BY_TORCH for form in (Form((5, 
 
 def _body(member: Member) -> None:
     cases = [(*case, *dims) for case, dims in member.in_turn(EVERY_DTYPE, list(itertools.product((0, -1), (0, -1))))]
-    places = member.in_turn(member.along_dims(list(forms(SLICES))), range(12))  # 2, 4 and 6 dims by both names
+    places = member.in_turn(member.along_dims(list(forms(SLICES))), range(12))
     cases += [(torch.float32, form, dim, form.dims[turn % len(form.dims)]) for (form, dim), turn in places]
     for dtype, part, scatter_dim, gather_dim in member.shared(list(dict.fromkeys(cases))):
         form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
@@ -52,7 +52,7 @@ def _rows_body(member: Member, pattern: str) -> None:
     table = _table(pattern)
     ranks = member.of_ranks(lambda rank: rank)
     inputs = [table[member.rank][to] for to in range(member.size)]
-    # In a simulated group every rank sends this rank's tensor, so each sender gives this rank's own block.
+    # In a simulated group every rank sends this rank's tensor.
     outputs = [table[sender][member.rank] for sender in ranks]
     rows = list(itertools.product(((), (3,), (2, 0), (2, 3)), ("contiguous", "strided")))
     if pattern == "even beside uneven":  # rows that exceed the slots of shared memory

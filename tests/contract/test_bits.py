@@ -85,7 +85,6 @@ def test_zeros_keep_their_sign_and_nan_stays(carrier: Carrier) -> None:
 
 @contextmanager
 def _state(kind: str) -> Iterator[None]:
-    """Changes this thread's floating-point state, as some programs and libraries do."""
     libm, kept = ctypes.CDLL("libm.so.6"), ctypes.create_string_buffer(64)
     libm.fegetenv(kept)
     try:
@@ -110,7 +109,6 @@ def _delicate(dtype: torch.dtype, rank: int, count: int) -> Tensor:
 
 
 def _in_states_body(member: Member, kind: str) -> list[bytes]:
-    """Reduces while the last rank's thread has another floating-point state. Returns the bits."""
     found = []
     group, last = member.group, member.size - 1
     for dtype, count in member.shared(list(itertools.product(FLOATS, COUNTS))):
@@ -134,16 +132,16 @@ def _in_states_body(member: Member, kind: str) -> list[bytes]:
 
 
 def _may_differ(member: Member, dtype: torch.dtype, op: str) -> bool:
-    """True for orders and roundings that aren't promised: gloo's own sums, and those of several hosts."""
+    """True where order and rounding aren't promised: gloo's own sums, and those of several hosts."""
     return member.size > 2 or (dtype.itemsize < 4 and op in ("sum", "avg", "product"))
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_rank_whose_thread_has_another_state_gets_the_same_bits(carrier: Carrier, kind: str) -> None:
     if carrier.simulated or carrier.size.group == 1:
-        pytest.skip("one rank has nobody to differ from")
+        pytest.skip("a group of one rank has no peer to differ from")
     if kind == "rounds upward" and _machine() not in FE_UPWARD:
-        pytest.skip("FE_UPWARD isn't known here")
+        pytest.skip("FE_UPWARD is unknown on this processor")
     answers = carrier.run(_in_states_body, kind)
     groups = [answers[start : start + carrier.size.group] for start in range(0, len(answers), carrier.size.group)]
     assert all(answer == group[0] for group in groups for answer in group)
@@ -172,4 +170,4 @@ def _over_the_backend(kind: str) -> tuple[list[bytes], bool]:
 def test_over_the_backend_too(pools: Pools, kind: str) -> None:
     (first, _), (second, flushes) = pools(2).run(_over_the_backend, kind, tp=2, timeout_s=60.0)
     assert first == second
-    assert flushes == (kind == "flushes denormals"), "a thread keeps the state that its program gave it"
+    assert flushes == (kind == "flushes denormals"), "a thread must keep its floating-point state"

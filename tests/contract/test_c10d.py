@@ -44,12 +44,11 @@ def torch_world(backend: str = "parallel_state", timeout_s: float = 60.0) -> Ite
 
 
 def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Small whole numbers: every dtype adds and multiplies them exactly."""
     return torch.randint(0, 3, shape).to(dtype)
 
 
 def _collectives(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]]]:
-    """Every collective that gloo has, with the tensors that it wrote on this rank."""
+    """Yields each collective's name and the tensors that it wrote."""
     ops = {
         "sum": dist.ReduceOp.SUM,
         "max": dist.ReduceOp.MAX,
@@ -292,7 +291,7 @@ def test_started_calls_go_on_by_themselves_and_in_any_order_of_groups(pools: Poo
 
 
 def come_late() -> float:
-    """Rank 1 joins each call after rank 0 has started it. Returns the CPU seconds of an idle second afterwards."""
+    """Rank 1 is late to each call. Returns the CPU seconds of an idle second afterwards."""
     with torch_world() as (rank, size):
         store = dist.distributed_c10d._get_default_store()
         for length in (
@@ -330,7 +329,6 @@ def test_a_started_call_waits_for_no_peer_and_idle_ranks_burn_no_cpu(pools: Pool
 
 
 def wait_for_any_source() -> float:
-    """Returns the CPU seconds that rank 0 spends in a 1 s wait for a message of any rank."""
     with torch_world() as (rank, _):
         before = time.thread_time()
         if rank == 1:
@@ -346,7 +344,6 @@ def test_a_wait_for_any_rank_sleeps(pools: Pools) -> None:
 
 
 def shared_mappings() -> int:
-    """Counts the mapped shared-memory segments of this process."""
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return sum("/parallel_state-" in line for line in maps)
@@ -434,7 +431,7 @@ def test_a_forked_child_is_no_rank(pools: Pools) -> None:
 
 
 def misuse() -> None:
-    """Arguments that one rank can check are refused before anything is sent, and the group stays usable."""
+    """Nothing is sent, and the group stays usable."""
     with torch_world() as (rank, size):
         group = dist.group.WORLD
         x, out = torch.ones(1000), torch.empty(1)
@@ -476,7 +473,6 @@ def test_a_callback_may_receive_from_the_same_rank(pools: Pools) -> None:
 
 
 def call_in_a_handler() -> str:
-    """While rank 0 waits for rank 1 in a call, its signal handler calls the group."""
     with torch_world() as (rank, _):
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
@@ -505,7 +501,6 @@ def test_a_handler_of_signals_can_not_wait_for_the_group_it_interrupts(pools: Po
 
 
 def interrupt_a_receive(under_way: int) -> tuple[list[str], list[str]] | None:
-    """Returns the errors of rank 0's interrupted receive and of its next call."""
     with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
         if rank == 1:
             dist.distributed_c10d._get_default_store().wait(["interrupted"])
@@ -516,8 +511,6 @@ def interrupt_a_receive(under_way: int) -> tuple[list[str], list[str]] | None:
 
 
 def interrupted(calls: Sequence[Callable[[], object]]) -> tuple[list[str], list[str]]:
-    """Makes the calls, with Ctrl-C during the first. Returns the type and text of each error."""
-
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -538,14 +531,12 @@ def interrupted(calls: Sequence[Callable[[], object]]) -> tuple[list[str], list[
 
 @pytest.mark.parametrize("under_way", [0, 2], ids=["alone", "with others under way"])
 def test_ctrl_c_ends_a_receive_and_the_group(pools: Pools, under_way: int) -> None:
-    """KeyboardInterrupt is raised once, by the interrupted call."""
     told = pools(2).run(interrupt_a_receive, under_way, timeout_s=DEADLINE_S)[0]
     assert told[0] == ["KeyboardInterrupt", "GroupFailedError"]
     assert "interrupted by a signal" in told[1][1]
 
 
 def interrupt_a_wait() -> tuple[list[str], float] | None:
-    """Rank 0 gets Ctrl-C while it waits for another thread's call. Returns its errors, and that call's sum."""
     with torch_world() as (rank, _):
         x = torch.ones(1 << 18)
         if rank == 1:
@@ -630,7 +621,6 @@ def test_a_receive_ends_at_its_deadline_and_names_the_rank(pools: Pools) -> None
 
 
 def miss_a_barrier() -> str:
-    """Rank 0 calls a second barrier alone."""
     with torch_world() as (rank, size):
         dist.monitored_barrier()
         text = ""

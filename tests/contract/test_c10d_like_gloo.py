@@ -1,7 +1,5 @@
-"""torch.distributed over `backend="parallel_state"` where torch and programs expect gloo.
-
-Covers calls of several tensors, shared memory between tensors, averages, groups made from groups, and the backend's
-name. gloo in the same ranks is the oracle where it has the call.
+"""torch.distributed over `backend="parallel_state"` where torch and programs expect gloo, which is the oracle where it
+has the call.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ CPU = torch.device("cpu")
 
 
 def _compare(calls: Callable[[Any, int, int], Iterator[tuple[str, Sequence[Tensor]]]]) -> int:
-    """Compares each call's bits with gloo's. Returns the number of calls."""
     with torch_world() as (rank, size):
         gloo = dist.new_group(backend="gloo")
         ours, theirs = (list(calls(group, rank, size)) for group in (dist.group.WORLD, gloo))
@@ -278,7 +275,6 @@ def _timeout_of(group: Any) -> float:
 
 
 def _children(rank: int, size: int) -> Iterator[tuple[str, Any, float]]:
-    """Every way to make a group from another, with the timeout that it must have."""
     timeout = timedelta(seconds=CHILD_S)
     world: Any = dist.group.WORLD
     options = world._get_backend(CPU).options
@@ -350,7 +346,6 @@ def test_a_group_made_from_another_leaves_its_options(pools: Pools) -> None:
 
 
 def _wait_past_a_child_s_timeout() -> float:
-    """Rank 1 is late by more than the timeout of a group that was split from this one."""
     with torch_world(timeout_s=PARENT_S) as (rank, _):
         world: Any = dist.group.WORLD
         world.split_group([0, 1], timeout=timedelta(seconds=0.3), group_name="short")
@@ -430,7 +425,6 @@ def test_a_call_ends_at_the_timeout_that_was_set(pools: Pools, way: str, route: 
 
 
 def _shard() -> None:
-    """A rank without shards asks for its device by the backend's name."""
     with torch_world() as (rank, _):
         spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         x = sharded_tensor.ones(spec, 4, 2)

@@ -68,9 +68,8 @@ def _leaves(found: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def compare(program: Callable[..., Any], *args: Any) -> int:
-    """Compares the program's results over both backends. Returns their number."""
     expected, found = (list(_leaves(run_over(backend, program, *args), "")) for backend in ("gloo", "parallel_state"))
-    assert expected, "it gave nothing"
+    assert expected, "the program returned nothing"
     tolerances = {} if int(os.environ["WORLD_SIZE"]) > 2 else {"rtol": 0, "atol": 0}
     for (name, reference), (other, mine) in zip(expected, found, strict=True):
         assert name == other
@@ -82,8 +81,6 @@ def compare(program: Callable[..., Any], *args: Any) -> int:
 
 
 class Model(nn.Module):
-    """Layers of unequal sizes, a branch that only some batches take, and a buffer."""
-
     seen: Tensor
 
     def __init__(self, branch: bool = False) -> None:
@@ -147,14 +144,12 @@ def _train(
 
 
 def _count_buckets(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and these are text
-    """A program's own hook: a future's callback divides."""
     state.append(bucket.index())
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0].div_(dist.get_world_size()))
 
 
 def ddp_with_buckets(rank: int, size: int) -> Any:
-    """Several buckets, whose order changes after the first step."""
     found = {}
     for view in (False, True):
         model = DistributedDataParallel(Model(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)  # type: ignore[arg-type]
@@ -198,7 +193,6 @@ def ddp_with_unused_parameters(rank: int, size: int) -> Any:
 
 
 def ddp_with_join(rank: int, size: int) -> Any:
-    """Ranks with fewer batches join the others' calls when they are done."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(Model(), bucket_cap_mb=0.001)  # type: ignore[arg-type]
@@ -281,7 +275,6 @@ def test_distributed_data_parallel(pools: Pools, program: Callable[..., Any], si
 
 
 def fsdp1(rank: int, size: int) -> Any:
-    """Strategies, mixed precision, prefetches, clipped and accumulated gradients, full and sharded states."""
     cpu = torch.device("cpu")
     common: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "device_id": cpu}
     cases: dict[str, dict[str, Any]] = {
@@ -412,7 +405,6 @@ def _language_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def tensor_parallel(rank: int, size: int) -> Any:
-    """Columnwise, rowwise, sequence parallel, a loss over a sharded vocabulary, and FSDP2."""
     grid = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
     columns = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
     rows = {name: RowwiseParallel() for name in ("out", "down")}
@@ -453,7 +445,6 @@ def tensor_parallel(rank: int, size: int) -> Any:
 
 
 def distributed_tensors(rank: int, size: int) -> Any:
-    """Every placement to every other, with uneven rows and columns; operators; gradients."""
     mesh = init_device_mesh("cpu", (size,))
     places = {"0": Shard(0), "1": Shard(1), "copies": Replicate(), "sum": Partial(), "avg": Partial("avg"),
               "max": Partial("max")}  # fmt: skip
@@ -523,8 +514,6 @@ def test_pipelining(pools: Pools, size: int) -> None:
 
 
 def checkpoints(rank: int, size: int, folder: str) -> Any:
-    """Synchronous and asynchronous saves from shards; loads into other shards and into a whole model."""
-
     path = f"{folder}/{dist.get_backend()}"
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
 
@@ -563,7 +552,6 @@ def test_distributed_checkpoints(pools: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def with_gradients(rank: int, size: int) -> Any:
-    """All of torch.distributed.nn.functional: results and gradients of inputs."""
     import torch.distributed.nn.functional as differentiable
 
     world = dist.group.WORLD  # torch 2.15's default group is the world at import time
@@ -592,7 +580,7 @@ def with_gradients(rank: int, size: int) -> Any:
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         sum(((at + 1 + rank) * each.square().sum() for at, each in enumerate(outs)), torch.zeros(())).backward()
         found[name] = [[each.detach() for each in outs], [x.grad for x in xs if x.grad is not None]]
-        assert found[name][1], "no gradient came back"
+        assert found[name][1], "no input has a gradient"
     # On ranks other than the root, gloo's result is undefined; ours is the input.
     x = torch.rand(3, requires_grad=True)
     out = differentiable.reduce(x, 1)
@@ -602,7 +590,6 @@ def with_gradients(rank: int, size: int) -> Any:
 
 
 def functional_collectives(rank: int, size: int) -> Any:
-    """All functional collectives, by group, mesh and list of ranks; with gradients where torch defines them."""
     mesh = init_device_mesh("cpu", (size,))
     world, ranks = dist.group.WORLD, list(range(size))
     assert world is not None
@@ -780,7 +767,6 @@ def test_transformers_with_a_tensor_parallel_plan(pools: Pools, tmp_path: Path) 
 
 
 def _ddp_alone(rank: int, size: int) -> tuple[str, str, tuple[int, ...]]:
-    """The last rank doesn't join rank 0's backward."""
     model = DistributedDataParallel(Model(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
     loss = model(torch.ones(2, 8)).sum()
     found = None

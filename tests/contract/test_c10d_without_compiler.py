@@ -54,7 +54,7 @@ def test_ranks_without_the_compiled_part_go_over_gloo(
     for code_, output in ended:
         assert code_ == 0 and "done" in output, output
     warned = [output.count('the backend "parallel_state" of torch.distributed goes over gloo') for _, output in ended]
-    assert warned == [1, 0], "once on a host, by its first rank, also of what another lacks"
+    assert warned == [1, 0], "only the host's first rank warns, also if another rank lacks the library"
     output = ended[0][1]
     assert told in output, output
     assert not ("XDG_CACHE_HOME" in told and "install a C++ compiler" in output.lower())

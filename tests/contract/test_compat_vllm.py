@@ -133,7 +133,6 @@ def test_vllms_config_says_which_replica_a_rank_is_of(pools: Any) -> None:
 
 
 def _unseen() -> tuple[list[str], list[bool]]:
-    """Groups that no getter of vLLM's returned are suspended. Nothing stays of a destroyed group."""
     rank = int(os.environ["RANK"])
     vllm.init_distributed_environment(2, rank, "env://", rank, "gloo")
     called: list[str] = []
@@ -163,7 +162,6 @@ def test_groups_without_a_view_and_after_their_end(pools: Any) -> None:
 
 
 def _dispatch() -> None:
-    """Unequal token counts of two data-parallel ranks are gathered on both, and their sums are scattered back."""
     rank = int(os.environ["RANK"])
     vllm.init_distributed_environment(2, rank, "env://", rank, "gloo")
     group = vllm.GroupCoordinator([[0, 1]], rank, "gloo", True, group_name="ep", use_all2all=True)

@@ -49,7 +49,7 @@ def test_imports_of_other_programs() -> None:
 
     each([(path, name) for path, names in IMPORTED.items() for name in names], check)
     assert vllm.StatelessProcessGroup is StatelessProcessGroup
-    assert vllm._TP is None and vllm._EP is None, "there are no groups"
+    assert vllm._TP is None and vllm._EP is None, "without groups, vLLM's globals must be None"
     with pytest.raises(AttributeError, match="no attribute '_ABSENT'"):
         _ = vllm._ABSENT
 

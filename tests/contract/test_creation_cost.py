@@ -45,7 +45,6 @@ def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:
 
 @pytest.mark.parametrize("eager", [False, True], ids=["made at start", "all kinds"])
 def test_what_a_rank_does_does_not_grow_with_the_world(pools: Pools, eager: bool) -> None:
-    """Worlds of 1,024 and 16,384 ranks cost one rank the same calls and store operations."""
     small, large = 1024, 16384
     places = [(rank, size) for size in (small, large) for rank in (0, size // 2, size - 1)]
     first, *others = pools(1).run(_costs, places, eager, timeout_s=DEADLINE_S)[0]
@@ -79,7 +78,6 @@ def _use_groups() -> None:
 
 
 def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footprint, Footprint]:
-    """The footprint after `settled` rounds of making and destroying groups, and after all rounds."""
     found = []
     if not world_too:
         ps.init_distributed_environment()
@@ -107,7 +105,6 @@ def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footpr
     ids=["division", "world and division"],
 )
 def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settled_at: int, rounds: int) -> None:
-    """Threads, descriptors and memory don't grow after the warm-up rounds, except by one or two that are still closing."""
     found = pools(4).run(_again_and_again, world_too, settled_at, rounds, timeout_s=3 * DEADLINE_S)
     for rank, (settled, after) in enumerate(found):
         assert after.threads <= settled.threads + 2, rank
@@ -117,9 +114,7 @@ def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settl
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """Two ranks, whose first all_reduces the benchmark checks. The tensor-parallel group is the world, so it makes no
-    group.
-    """
+    """The tensor-parallel group is the world, so no group is made."""
     file = tmp_path / "result.json"
     words = ["--ranks", "2", "--repetitions", "1", "--no-counts", "--json", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

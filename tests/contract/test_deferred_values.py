@@ -30,8 +30,6 @@ NO_TENSORS = {"barrier", "empty", "broadcast_flag", "all_sum"}
 
 
 class Call(NamedTuple):
-    """A call with `[ROWS, 4]` tensors."""
-
     name: str
     run: Callable[[Member, Tensor], Any]
     only: str = ""
@@ -225,7 +223,6 @@ WRITING_MESSAGES = [
     ),
 ]
 RECEIVING = {"recv", "irecv", "recv_object", "irecv_object"}
-"""Tested together with their sends."""
 
 
 def _values(member: Member, shape: Sequence[int], is_complex: bool) -> Tensor:
@@ -234,7 +231,6 @@ def _values(member: Member, shape: Sequence[int], is_complex: bool) -> Tensor:
 
 
 def _kinds(only: str = "") -> Iterator[tuple[str, bool, Callable[[Tensor], Tensor]]]:
-    """Name, whether it needs complex values, and the function that makes it."""
     for name, make in deferred.REAL.items():
         yield name, False, make
     for name, make in deferred.COMPLEX.items() if only != "real" else ():
@@ -291,7 +287,7 @@ def _written_body(member: Member, calls: Sequence[Writing] = tuple(WRITING)) -> 
             found = call.run(member, x, out)
             assert _plain(found) == _plain(expected)
             assert _plain(out) == _plain(plain) and not holds_values(out)
-            assert out._version > version or torch.equal(out, first), "autograd has not been told"
+            assert out._version > version or torch.equal(out, first), "the write was not reported to autograd"
     for call in member.shared(calls):
         if _takes_part(member, call.only) and call.name in ("all_reduce_", "broadcast_", "all_gather", "all_to_all"):
             out = deferred.zeros(*call.shape(member))
@@ -372,7 +368,6 @@ def test_in_compiled_code(pools: Pools) -> None:
 
 
 def _torch_calls(rank: int, size: int, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Any]]:
-    """Every call with tensors that `of` makes, and its result on this rank."""
     w = torch.arange(1.0, 4.0 * size + 1).view(size, 4) + rank
 
     def outputs(count: int, *shape: int) -> list[Tensor]:

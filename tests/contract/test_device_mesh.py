@@ -57,7 +57,7 @@ def _out(layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
 
 
 def test_ranks_are_those_of_init_device_mesh(pools: Pools) -> None:
-    """Axes of 1 and 2 in every place. Each dim has our group, not a new group of the same ranks."""
+    """Each dim has our group, not a new group of the same ranks."""
     layouts = [
         dict(zip(DENSE, shape, strict=True)) for shape in ((2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 1, 8))
     ]
@@ -252,7 +252,7 @@ def test_meshes_that_cannot_be(pools: Pools) -> None:
             "no str": ("InvalidArgumentError", "as names, one argument each"),
             "half of an axis": ("LayoutError", "the remaining ranks of 'tp' form none"),
             "destroyed": ("GroupNotInitializedError", "initialize_model_parallel() first"),
-            "mesh of before": ("RuntimeError", "Could not resolve the process group"),  # torch's error
+            "mesh of before": ("RuntimeError", "Could not resolve the process group"),
             "groups of before": ("GroupDestroyedError", "was destroyed"),
         }
         assert {name: outcome.kind for name, outcome in facts.items()} == {n: kind for n, (kind, _) in expected.items()}

@@ -47,7 +47,6 @@ def _by_page() -> Iterator[tuple[str, Ranks | None, list[Block]]]:
 
 
 def _run_blocks(blocks: Sequence[Block]) -> None:
-    """Runs the blocks in one namespace, and destroys the world that they leave."""
     torch.manual_seed(0)
     names: dict[str, object] = {"__name__": "docs"}
     try:
@@ -123,7 +122,7 @@ def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
     elif {"program.py", "job.sh"} & set(arguments):  # the reader's own program
         assert program in ("python", "ssh") or f'"{program}"' in LAUNCHERS, f"no test starts ranks by {program}"
     else:
-        assert program == "python", f"how is {line!r} to be tried?"
+        assert program == "python", f"no rule here tests {line!r}"
         _check_script(arguments[0], arguments[1:], capsys, monkeypatch)
 
 

@@ -34,7 +34,6 @@ OWNERS: dict[str, Any] = {
 
 
 def find(name: str) -> Any:
-    """Returns the object that a documented name stands for."""
     if name.startswith("PARALLEL_STATE_"):
         return next(setting for setting in settings.ALL if setting.name == name)
     owner, _, attribute = name.rpartition(".")
@@ -80,10 +79,9 @@ def public_functions(reference: Reference, *classes: str) -> set[str]:
     ids=["vllm", "fairseq2"],
 )
 def test_what_their_users_call_is_named(reference: Reference, classes: list[str]) -> None:
-    """Compares with the other libraries' source."""
     theirs = " ".join(row[0] for row in ROWS)
     missing = {name for name in public_functions(reference, *classes) if not re.search(rf"[`.]{name}\b", theirs)}
-    fakes = {name for name in missing if name.endswith("_fake")}  # one row names them all
+    fakes = {name for name in missing if name.endswith("_fake")}
     assert missing == fakes
 
 

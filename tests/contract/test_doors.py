@@ -30,7 +30,6 @@ SHAPE = (6, SIZE)
 TRANSPORTS = {
     "shared memory": "shared_memory", "connections": "hierarchical", "hosts": "hierarchical", "gloo": "process_group",
 }  # fmt: skip
-"""Transport -> the catalog row that carries the group."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "send")
 Call = Callable[[Tensor], Tensor]
 Found = tuple[str, dict[tuple[str, str], str]]
@@ -254,7 +253,7 @@ def _wrong(rank: int, operation: str, call: Call) -> str:
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Found]]:
-    """Returns the ranks' answers by transport; each transport runs once."""
+    """The ranks' answers by transport; each transport runs once."""
 
     found: dict[str, list[Found]] = {}
 

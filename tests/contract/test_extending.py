@@ -31,7 +31,7 @@ def apply(block: str, root: Path) -> None:
     name, _, anchor = first.removeprefix("# ").partition(", before: ")
     path = root / name
     if not anchor:
-        assert not path.exists(), f"{name} is there already"
+        assert not path.exists(), f"{name} already exists"
         path.write_text(code)
         return
     text = path.read_text()
@@ -106,7 +106,6 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def said(copy: Path) -> str:
-    """Runs a program that uses the additions, and the copy's tests. Returns their output."""
     files = [file for each in SELECTED.values() for file in each]
     chosen = " or ".join(f"({words})" for words in SELECTED)
     done = subprocess.run(

@@ -36,7 +36,6 @@ def _inputs(member: Member, shape: tuple[int, ...], dtype: torch.dtype) -> tuple
 
 
 def _check_quantised(quantised: Tensor, scale: Tensor | float, low: Tensor, high: Tensor) -> None:
-    """Asserts that `quantised` is the quantization of a norm between `low` and `high`."""
     assert quantised.dtype == torch.float8_e4m3fn
     assert quantised.is_contiguous()
     divisor = torch.as_tensor(scale).double()
@@ -84,7 +83,6 @@ def _body(member: Member) -> list[bytes]:
 
 
 def test_quantised_norms(carrier: Carrier) -> None:
-    """All ranks also get the same bits."""
     answers = carrier.run(_body)
     assert carrier.simulated or all(each == answers[0] for each in answers)
 

@@ -21,7 +21,7 @@ def _body(member: Member) -> None:
             found = member.group.gather(x, dst, dim)
             unchanged.check()
             if member.rank != dst:
-                assert found is None, "only dst gets something"
+                assert found is None, "only dst may get a tensor"
                 continue
             assert found is not None
             check_moved(found, joined(xs, dim), x, alone=member.size == 1)

@@ -33,7 +33,6 @@ ensure_running()
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> str:
-    """Runs tests/gpu in a fork with torch imported. Returns pytest's output."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_TESTS", "PARALLEL_STATE"))}
     environment = {
         **kept,
@@ -79,7 +78,7 @@ OF_CALLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("call", list(OF_CALLS))
 def test_the_gpu_days_script_runs_dry(tmp_path: Path, call: str) -> None:
-    """All steps. Tests are only looked up by name, because the dry run above runs them."""
+    """Only looks up the names of its tests, because the dry run above runs them."""
     program = Program(
         script(ROOT / "benchmarks" / "gpu_proof.py", [call, str(tmp_path), "--dry"]),
         {**os.environ, "PYTHONPATH": python_path(ROOT)},
@@ -107,10 +106,10 @@ def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
         pytest.skip("there is a GPU")
     said = run(tmp_path, "-rs", "-vv")
     for name in (name for step in (*gpu_proof.FIRST, *gpu_proof.SECOND) for name in step.tests):
-        assert f"tests/gpu/{name} SKIPPED" in said, f"the GPU day's script asks for {name}"
+        assert f"tests/gpu/{name} SKIPPED" in said, f"the GPU script selects a test that doesn't exist: {name}"
     assert "needs a GPU: " in said
     assert " passed" not in said
-    assert not list(tmp_path.iterdir()), "a report of nothing"
+    assert not list(tmp_path.iterdir()), "a run without checks must write no report"
 
 
 def test_a_borrowed_environment_has_what_the_package_needs() -> None:

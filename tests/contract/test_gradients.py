@@ -24,7 +24,7 @@ EPSILON = 1e-14
 
 
 class Op(NamedTuple):
-    """A differentiable collective, and the same in one process: rank r's result from all ranks' tensors."""
+    """A differentiable collective, and its equivalent in one process."""
 
     name: str
     shape: Callable[[int], tuple[int, ...]]
@@ -83,7 +83,6 @@ def _body(member: Member) -> None:
 
 
 def _check(member: Member, op: Op, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Compares with the gradient in one process that has all ranks' tensors and adds up all losses."""
     xs = [x.clone().requires_grad_() for x in member.of_ranks(lambda rank: _positive(shapes[rank], rank))]
     outputs = [op.reference(xs, rank) for rank in range(member.size)]
     weights = member.of_ranks(lambda rank: _positive(tuple(outputs[rank].shape), rank, salt=1))
@@ -141,9 +140,7 @@ def test_gradients_of_uneven_shapes(carrier: Carrier) -> None:
 
 
 def _broadcast_body(member: Member) -> None:
-    """The root's gradient is the sum over all ranks; on others the tensor only gives its shape, so its gradient is
-    zero.
-    """
+    """The root's gradient sums all ranks' losses. Other ranks' tensors only give the shape: their gradient is zero."""
     for src in range(member.size):
         if member.can_hear(src):
             with member.case(f"broadcast from rank {src}"):
@@ -209,7 +206,7 @@ def _without_body(member: Member) -> None:
                     call(group, x)
                 for text in (f"{name} on group {group.unique_name!r}", "no gradient", "requires one", "no_grad()"):
                     assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
-                assert group.route.sequence == before, "something was started"
+                assert group.route.sequence == before, "a refused call was counted as an operation"
             assert group.all_reduce(torch.ones(1)).item() == member.size
 
 
@@ -218,7 +215,6 @@ def test_an_op_without_a_formula_raises_where_a_gradient_would_be_lost(group_car
 
 
 def _unrecorded_body(member: Member) -> None:
-    """Calls that record no gradient, also with a detached tensor."""
     group = member.group
     src, dst = (member.rank, member.rank) if member.simulated else (0, 1)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -272,11 +268,11 @@ def test_a_forward_mode_gradient_raises() -> None:
             with pytest.raises(InvalidArgumentError, match="no forward-mode gradient"):
                 call(x)
         assert group.all_reduce(torch.ones(1)).item() == 2
-    assert group.all_reduce(x).tolist() == [2.0] * 3, "outside of its level a dual tensor is a tensor"
+    assert group.all_reduce(x).tolist() == [2.0] * 3, "outside its dual level, a dual tensor must count as a plain one"
 
 
 class Region(NamedTuple):
-    """Rank r's forward from all inputs, and its backward from all gradients of the output."""
+    """A region's forward and backward for rank r, from all ranks' tensors."""
 
     name: str
     options: dict[str, bool]
@@ -362,7 +358,6 @@ def _weights() -> Weights:
 
 
 def _sharded(whole: Weights, size: int, rank: int) -> Weights:
-    """Columns of the first layer and rows of the second; other weights stay whole."""
     dims = {"up": 0, "up_bias": 0, "down": 1}
     return {
         name: (sliced(x, dims[name], size, rank) if name in dims else x).detach().clone().requires_grad_()
@@ -389,7 +384,6 @@ def _tensor_parallel(w: Weights, x: Tensor) -> Tensor:
 
 
 def _sequence_parallel(w: Weights, x: Tensor) -> Tensor:
-    """`x` and the result are this rank's slice of the tokens."""
     y = layer_norm(x, (HIDDEN,), w["scale"], w["shift"])
     y = ps.gather_from_sequence_parallel_region(y)
     y = linear(gelu(linear(y, w["up"], w["up_bias"])), w["down"])
@@ -397,7 +391,7 @@ def _sequence_parallel(w: Weights, x: Tensor) -> Tensor:
 
 
 def _trained(weights: Weights, loss_of: Callable[[Weights, int], Tensor], partial: Sequence[str] = ()) -> Weights:
-    """Returns the weights after STEPS of SGD. Gradients of `partial` cover only this rank's tokens, so they are summed."""
+    """Trains with SGD. Gradients of `partial` cover only this rank's tokens, so they are summed."""
     for step in range(STEPS):
         loss_of(weights, step).backward()
         with torch.no_grad():
@@ -425,7 +419,6 @@ def _training_body(kind: str) -> None:
         return (_sequence_parallel(w, x) - target).square().sum() / (TOKENS * HIDDEN)
 
     def loss_of_gathered_tokens(w: Weights, step: int) -> Tensor:
-        """From replicated tokens to replicated tokens, with a sequence-parallel layer between."""
         x, target = _batch(step)
         y = _sequence_parallel(w, ps.scatter_to_sequence_parallel_region(x))
         y = ps.gather_from_sequence_parallel_region(y, tensor_parallel_output_grad=False)

@@ -88,9 +88,7 @@ def _many(count: int, descriptors: int, address_bytes: int) -> dict[str, Any]:
     ],
 )
 def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, address_bytes: int) -> None:
-    """Tensor memory of 8 GiB per rank took 1 TiB of address space for 60 groups. The soft limit of open files is
-    raised.
-    """
+    """Reserving 8 GiB of tensor memory per rank once took 1 TiB for 60 groups."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8 * count:
         pytest.skip("the hard limit of open files is too low")
     for facts in pools(2).run(_many, count, descriptors, address_bytes, timeout_s=DEADLINE_S):
@@ -121,7 +119,7 @@ def _growing() -> list[float]:
             assert group.all_gather(x[-MIB:], 0).view(2, -1)[:, -1].tolist() == [mib % 100, mib % 100 + 1]
             kept.append((x, mib))
             beside.append((_address_space() - before) / MIB)
-        for x, mib in kept:  # no tensor has moved
+        for x, mib in kept:
             assert int(group.all_reduce(x)[-1]) == 2 * (mib % 100) + 1
     return beside
 

@@ -1,4 +1,4 @@
-"""A group of one rank refuses the same calls as a group of two, so a program that works alone works in a larger world."""
+"""A group of one rank refuses the same calls as a group of two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = ps.GroupCoordinator
 
 
 class Unregistered:
-    """A type that doesn't travel."""
+    """A type that can't be sent."""
 
 
 def _calls() -> dict[str, Callable[[Group, int], Any]]:
@@ -77,7 +77,7 @@ def _of_one_and_of_two() -> dict[str, tuple[str, str]]:
     for _ in range(2):  # the failed sends above; a later test would receive them
         with pytest.raises(ps.RemoteError):
             two.recv_tensor_dict()
-    assert two.all_sum(1) == 2, "the group goes on"
+    assert two.all_sum(1) == 2, "the group must stay usable"
     dist.barrier()
     return kept
 
@@ -86,7 +86,7 @@ def test_what_two_refuse_one_refuses(pools: Any) -> None:
     found = pools(2).run(_of_one_and_of_two, tp=2, timeout_s=60.0)
     for rank, kinds in enumerate(found):
         for name, (alone, together) in kinds.items():
-            assert together != "nothing", f"{name} is right"
+            assert together != "nothing", f"{name} was accepted by the group of two"
             assert alone == together or (together == "RemoteError" and alone == found[0][name][1]), (
                 rank,
                 name,

@@ -1,7 +1,4 @@
-"""Groups over several hosts, which are namespaces of this machine: routes, bits, bytes sent, failures.
-
-The other contract tests also run on such hosts, with all collectives, dtypes and shapes.
-"""
+"""Groups over several hosts, which are namespaces of this machine: routes, bits, bytes sent, failures."""
 
 from __future__ import annotations
 
@@ -136,7 +133,6 @@ def test_mixed_runs(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
 
 
 def _messages(placement: Sequence[int]) -> None:
-    """Dicts and objects from each rank. Long heads or tensors need several transfers."""
     group = ps.get_tp_group()
     for src in range(group.world_size):
         for text, count in itertools.product(("", "a" * 10_000), (0, 1, 1000, 400_000)):
@@ -166,7 +162,6 @@ def test_messages_to_all(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
 
 
 def _under_a_default_device(size: int) -> None:
-    """The program's default device doesn't affect the tensors of groups and messages."""
     with torch.device("meta"):
         ps.destroy_model_parallel()
         ps.initialize_model_parallel(size)
@@ -237,7 +232,6 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, o
 
 
 def _sent_by(count: int) -> dict[int, int]:
-    """Returns the bytes that this rank sends to each rank in an all_reduce."""
     group = ps.get_tp_group()
     before = sent_bytes(group)
     group.all_reduce(torch.ones(count, dtype=torch.bfloat16))
@@ -273,7 +267,6 @@ def test_ranks_that_wait_for_their_host_and_for_others_never_wait_in_a_ring(plac
 
 
 def _over_connections(count: int, placement: Sequence[int]) -> list[int]:
-    """Makes calls of every kind with large tensors. Returns the number of connections to each rank."""
     group = ps.get_tp_group()
     size, rank = group.world_size, group.rank_in_group
     inputs = _inputs(count, torch.float32, size)
@@ -301,7 +294,6 @@ def test_what_is_large_goes_over_several_connections(hosts: Hosts, placement: tu
 
 
 def _connected_as_each_wants(wanted: Sequence[int]) -> dict[int, int]:
-    """Returns the number of connections from a new group to each rank."""
     everyone = ps.get_tp_group()
     os.environ["PARALLEL_STATE_CONNECTIONS"] = str(wanted[everyone.rank_in_group])
     group = everyone.make_sub_group(range(len(wanted)))
@@ -320,7 +312,6 @@ def test_two_ranks_have_as_many_connections_as_both_want(hosts: Hosts) -> None:
 
 
 def _other_ends(count: int) -> list[list[str]]:
-    """Returns the remote addresses of this rank's connections."""
     group = ps.get_tp_group()
     assert torch.equal(group.all_reduce(torch.ones(count)), torch.full((count,), float(group.world_size)))
     return [[each.getpeername()[0] for each in to_one] for to_one in connections_of(group).values()]
@@ -369,7 +360,9 @@ def test_sums_of_bfloat16_may_be_rounded_before_they_travel(hosts: Hosts) -> Non
     assert all(torch.equal(total, totals[0]) for total in totals)
     found = totals[0].double()
     assert ((found - exact).abs() <= half_step * (travelled + found.abs()) * 1.01).all()
-    assert not torch.equal(totals[0], exact.float().bfloat16()), "else nothing was rounded"
+    assert not torch.equal(totals[0], exact.float().bfloat16()), (
+        "the test needs sums that are rounded between the hosts"
+    )
     assert (sent[1] - sent[0]) / 2 == pytest.approx(2 * count, rel=0.1)
 
 
@@ -387,9 +380,7 @@ def test_a_setting_of_one_rank_is_refused_on_all(hosts: Hosts) -> None:
 
 
 def _without_descriptors(victim: int) -> tuple[bool, list[float]]:
-    """Rank `victim` has no descriptors. Returns whether the group is meshed, and the sums of a receive and an
-    all_to_all.
-    """
+    """Returns whether the group is meshed, and the sums of a receive and an all_to_all."""
     with as_without_descriptors(int(os.environ["RANK"]) == victim), world(_world_size()):
         group = ps.get_tp_group()
         sent = group.isend(torch.full((3,), float(group.rank)), group.next_rank_in_group)
@@ -529,7 +520,6 @@ def test_a_model_with_tensor_parallel_hosts_and_a_pipeline_between(on_hosts: OnH
 
 
 def _until_it_fails(victim: int, count: int) -> Outcome:
-    """Makes all_reduces until one fails because `victim` exited. Checks that the group stays failed."""
     with world(_world_size()):
         group = ps.get_tp_group()
         x = torch.ones(count)
@@ -628,7 +618,6 @@ def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
 
 @pytest.mark.parametrize("cut", ["link", "call"])
 def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
-    """The lead's deadline expires; then its ranks and the other host detect that it gave up."""
     del hosts  # unused, because the test destroys its links
     with Hosts(2) as two, two.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S=str(TIMEOUT_S)) as ranks:
         outcomes = ranks.survivors(_cut_off, cut, timeout_s=60.0)
@@ -645,7 +634,6 @@ def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
 
 
 def _interrupted(what: str) -> list[Outcome]:
-    """Ctrl-C interrupts rank 0's first call, for which other ranks are late."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(_world_size())
     group = ps.get_tp_group()
@@ -699,7 +687,6 @@ CALLS_OF_HANDLERS: dict[str, tuple[Callable[..., object], Callable[..., object],
 
 
 def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
-    """Returns the outcome of a call in rank 0's signal handler, and the sum of a later call."""
     group, told = ps.get_world_group(), list[Outcome]()
     under_way, in_handler, of_others = CALLS_OF_HANDLERS[what]
     group.barrier()
@@ -718,7 +705,7 @@ def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
 
 @pytest.mark.parametrize("what", CALLS_OF_HANDLERS)
 def test_a_signal_handler_in_the_middle_of_a_call(hosts: Hosts, what: str) -> None:
-    """Row 44: the handler's call raises at once, and the interrupted call completes."""
+    """Row 44. The interrupted call completes."""
     with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="10") as ranks:
         (told, total), *others = ranks.run(_in_a_handler, what, tp=4, timeout_s=60.0)
     assert [outcome.kind for outcome in told] == ["UsageError"], told
@@ -819,7 +806,6 @@ FRAMED_CALLS: dict[str, Callable[[Tensor], object]] = {
 
 
 def _frames_of(operation: str) -> list[str]:
-    """Returns the modules of a call's Python frames, in order."""
     x, found = torch.ones(2048), list[str]()
     for _ in range(3):
         FRAMED_CALLS[operation](x)

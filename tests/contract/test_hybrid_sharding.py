@@ -105,7 +105,6 @@ def test_fsdp_by_the_same_groups(pools: Pools) -> None:
         assert facts["copies agree"]
         assert torch.equal(facts["gathered"], facts["weights"][0])
         for found, weight in zip(facts["weights"], expected, strict=True):
-            # float64 means in another order than the reference's.
             torch.testing.assert_close(found, weight.detach(), rtol=0, atol=1e-14)
 
 

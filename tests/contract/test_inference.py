@@ -1,6 +1,4 @@
-"""The demo alone and under torchrun, in forks; and its detection of a wrong layer. test_package.py starts it as a user
-does.
-"""
+"""The demo alone and under torchrun, in forks; and its detection of a wrong layer."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ def demo_arguments(tmp_path: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Without a launcher."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
@@ -61,11 +58,11 @@ def run_forked(code: str) -> tuple[int | None, str, str]:
 def check_report(code: int | None, report: str, errors: str, title: str) -> str:
     assert code == 0, report + errors
     assert title in report
-    assert re.search(r"^ +0\.\d{3} +(.*?) *$", report, re.MULTILINE)[1] == ANSWER  # the best answer is first
+    assert re.search(r"^ +0\.\d{3} +(.*?) *$", report, re.MULTILINE)[1] == ANSWER
     assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
     assert "sentences/s" in report
     assert "process_group" in report
-    assert "\x1b" not in report, "control characters in a log"
+    assert "\x1b" not in report, "a log must have no control characters"
     assert "Traceback" not in errors
     return report
 
@@ -82,7 +79,7 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str], tp: int) -> None:
-    """torchrun and its ranks are forks. Slow: four ranks on two cores."""
+    """Slow: four ranks on two cores."""
     words = ["--standalone", "--nproc-per-node", str(2 * tp), str(SCRIPT), "--tp", str(tp), "--pp", "1"]
     title = f"TP {tp} x PP 1 x DP 2: {2 * tp} processes on cpu"
     check_report(*run_forked(module("torch.distributed.run", [*words, *demo_arguments])), title)
@@ -129,7 +126,7 @@ def test_wrong_arguments_are_told_in_one_line(
 
 
 def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
-    """`run_rank` as with --cuda-graph. A replay is a plain call here, which tests buffers and padding."""
+    """`run_rank` as with --cuda-graph, with plain calls as replays."""
     import demo
 
     with contextlib.redirect_stdout(io.StringIO()) as report:

@@ -1,4 +1,4 @@
-"""`launch` with real processes. Each launch has a deadline. After each test none of its processes is left."""
+"""`launch` with real processes. Each launch has a deadline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def processes_named(prefix: str) -> list[int]:
 
 
 def listening(port: int | None = None) -> list[str]:
-    """The addresses of listening sockets as the kernel prints them, on `port` only if given."""
     rows = [
         line.split()
         for table in ("tcp", "tcp6")
@@ -66,7 +65,7 @@ def listening(port: int | None = None) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def name():
-    """Yields a name for the test's processes. Checks that none of them and no port is left."""
+    """A name for the test's processes. At the end no process and no port may be left."""
     ports = listening()
     name = f"t{os.getpid() % 100_000}.{next(_numbers)}"
     yield name
@@ -150,7 +149,6 @@ def two_cores() -> list[int]:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
 def test_each_rank_is_bound_to_its_share_of_the_launchers_cores(name):
-    """From its first line to its last. The launcher stays unbound."""
     usable = two_cores()
     found = launch(cores_and_words, 2, bind="cores", name=name, timeout=DEADLINE_S)
     shares = [before for before, *_ in found]
@@ -188,9 +186,7 @@ def told_on(lists: tuple[list[int], ...]) -> str:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
 @pytest.mark.parametrize("few", [0, 1])
 def test_ranks_that_may_use_different_cores_share_none(name, few):
-    """Otherwise each rank would take a share of its own cores; the rank with too few would fail, and its peer would
-    wait.
-    """
+    """Otherwise each rank takes a share of its own cores, and the one with too few fails alone."""
     usable = two_cores()[:2]
     lists = tuple(usable[:1] if each == few else usable for each in range(2))
     for told in launch(told_on, 2, args=(lists,), env={"PARALLEL_STATE_CORES": "share"}, name=name, timeout=DEADLINE_S):
@@ -231,7 +227,6 @@ calls: list[str] = []
 
 
 def set_up() -> None:
-    """Replaces `parallel_state.state` with a recorder."""
     calls.append(f"logging at {logging.getLevelName(logging.getLogger().level)}")
     calls.append("setup")
     recorder = ModuleType("parallel_state.state")
@@ -482,7 +477,7 @@ def test_an_interrupt_leaves_the_others_time_to_clean_up(name, tmp_path):
 
 
 def has_ended(pid: int) -> bool:
-    """A zombie has exited. It stays until the fork server reaps it, on which the launcher has no influence."""
+    """A zombie has exited. Only the fork server can reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -500,7 +495,7 @@ def test_a_start_that_is_broken_off_leaves_no_rank_behind(name, error, raised, t
 
     def start_the_first(process):
         if not process.name.endswith("-0"):
-            while not list(tmp_path.iterdir()):  # until the first one runs
+            while not list(tmp_path.iterdir()):
                 assert multiprocessing.active_children()
             raise error
         return original(process)

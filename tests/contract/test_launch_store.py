@@ -31,7 +31,6 @@ SECRET = secrets.token_bytes(32)
 
 
 def _plain_world() -> float:
-    """torch's own env://, with only torch holding the store."""
     dist.init_process_group("gloo")
     gc.collect()
     total = torch.ones(1)
@@ -53,7 +52,6 @@ def test_torchs_own_rendezvous_finds_it() -> None:
 
 
 def _worlds() -> list[int]:
-    """The number of open descriptors after each world."""
     counts = []
     for _ in range(10):
         init_distributed_environment()

@@ -25,7 +25,6 @@ VALUES: list[tuple[str, Any]] = [
 
 
 def _frames_of(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Returns the call's result and its number of Python frames."""
     names: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -64,6 +63,6 @@ def _exchange() -> dict[str, int]:
 
 def test_the_first_message_of_a_form_takes_few_frames(pools: Pools) -> None:
     if not native.load().has_ops:
-        pytest.skip("the plain build doesn't look into tensors")
+        pytest.skip("the library without ops can't read tensors")
     for found in pools(2).run(_exchange, tp=1, timeout_s=DEADLINE_S):
         assert max(found.values()) <= MOST_FRAMES, found

@@ -32,7 +32,6 @@ def _lies_in_shared_memory(x: Tensor) -> bool:
 
 
 def _backing_of(x: Tensor) -> str:
-    """Returns the inode of the owner's segment behind a tensor."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return next(
             line.split()[4]
@@ -42,7 +41,6 @@ def _backing_of(x: Tensor) -> str:
 
 
 def _is_lent(group: GroupCoordinator, x: Tensor) -> bool:
-    """Returns True for a tensor in another rank's memory."""
     return _lies_in_shared_memory(x) and _backing_of(x) != _backing_of(group.empty([ROWS], torch.float32))
 
 
@@ -239,7 +237,6 @@ def test_compiled_code_gets_copies(pools: Pools) -> None:
 
 
 def _opting_out() -> None:
-    """One of two readers sometimes asks for copies. Both always get the whole message."""
     with own_group() as group:
         held: list[tuple[int, Any]] = []
         lent = 0
@@ -276,7 +273,9 @@ def _full_of_loans() -> None:
             with torch.inference_mode():
                 in_inference = _exchange(group, 1, way, None)
             group.barrier()
-            assert in_inference is None or in_inference["hidden"].is_inference(), "as a copy is"
+            assert in_inference is None or in_inference["hidden"].is_inference(), (
+                "under inference_mode, a view must be an inference tensor"
+            )
         if group.rank_in_group == 0:
             group.send_tensor_dict(_dict_of(2), 1)
 

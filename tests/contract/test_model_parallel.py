@@ -87,7 +87,7 @@ def _misfits() -> dict[str, Outcome]:
 
 
 def test_sizes_that_do_not_fit_are_refused_on_every_rank(pools: Pools) -> None:
-    """At once, with each rank's sizes in the error. The world can be divided afterwards."""
+    """The errors have each rank's sizes. The world can be divided afterwards."""
     parts = {
         "3 of 4": ("LayoutError", ["4 ranks are not divisible by tp=3;", "[1, 2, 4]"]),
         "8 of 4": ("LayoutError", ["4 ranks", "tp=2 × pp=4 = 8"]),
@@ -121,7 +121,6 @@ def _one_rank_stays_away() -> Outcome | None:
 
 
 def test_a_rank_that_never_divides_the_world(pools: Pools) -> None:
-    """The others' operations time out."""
     *outcomes, _ = pools(4).run(_one_rank_stays_away, timeout_s=DEADLINE_S)
     for outcome in outcomes:
         assert outcome.kind in ("CollectiveTimeoutError", "PeerDiedError"), outcome
@@ -317,11 +316,10 @@ def test_other_sizes_on_the_same_world(pools: Pools) -> None:
             assert len(pp_ranks) == pp
             assert rank in tp_ranks
             assert total == sum(tp_ranks)
-        assert len({name for *_, name in found}) == len(sizes), "a stale name is no other group's"
+        assert len({name for *_, name in found}) == len(sizes), "a later group must not reuse a destroyed group's name"
 
 
 def _again_and_again(times: int, kept_default_group: str | None) -> list[tuple[int, int, int]]:
-    """Open descriptors, threads and c10d groups: after the first worlds, and after all."""
     if kept_default_group is not None:
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(kept_default_group, agent)
@@ -345,7 +343,6 @@ def _again_and_again(times: int, kept_default_group: str | None) -> list[tuple[i
 
 @pytest.mark.parametrize(("times", "joins"), [(30 if LONG else 10, False), (10, True)])
 def test_descriptors_and_threads_stay_flat(pools: Pools, times: int, joins: bool) -> None:
-    """Many worlds, each with a new default group, or all in a default group of the program."""
     name = f"kept/{uuid.uuid4()}" if joins else None
     for first, last in pools(4).run(_again_and_again, times, name, timeout_s=DEADLINE_S):
         assert last[0] <= first[0] + 2, "descriptors"

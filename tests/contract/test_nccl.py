@@ -64,7 +64,6 @@ def _run_on_rank(library: str, body: Callable[..., Any], args: tuple[Any, ...]) 
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in library, for groups of CPU processes."""
     if nccl_stand_in.compiler() is None:
         pytest.skip("there is no C compiler")
     return nccl_stand_in.build(tmp_path_factory.mktemp("nccl"))
@@ -89,4 +88,4 @@ def test_the_catalogs_row_is_before_torchs() -> None:
     names = [row.name for row in CATALOG]
     assert names.index("nccl") < names.index("device_group")
     (row,) = (row for row in CATALOG if row.name == "nccl")
-    assert row.device == "cuda" and not row.partial, "the stand-in carries everything, too"
+    assert row.device == "cuda" and not row.partial, "the stand-in's tests assume that NCCL's row is not partial"

@@ -46,7 +46,6 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _communicator(library: str, **changes: Any) -> StandInNccl:
-    """For this rank's tp group, with `changes` to its context."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     made = StandInNccl(dataclasses.replace(twin_of(ps.get_tp_group()).context, **changes))
     made.library.clear()  # type: ignore[attr-defined]
@@ -54,7 +53,6 @@ def _communicator(library: str, **changes: Any) -> StandInNccl:
 
 
 def _told(nccl: Any, call: Callable[[], object]) -> list[str]:
-    """Returns the log of NCCL's calls that `call` made."""
     nccl.library.clear()
     call()
     return nccl.library.log()
@@ -86,7 +84,6 @@ def test_the_ranks_meet_in_the_background_and_work_in_a_blocking_communicator(po
 
 
 def _busy_body(library: str) -> list[str]:
-    """The device is still busy when the group is closed."""
     nccl: Any = _communicator(library)
     nccl.all_reduce(torch.ones(3), "sum")
     nccl.streams.stuck = True
@@ -198,7 +195,6 @@ def test_what_a_call_tells_nccl(pools: Pools, stand_in: str) -> None:
 
 
 def _pairs_body(library: str) -> tuple[list[float], list[str], int]:
-    """Rings in both directions in which all ranks send first, in blocking and started calls."""
     nccl: Any = _communicator(library)
     rank, size = nccl.context.rank, nccl.context.size
     following, previous = (rank + 1) % size, (rank - 1) % size
@@ -228,7 +224,9 @@ def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pool
         assert got == [(rank - 1) % 4, (rank - 1) % 4 + 0.5, (rank + 1) % 4 + 0.25]
         assert [line.split()[0] for line in told] == ["Send", "Recv", "Send", "Recv", "Send", "Recv"]
         streams = [int(line.rpartition("=")[2]) for line in told]
-        assert streams[0] != streams[1] and min(streams[:2]) >= 100, "each direction has a stream beside"
+        assert streams[0] != streams[1] and min(streams[:2]) >= 100, (
+            "started transfers need a separate stream per direction"
+        )
         assert streams[2:] == [7] * 4
         following, previous = int(rank == 3), int(rank != 0)  # its rank in the pair's communicator
         assert [int(line.split("peer=")[1].split()[0]) for line in told[:2]] == [1 - following, 1 - previous]
@@ -295,7 +293,7 @@ def _late_body(library: str, what: str) -> tuple[str, str, float, list[str], int
     started = time.monotonic()
     try:
         nccl.all_reduce(torch.ones(3), "sum")
-        raise AssertionError("it came through")
+        raise AssertionError("the failing call returned")
     except ParallelStateError as error:
         return (
             type(error).__name__, str(error), time.monotonic() - started, nccl.library.log(), nccl.library.tell("live")
@@ -325,7 +323,6 @@ def test_what_nccl_says_of_a_failure_is_told(pools: Pools, stand_in: str) -> Non
 
 
 def _failing_body(library: str, how: str) -> list[tuple[str, str]]:
-    """Fails in a call or behind it. Returns the errors of this call and the next one."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
     # No shared memory: a failed group marks it as failed, and later tests use it.
@@ -485,7 +482,7 @@ def _warm_body(library: str) -> tuple[list[str], list[str]]:
 def test_a_capture_finds_every_kind_of_call_and_every_peer_connected(pools: Pools, stand_in: str) -> None:
     for first, second in pools(4).run(_warm_body, stand_in, tp=4):
         assert {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "Send", "Recv"} <= set(first)
-        assert second == [], "once is enough"
+        assert second == [], "a second capture must prepare nothing"
 
 
 def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
@@ -529,7 +526,7 @@ def test_parts_are_split_from_the_communicator_of_the_whole(pools: Pools, stand_
     answers = pools(4).run(_divided_body, stand_in, tp=4)
     assert [sums for sums, _, _ in answers] == [[2, 4], [4], [2, 4], [4]]
     for rank, (_, told, live) in enumerate(answers):
-        assert not [line for line in told if line.startswith("CommInit")], "no part met anew"
+        assert not [line for line in told if line.startswith("CommInit")], "no part may make a communicator of its own"
         color, key = ((0, 0), (-1, 0), (0, 1), (-1, 0))[rank]
         assert told[0] == f"CommSplit color={color} key={key} blocking=1"
         assert ("Config cga=1 min=-2147483648 max=3" in told) == (rank in (0, 2))
@@ -606,7 +603,7 @@ def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(pools: Pools, sta
 
 
 def _asked_to_divide_body(library: str) -> dict[str, tuple[int | None, int]]:
-    """Returns the divisions of the world's communicator while a layout's groups are made: rank in the part, color."""
+    """Returns how the world's communicator is divided while a layout's groups are made: rank in the part, color."""
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     asked: dict[str, tuple[int | None, int]] = {}
 
@@ -635,11 +632,10 @@ def test_groups_that_are_made_at_start_are_divided_from_the_world(stand_in: str)
     for rank, asked in enumerate(answers):  # order tp-dp-pp: tp groups are 0 1 and 2 3, pp groups 0 2 and 1 3
         assert asked["tp"] == (rank % 2, rank // 2)
         assert asked["pp"] == (rank // 2, rank % 2)
-        assert asked["dp"] == (0, rank), "of one rank: its route has no communicators, so it stands aside"
+        assert asked["dp"] == (0, rank), "a group of one rank needs no communicator"
 
 
 def _order_of_making_body() -> list[str]:
-    """Returns the order in which process groups and divisions of the world's communicator are made."""
     log: list[str] = []
 
     class Asked(Route):

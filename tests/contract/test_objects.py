@@ -57,14 +57,11 @@ def note_load(text: str) -> str:
 
 
 class Bomb:
-    """Notes that it was unpickled."""
-
     def __reduce__(self) -> Any:
         return note_load, ("loaded",)
 
 
 def same(x: object, y: object) -> bool:
-    """Equal values and types at every depth; tensors also have equal dtype and shape."""
     if type(x) is not type(y):
         return False
     if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -87,7 +84,6 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def tensor_zoo(seed: int) -> dict[str, Any]:
-    """Awkward tensors, equal for equal seeds."""
     base = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
     return {
         "nested": {"deep": [{"tensor": base}, (base[0], "text")]},
@@ -111,7 +107,6 @@ def tensor_zoo(seed: int) -> dict[str, Any]:
 
 
 def arrived_zoo(seed: int) -> dict[str, Any]:
-    """The zoo after receipt: no gradients, no Parameter."""
     zoo = tensor_zoo(seed)
     for key in ("grad", "with history", "parameter"):
         zoo[key] = zoo[key].detach()
@@ -130,10 +125,7 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
-    """A group of the world with its own process groups, for tests that make it fail. All ranks must enter it.
-
-    Its messages use queues where possible, or the transfers of the route.
-    """
+    """A group of the world with its own process groups, for tests that make it fail. All ranks must enter it."""
     world = ps.get_world_group()
     assert world.pool is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +156,6 @@ def metadata_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def check_usable(group: GroupCoordinator) -> None:
-    """Makes every kind of call, which also shows that nothing is left of earlier ones."""
     size, rank = group.world_size, group.rank_in_group
     assert group.all_gather_object(("here", rank)) == [("here", other) for other in range(size)]
     assert group.all_reduce(torch.ones(3)).tolist() == [size] * 3
@@ -196,7 +187,6 @@ def test_broadcast_object_from_every_source(pools: Pools, world_size: int) -> No
 
 
 def broadcast_sizes() -> set[int]:
-    """Sizes around the frame's capacity. Returns the numbers of transfers."""
     group = ps.get_world_group()
     fits = raw_messages.most_inline_bytes() - (metadata_bytes("x" * 4000) - 4000)
     flags = [torch.tensor(i) for i in range(5)]  # one byte each, at the end of the body, on both sides of the boundary
@@ -443,7 +433,6 @@ def test_a_received_object_lives_as_long_as_its_receiver_keeps_it(pools: Pools) 
 
 
 def calls_of_every_kind(group: GroupCoordinator, src: int) -> list[Callable[[Any], Any]]:
-    """Calls that bring `src`'s object to all ranks and return it."""
     rank, size = group.rank_in_group, group.world_size
 
     def to_each(obj: Any) -> Any:
@@ -474,7 +463,6 @@ def calls_of_every_kind(group: GroupCoordinator, src: int) -> list[Callable[[Any
 
 
 def refused_everywhere(obj: Any, error: type[Exception], match: str) -> None:
-    """Each call with `obj` raises `error` on the source and RemoteError on receivers. The group stays usable."""
     group = ps.get_world_group()
     for src in range(group.world_size):
         for call in calls_of_every_kind(group, src):
@@ -558,7 +546,6 @@ def test_an_object_that_fails_between_others_fails_alone(pools: Pools) -> None:
 
 
 def refuse_on_several() -> None:
-    """Ranks 1 and 2 raise their own encoding errors, the others rank 1's."""
     group = ps.get_world_group()
     bad = group.rank_in_group in (1, 2)
     expected = ps.MessageEncodeError if bad else ps.RemoteError
@@ -616,7 +603,7 @@ def pickle_where_the_reader_does_not() -> None:
                 assert raised.value.suspect_ranks == (0,)
                 with pytest.raises(ps.GroupFailedError):
                     group.barrier()
-    assert LOADED == [], "it was unpickled"
+    assert LOADED == [], "a refused pickle was loaded"
 
 
 def test_a_pickled_value_is_not_loaded_where_the_reader_did_not_allow_it(pools: Pools) -> None:
@@ -624,7 +611,6 @@ def test_a_pickled_value_is_not_loaded_where_the_reader_did_not_allow_it(pools: 
 
 
 def check_failed(group: GroupCoordinator, first: BaseException) -> None:
-    """Each call fails at once, with the first failure as its cause."""
     x = torch.ones(2)
     for call in (
         lambda: group.all_reduce(x),
@@ -702,7 +688,6 @@ def usable_world() -> None:
 
 
 def false_reference(way: str, over: str) -> None:
-    """The error is detected only after all tensors have arrived."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
             send_raw(group, raw_messages.false_reference(), way)
@@ -722,7 +707,6 @@ def test_a_message_that_can_not_be_built_poisons_the_group(pools: Pools, way: st
 
 
 def claimed_memory(size: int) -> int:
-    """Returns the growth of the receiver's address space for a message of `size` bytes."""
     with own_group(over="queue") as group:
         if group.rank_in_group == 0:
             send_raw(group, raw_messages.lists_that_claim(size, 60), "send")
@@ -740,7 +724,6 @@ def test_lists_can_not_claim_more_items_than_there_are_bytes(pools: Pools) -> No
 
 
 def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: str) -> None:
-    """A head announces a tensor that is never sent."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
             send_raw(group, raw_messages.head_of_tensor(numel), "send")
@@ -802,8 +785,6 @@ def test_waiting_after_the_group_was_destroyed(pools: Pools) -> None:
 
 
 class FakeWork:
-    """A transfer that completes on request. Records the threads that waited for it."""
-
     def __init__(self) -> None:
         self.done = threading.Event()
         self.waited_by: list[threading.Thread] = []
@@ -932,7 +913,6 @@ def test_tensors_without_waiting(pools: Pools) -> None:
 
 
 def after_the_end() -> None:
-    """A destroyed group of one rank is unusable too."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     assert pp.world_size == 1
     assert tp.world_size == 2

@@ -122,11 +122,10 @@ def test_every_op_has_a_case() -> None:
     assert {case.op for case in CASES} == set(NAMES)
     registered = {name.removeprefix("parallel_state::") for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("parallel_state::")}  # fmt: skip
-    assert registered == set(OP_NAMES), "an op is registered past the table"
+    assert registered == set(OP_NAMES), "an op is registered outside the table"
 
 
 def _local_peer(case: Case) -> Case:
-    """The same call by rank 0 of two."""
     return case._replace(arguments=(*case.arguments[:-1], 1)) if case.op in ("recv", "recv_list_") else case
 
 
@@ -138,7 +137,7 @@ def test_opcheck_in_one_process(case: Case, requires_grad: bool) -> None:
     group = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(group, _x(case, 0, requires_grad)))
     if requires_grad or case.op not in ("copy_region", "scatter_region"):  # these send in one direction only
-        assert sum(traffic.calls for traffic in group.traffic().values()) > 1, "opcheck runs it, or its parts"
+        assert sum(traffic.calls for traffic in group.traffic().values()) > 1, "opcheck must have run the op"
 
 
 ON_TWO_RANKS = NAMES if LONG else NAMES[::3]
@@ -165,7 +164,6 @@ def _opcheck_body() -> list[str]:
 
 
 def _answer(group: Group, case: Case) -> None:
-    """Answers a send or recv that the peer checks, as often as opcheck runs it."""
     alone = answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(alone, _x(case)))
     lists = [torch.ones(4, 3), torch.ones(2)]
@@ -263,7 +261,7 @@ def test_meta_tensors(case: Case, group_device: str) -> None:
     ]
     before = group.traffic()
     _check_shape(_op(case.op)(*arguments), case, "meta", Tensor)
-    assert group.traffic() == before, "a shape is worked out without a communicator"
+    assert group.traffic() == before, "computing a shape must not use a communicator"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -27,7 +27,7 @@ def _of_ranks(member: Member, shape: tuple[int, ...]) -> list[Tensor]:
 
 def _check(found: Tensor, out: Tensor, expected: Tensor, version: int) -> None:
     assert found is out and torch.equal(out, expected)
-    assert out._version > version, "a formula that saved it must notice"
+    assert out._version > version, "autograd must detect the write"
 
 
 def _body(member: Member) -> None:
@@ -84,7 +84,6 @@ def test_torchs_names(carrier: Carrier) -> None:
 
 
 def _gradient_body(member: Member) -> None:
-    """With a gradient, the result is copied together with its graph."""
     for shape in SHAPES:
         with member.case(f"{shape}"):
             x = torch.ones(shape, requires_grad=True)

@@ -47,7 +47,6 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 def compiler(folder: Path, script: str) -> str:
-    """Returns a $CXX that runs `script`."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -69,7 +68,7 @@ if [ "$made" ]; then exec cp "${{module:-$made}}" "$out"; fi; : > "$out" """
 
 
 def environment(folder: Path, *borrowed: str) -> Path:
-    """Makes an environment that sees these package folders, by default the current one's. Returns its Python."""
+    """Makes an environment that sees these package folders. Returns its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
@@ -88,7 +87,6 @@ def plain_library() -> Path:
 
 @pytest.fixture(scope="module")
 def full_library() -> Path:
-    """The library with ops, as the checkout compiled it."""
     library = native.load()
     assert library.has_ops, library.note
     return library.path
@@ -96,7 +94,6 @@ def full_library() -> Path:
 
 @pytest.fixture(scope="module")
 def store_library() -> Path:
-    """The store module for torch, as the checkout compiled it."""
     return compiled.store_module()
 
 
@@ -109,7 +106,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         except metadata.PackageNotFoundError:
             found = "0"
         if int(found.split(".")[0]) < oldest:
-            pytest.skip(f"packages can't be made offline: it takes {package} >= {oldest}, but found is {found}")
+            pytest.skip(f"packages can't be built offline: this requires {package} >= {oldest}, but found is {found}")
     folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*UNTRACKED))
@@ -139,7 +136,6 @@ def wheel(sdist: Path, plain_library: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an empty environment with the wheel installed."""
     folder = tmp_path_factory.mktemp("installed")
     python = environment(folder / "empty", *(path for path in sys.path if path.endswith("-packages")))
     options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
@@ -167,14 +163,13 @@ def cache(
 
 
 def packaged(wheel: Path) -> set[str]:
-    """Returns the names of the compiled libraries and their digests."""
     return {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if Path(name).name.startswith("_native")}
 
 
 def test_the_sdist_is_the_checkout(sdist: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
-        pytest.skip("not a checkout of git")
+        pytest.skip("not a git checkout")
     expected = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
     assert {"THIRD_PARTY.md", "Makefile", "tests/conftest.py", ".github/workflows/ci.yml"} <= expected
     assert expected - {str(path.relative_to(sdist)) for path in sdist.rglob("*")} == set()
@@ -194,7 +189,9 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     assert "parallel_state_plugins.py" in names
     information = {name for name in names if ".dist-info/" in name}
     assert {Path(name).name for name in names - information - expected} == packaged(wheel)
-    assert packaged(wheel) == {"_native.so", "_native.digest"}, "what is linked to torch is compiled where it is used"
+    assert packaged(wheel) == {"_native.so", "_native.digest"}, (
+        "libraries linked to torch must be compiled on the user's machine"
+    )
     assert {Path(name).name for name in information if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY.md"}
     assert re.fullmatch(r"parallel_state-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
 
@@ -256,7 +253,7 @@ LIBRARY = (
 
 def test_the_demo_compiles_at_its_first_use(cache: Path, installed: Path, tmp_path: Path) -> None:
     made = sorted(path.suffix for path in cache.iterdir())
-    assert made == [".lock", ".lock", ".so", ".so"], "the ops and the store, each once, by one of four ranks"
+    assert made == [".lock", ".lock", ".so", ".so"], "four ranks must compile ops and store only once"
     variables = {"XDG_CACHE_HOME": str(cache.parent), "CXX": "/nowhere"}
     assert run(installed, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
 
@@ -279,7 +276,7 @@ def test_a_build_beside_torch_brings_its_ops(
     zipfile.ZipFile(wheel).extractall(tmp_path / "target")
     variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
     assert run(sys.executable, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
-    assert not (tmp_path / "parallel_state").exists(), "no cache was needed"
+    assert not (tmp_path / "parallel_state").exists(), "the wheel must not need the cache"
 
 
 def test_a_wheel_is_made_without_a_compiler(sdist: Path, tmp_path: Path) -> None:

@@ -115,7 +115,6 @@ OTHERS = {
 
 
 def _getters_of_the_table() -> dict[str, tuple[str, str]]:
-    """Maps every getter of the axis table to its group's name and the fact that it returns."""
     promised: dict[str, tuple[str, str]] = {}
     for axis in ps.AXES:
         promised[f"get_{axis.name}_group"] = promised[f"try_get_{axis.name}_group"] = (axis.name, "group")
@@ -126,7 +125,6 @@ def _getters_of_the_table() -> dict[str, tuple[str, str]]:
 
 
 def _long_names() -> dict[str, str]:
-    """Maps possible long getter names to their short names."""
     pairs = {}
     for axis in ps.AXES:
         for prefix, fact in [("get", fact) for fact in ("group", *FACTS)] + [("try_get", "group")]:
@@ -174,7 +172,6 @@ ROOMY = {"cp": 2, "ep": 2, "etp": 1, "dp_replicate": 2, "dcp": 2}
 
 @pytest.mark.parametrize("rank", [0, 5, 22, 47])
 def test_every_getter_of_the_table(rank: int) -> None:
-    """Compared with the layout. Ranks outside a group get an error that says so."""
     groups = simulate(rank, 48, 2, 3, ranks_per_node=8, **ROOMY)
     with groups.use():
         for name, (axis, fact) in _getters_of_the_table().items():
@@ -219,12 +216,13 @@ def test_megatrons_flags(vp_stage: int | None) -> None:
         assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
         assert ps.get_virtual_pipeline_model_parallel_rank() == 0
         assert not ps.is_pipeline_first_stage(False, vp_stage)
-        assert attempt(ps.is_pipeline_first_stage, False, 2).kind == "ok", "a middle rank has no first stage"
+        assert attempt(ps.is_pipeline_first_stage, False, 2).kind == "ok", (
+            "a middle rank must not check the stage number"
+        )
         assert not ps.is_rank_in_embedding_group()
 
 
 def test_optimizer_instances_by_megatrons_getters() -> None:
-    """6 data-parallel ranks with cp 2 in 3 instances, each of 2 data-parallel ranks with all their cp."""
     sizes = {"context_parallel_size": 2, "num_distributed_optimizer_instances": 3}
     with simulate(13, 24, 2, **sizes).use():
         assert ps.get_data_parallel_group(True, True).ranks == [9, 11, 13, 15]
@@ -232,7 +230,7 @@ def test_optimizer_instances_by_megatrons_getters() -> None:
         assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True).ranks == [9, 11, 13, 15]
         assert ps.get_intra_distributed_optimizer_instance_group().ranks == list(range(8, 16))
         assert ps.get_inter_distributed_optimizer_instance_group().ranks == [5, 13, 21]
-        assert "inter_dist_opt" in ps.get_parallel_groups().groups, "a size was given: made at start"
+        assert "inter_dist_opt" in ps.get_parallel_groups().groups, "a group with a given size is made at start"
 
 
 @pytest.mark.parametrize("rank", [0, 7])
@@ -267,7 +265,6 @@ def test_virtual_stages_need_a_pipeline() -> None:
 
 @pytest.mark.parametrize("rank", range(12))
 def test_every_getter_says_what_the_group_says(rank: int) -> None:
-    """In a layout where all groups differ."""
     groups = simulate(rank, 12, 2, 3)
     assert [getattr(groups, axis).world_size for axis in AXES] == [2, 3, 2]
     assert groups.tp.ranks == groups.layout.group_of(rank, "tp")

@@ -67,7 +67,7 @@ def test_process_groups_are_made_once_and_shared(pools: Pools) -> None:
             for axis, size in sizes.items():
                 assert facts[f"{tp} {pp} {axis}"] == (size, True, size == 4, True, True, float(size)), (rank, axis)
         assert facts["4 1 made"] == facts["1 4 made"] == facts["1 1 made"] == 0
-        assert facts["2 1 made"] == 2, "this rank's tp and dp; those of other ranks are no groups here"
+        assert facts["2 1 made"] == 2, "only this rank's tp and dp groups may be made"
         assert facts["default stays"] == 4.0
 
 
@@ -143,7 +143,6 @@ def _lists_of_ranks() -> dict[str, Any]:
 
 
 def test_groups_by_lists_of_ranks(pools: Pools) -> None:
-    """Lists that don't divide the world are refused on every rank, not only on the omitted one."""
     for rank, facts in enumerate(pools(4).run(_lists_of_ranks, timeout_s=DEADLINE_S)):
         expected = {
             "before init": ("GroupNotInitializedError", "first"),
@@ -190,7 +189,6 @@ def tp_rank(group: ps.GroupCoordinator) -> torch.Tensor:
 
 
 def test_sub_groups(pools: Pools) -> None:
-    """Distinct ranks of the group; None on ranks outside. Ranks whose requests differ get an error."""
     for rank, facts in enumerate(pools(4).run(_sub_groups, timeout_s=DEADLINE_S)):
         assert facts["ends"] == (([0, 3], rank // 3, 3.0) if rank in (0, 3) else None)
         assert facts.get("closed") == ("GroupDestroyedError" if rank in (0, 3) else None)
@@ -333,14 +331,13 @@ def _derived() -> dict[str, Any]:
 
 
 def test_derived_groups_are_made_at_their_first_use(pools: Pools) -> None:
-    """Members create them. Equal rank sets share a process group. Destroy removes all."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}, ranks_per_node=8)
     for rank, facts in enumerate(pools(8).run(_derived, timeout_s=DEADLINE_S)):
         assert facts["at start"] == ["tp", "cp", "ep", "dp", "pp"]
         assert facts["model"] == layout.group_of(rank, "model")
         assert facts["again"]
         assert facts["one more"] == 1
-        assert facts["shared"], "with one rank in each expert-tensor group"
+        assert facts["shared"], "with etp = 1, equal rank sets must share a process group"
         assert facts["embedding"] == layout.group_of(rank, "pp")
         assert facts["position"] == ("ok" if rank < 4 else "GroupNotInitializedError")
         assert facts["all"] == {name: layout.group_of(rank, name) for name in facts["all"]}
@@ -372,7 +369,6 @@ def test_members_in_different_numbers_of_groups(pools: Pools) -> None:
 
 
 def _two_models() -> dict[str, Any]:
-    """A prefill engine on ranks 0 … 3 and a decode engine on the others, each with its own layout."""
     with world() as everyone:
         mine = [rank for rank in range(8) if (rank < 4) == (everyone.rank < 4)]
         engine = everyone.make_sub_group(list(range(4))) or None
@@ -446,7 +442,6 @@ def _made_by_all() -> dict[str, Any]:
 
 
 def test_groups_made_by_all_ranks(pools: Pools) -> None:
-    """Backends like MPI need all ranks to call new_group for every list in one order."""
     for rank, facts in enumerate(pools(4).run(_made_by_all, timeout_s=DEADLINE_S)):
         assert facts["calls"] == [[0, 1], [2, 3], [0, 2], [1, 3]]
         pair, stage = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
@@ -454,7 +449,7 @@ def test_groups_made_by_all_ranks(pools: Pools) -> None:
         assert facts["twin's calls"] == 0
         assert facts["twin"] == facts["again"] == pair
         assert facts["sub-group"].kind == "UnsupportedError", facts
-        assert facts["late"].kind == "ok", "of all ranks: the world's"
+        assert facts["late"].kind == "ok", "a group of all ranks must be the world's"
         assert facts["differs"].kind == "ConfigMismatchError"
         assert "creation strategy is auto on rank 0 and global on rank 1" in facts["differs"].text
         assert facts["wrong"].kind == "SettingError"
@@ -462,7 +457,6 @@ def test_groups_made_by_all_ranks(pools: Pools) -> None:
 
 
 def _kept() -> dict[str, Any]:
-    """Returns what stays of process groups while the program, as a layer does, holds destroyed groups."""
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
     with world(2, 2) as everyone:
@@ -497,7 +491,6 @@ def test_a_destroyed_group_that_is_held_keeps_no_process_group(pools: Pools) -> 
 
 
 def _made_beside_another() -> dict[str, Any]:
-    """While one thread waits for the peer to create a group, the pool serves other threads."""
     facts: dict[str, Any] = {}
     with world() as everyone:
         pool = everyone.pool
@@ -544,8 +537,6 @@ ONE_SIDED = [("alone", 0), ("alone", 1), ("fails", 0), ("fails", 1)]
 
 
 def _one_sided() -> list[tuple[str, float]]:
-    """Groups that only one rank requests, or whose creation fails on one rank, and that all request afterwards."""
-
     found = []
     with world() as everyone:
         pool = everyone.pool
@@ -628,7 +619,6 @@ SHORT_S = 1.0
 
 
 def _slow_connections() -> list[Any]:
-    """Rank 1 takes longer to connect than an operation's timeout."""
     rank, found = int(os.environ["RANK"]), []
 
     def late(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -675,7 +665,6 @@ def check_slow_connections(told: list[Any]) -> None:
 
 
 def test_connecting_has_the_start_s_timeout(pools: Pools) -> None:
-    """Operations and transfers then have their own timeout."""
     check_slow_connections(pools(2).run(_slow_connections, timeout_s=DEADLINE_S))
 
 
@@ -684,7 +673,6 @@ FAKE_SIZES = (8, 1 << 18)
 
 
 def _on_torchs_fake_backend() -> dict[str, Any]:
-    """Compares each call on a small and a large tensor with torch's own function."""
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     facts: dict[str, Any] = {"differs": []}
     try:

@@ -36,8 +36,6 @@ def _sends(group: GroupCoordinator) -> bool:
 
 
 def _pair(send: Call, receive: Callable[[GroupCoordinator, Any], Any]) -> Call:
-    """A call from the first rank to the last. The others do nothing."""
-
     def call(group: GroupCoordinator, given: Any) -> Any:
         if _sends(group):
             send(group, given)
@@ -121,7 +119,6 @@ def test_no_message_call_is_left_out() -> None:
 
 
 def _objects(seed: int) -> Iterator[Any]:
-    """The objects of one seed. Some have only empty tensors."""
     source = random.Random(seed)
     yield value(source)
     yield value(source, only_empty=True)
@@ -173,7 +170,6 @@ def test_on_one_host(pools: Pools, over: str) -> None:
 def test_between_hosts(
     on_hosts: Callable[[Sequence[int]], HostRanks], placement: tuple[int, ...], tp: int, pp: int, name: str
 ) -> None:
-    """Groups with one rank per host, and one with several."""
     seeds = range(SEEDS if LONG else SEEDS // 2)
     on_hosts(placement).run(_on_hosts, name, seeds, tp=tp, pp=pp, timeout_s=DEADLINE_S * (10 if LONG else 1))
 
@@ -183,7 +179,6 @@ def _on_hosts(name: str, seeds: Sequence[int]) -> None:
 
 
 def _sliced(seeds: Sequence[int]) -> None:
-    """Each rank of a tensor-parallel group sends a slice to the next pipeline stage."""
     pp, tp = ps.get_pp_group(), ps.get_tp_group()
     for seed in seeds:
         for given in _dicts(seed):
@@ -229,7 +224,6 @@ def test_every_dtype_of_torch(pools: Pools, over: str) -> None:
 
 
 def _refused(over: str) -> None:
-    """A dtype that receivers can't allocate is refused on the sender, and the group stays usable."""
     with own_group(over) as group:
         _refuse_all(group, _sends(group))
 

@@ -88,7 +88,9 @@ def test_records_tell_who_is_missing(
     outcomes = pools(4).run(_hangs, route, str(tmp_path), timeout_s=DEADLINE_S)
     kinds = {kind for kind, _ in outcomes}
     assert "CollectiveTimeoutError" in kinds
-    assert kinds <= {"CollectiveTimeoutError", "CommunicationError", ""}, "gloo's others hear of the first that gave up"
+    assert kinds <= {"CollectiveTimeoutError", "CommunicationError", ""}, (
+        "over gloo, other ranks may fail because the first one gave up"
+    )
     assert main(["debug", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     (part,) = (part for part in text.split("\n\n") if "behind" in part)

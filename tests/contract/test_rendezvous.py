@@ -100,7 +100,6 @@ def _again_on_one_port(port: int, rounds: int) -> list[tuple[list[int], int]]:
 
 
 def test_worlds_follow_each_other_on_one_port(pools: Pools) -> None:
-    """Also with a rank that is slow to leave. Open descriptors don't grow."""
     with held_port() as port:
         for found in pools(4).run(_again_on_one_port, port, 8, timeout_s=DEADLINE_S):
             assert all(right for right, _ in found)
@@ -141,7 +140,6 @@ def test_a_kept_group_holds_no_address(pools: Pools) -> None:
 
 
 def test_worlds_follow_each_other_though_groups_are_kept(pools: Pools) -> None:
-    """Kept groups of earlier worlds hold neither the port nor the ranks."""
     with held_port() as port:
         found = pools(4).run(_again_though_groups_are_kept, port, timeout_s=DEADLINE_S)
     assert found == [[4.0, 3.0, 4.0]] * 3 + [[4.0, 4.0]]
@@ -177,7 +175,7 @@ def _leave_the_name_of_a_world(name: str) -> None:
     if os.environ[RANK] == "0":
         agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore("parallel_state/0", agent)
-        assert store.check(["world"]), "the key is called otherwise now"
+        assert store.check(["world"]), "the rendezvous no longer uses this key"
         store.set("world", name)
         dist.PrefixStore(name, store).set("rank/1", '[4, "somebody"]')
 
@@ -198,7 +196,6 @@ def test_the_name_of_a_world_whose_first_rank_was_killed(pools: Pools, library: 
 @pytest.mark.parametrize(("sizes", "told", "other"), [([2, 4, 4, 4], 2, 4), ([4, 2, None, None], 4, 2)])
 @pytest.mark.parametrize("method", ["tcp", "env"])
 def test_world_sizes_that_differ(pools: Pools, method: str, sizes: list[int | None], told: int, other: int) -> None:
-    """All present ranks get both sizes in an error long before the deadline."""
     with held_port() as port:
         address = f"tcp://127.0.0.1:{port}" if method == "tcp" else "env://"
         results = pools(4).run(_meet, address, sizes, AMPLE_S, timeout_s=DEADLINE_S)
@@ -212,7 +209,6 @@ def test_world_sizes_that_differ(pools: Pools, method: str, sizes: list[int | No
 
 
 def test_a_world_without_us(pools: Pools) -> None:
-    """Two ranks make a world of two. The others ask for four, and can't join it."""
     results = pools(4).run(_meet, "env://", [2, 2, 4, 4], START_S, timeout_s=DEADLINE_S)
     for rank, (met, works) in enumerate(results):
         if rank < 2:

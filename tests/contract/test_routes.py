@@ -1,4 +1,4 @@
-"""The choice of a communicator by size and dtype: equal on every rank, with a reason for each unused one."""
+"""Every rank chooses the same communicator by size and dtype, with a reason for each unused one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ SMALL = Row("small_floats", __name__, "SmallFloats", unfit=_fits)
 
 
 def _member(*rows: Row) -> ps.GroupCoordinator:
-    """This rank's tp group with `rows` before those of the catalog."""
     group = twin_of(ps.get_tp_group())
     group.route = build_route(group.context, (*rows, *GENERAL))
     register_route(group.route)
@@ -185,7 +184,7 @@ def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
     (row,) = (row for row in CATALOG if row.name == name)
     assert all(row.paths[:2])
     on_device = row.device != "any" or row.simulated
-    assert (row.paths.captured is not None) == on_device, "what the host does can't be recorded, what a device does can"
+    assert (row.paths.captured is not None) == on_device, "only communicators of a device have a path for captures"
 
 
 def _capturing_body(capturing: bool) -> list[str]:
@@ -320,11 +319,13 @@ def test_communicators_are_captured_and_closed_with_the_route(pools: Pools) -> N
 def test_the_catalog_is_a_table_of_communicators() -> None:
     names = [row.name for row in CATALOG]
     assert len(set(names)) == len(names)
-    assert names[-1] == "process_group", "what carries everything comes last"
+    assert names[-1] == "process_group", "the last row must carry everything"
     assert not CATALOG[-1].partial and CATALOG[-1].device == "any"
     for row in CATALOG:
         assert issubclass(row.load(), Communicator)
-        assert row.load().name == ("shared_memory" if row.several_hosts else row.name), "one class for both"
+        assert row.load().name == ("shared_memory" if row.several_hosts else row.name), (
+            "one class serves one host and several"
+        )
 
 
 def _carries_something_body(member: Member) -> None:
@@ -333,7 +334,9 @@ def _carries_something_body(member: Member) -> None:
         assert own.name == member.row
         operations = ("all_reduce", "all_gather", "broadcast", "send")
         requests = [Request(each, torch.float32, "cpu", 8, "sum" if "reduce" in each else None) for each in operations]
-        assert None in [own.refusal(request) for request in requests], "the rows behind it would pass its tests for it"
+        assert None in [own.refusal(request) for request in requests], (
+            "later rows would carry all requests in this row's tests"
+        )
 
 
 def test_a_row_carries_something_itself(group_carrier: Carrier) -> None:
@@ -347,8 +350,6 @@ def test_a_route_without_communicators_says_so() -> None:
 
 
 class _Noted(ProcessGroupCommunicator):
-    """Notes when it is prepared for a capture."""
-
     log: list[str] = []  # noqa: RUF012  (one for all groups, in order)
 
     @contextmanager
@@ -365,7 +366,7 @@ def _capture_body() -> list[str]:
     _Noted.log.clear()
     with ps.graph_capture() as capture:
         assert isinstance(capture, ps.GraphCaptureContext)
-        assert capture.stream is None, "the CPU has none"
+        assert capture.stream is None, "the CPU has no stream"
         ps.get_tp_group().all_reduce(torch.ones(1))
     with ps.get_pp_group().graph_capture() as alone, ps.get_tp_group().graph_capture(alone) as same:
         assert same is alone
@@ -397,7 +398,6 @@ def test_the_table_of_paths_says_where_ops_go_through_python(pools: Callable[[in
 
 
 def _warnings(reason: str | None, variables: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Returns the warnings of a world without the compiled library for `reason`, and a group's route."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -434,7 +434,7 @@ def test_gloo_within_a_host_is_warned_of_once_unless_it_was_chosen(
     (first, route), *others = pools(2).run(_warnings, reason, variables)
     carrier = {(None, False): ["shared_memory"], (None, True): ["hierarchical"]}.get((reason, bool(variables)), [])
     assert route == [*carrier, "process_group"]
-    assert all(not told for told, _ in others), "one rank says it for all"
+    assert all(not told for told, _ in others), "only one rank may warn"
     assert len(first) == warns, first
     if warns:
         assert (

@@ -49,7 +49,6 @@ def test_scatter_where_only_src_knows_the_size(carrier: Carrier) -> None:
 
 
 def _ignored_body(member: Member) -> None:
-    """Arguments of ranks other than `src` are ignored."""
     for src in range(member.size):
         if member.can_hear(src):
             with member.case(f"from rank {src}"):

@@ -58,7 +58,7 @@ def _utilities(path: str, missing: str) -> dict[str, Any]:
                     facts[first.__name__] = not store.check([f"{order}/done"])
         with pytest.MonkeyPatch.context() as patch:
             if rank:
-                patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read here, too"))
+                patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"rank 0 alone may read {self}"))
             facts["file"] = ps.read_file_dist(path).read()
         facts["missing"] = attempt(ps.read_file_dist, missing).kind
         with pytest.raises(ZeroDivisionError if rank == 0 else ps.RemoteError), ps.master_first():
@@ -211,7 +211,7 @@ def test_tensor_dicts_in_a_group_of_one() -> None:
 
 
 def test_tensor_dicts_in_a_group_of_one_are_as_vllms() -> None:
-    """Compared with vLLM's own functions, called as its callers do: with handles, and three returned values."""
+    """Compared with vLLM's own functions, called as its callers do."""
     names = ("send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict", "irecv_tensor_dict")
     theirs: dict[str, Any] = {"torch": torch}
     exec(VLLM.cut(*names, strip_decorators=True), theirs)
@@ -360,7 +360,6 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _one_gpu_each(uuids: list[str], allowed: list[str | None]) -> tuple[str, str, list[str]]:
-    """Ranks that see one GPU each. `uuids` and `allowed` simulate the driver and the setting, by rank."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

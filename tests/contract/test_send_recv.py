@@ -12,7 +12,6 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    """Every rank to every other."""
     for src in range(member.size):
         for dst in range(member.size):
             if src == dst or member.rank not in (src, dst):
@@ -88,7 +87,6 @@ def test_messages_arrive_in_order_as_they_were_when_sent(carrier: Carrier) -> No
 
 
 def _shapes_body(member: Member) -> None:
-    """A size in any form of sequence. An empty tensor needs no message."""
     if member.simulated or member.size == 1 or member.rank > 1:
         member.cases += 1
         return

@@ -31,13 +31,11 @@ SMALL, LARGE = 16, 2 * RING_ELEMENTS
 
 
 def _carried(group: Group) -> tuple[int, int]:
-    """Returns how many sends and receives ran in C++."""
     return carried_calls(group, "send"), carried_calls(group, "recv")
 
 
 @contextmanager
 def _pair(timeout_s: float | None = None, *, served: bool = True) -> Iterator[Group]:
-    """A new group whose queue from rank 0 to rank 1 is open."""
     everyone = ps.get_tp_group()
     if timeout_s is None:
         group = everyone.make_sub_group(range(2))
@@ -99,7 +97,6 @@ def test_what_is_left_to_python_arrives_as_well(pools: Pools) -> None:
 
 
 def _ops() -> None:
-    """As compiled code calls them."""
     with _pair() as group:
         ops, (token, key) = torch.ops.parallel_state, op_arguments(group)
         x = torch.arange(6.0, requires_grad=True)
@@ -121,7 +118,6 @@ def test_the_registered_ops_go_past_python(pools: Pools) -> None:
 
 
 def _mixed(seed: int) -> int:
-    """Blocking and started transfers of many sizes in one random order."""
     shared, own = random.Random(seed), random.Random(seed + 1 + ps.get_tp_group().rank_in_group)
     sizes = [shared.choice((1, SMALL, SMALL, 1000, 40_000, RING_ELEMENTS // 3, LARGE)) for _ in range(150)]
     waiting: deque[tuple[int, Any]] = deque()
@@ -220,7 +216,6 @@ def test_a_receive_does_not_overtake_started_ones(pools: Pools) -> None:
 
 
 def _many_threads() -> None:
-    """Threads start, wait for, and make receives at once. Each message arrives once."""
     threads, each = 4, 50
     with _pair() as group:
         if group.rank_in_group == 0:
@@ -269,7 +264,6 @@ FAILURES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object]]]
 
 
 def _failing(what: str, served: bool) -> list[Outcome]:
-    """Returns the outcomes of this call and the next one."""
     act, fail = FAILURES[what]
     found: list[Outcome] = []
     with _pair(T_S, served=served) as group:
@@ -284,7 +278,6 @@ def _failing(what: str, served: bool) -> list[Outcome]:
 
 
 def _in_general(outcome: Outcome) -> tuple[str, str]:
-    """Removes times, numbers and other ranks' states from an error."""
     text = re.split(r"\. (?:This rank called it at|Last known states:) ?", outcome.text)[0]
     return outcome.kind, re.sub(r"\d+(\.\d+)?", "#", text)
 
@@ -298,7 +291,6 @@ def test_errors_are_those_of_the_python_route(pools: Pools, what: str) -> None:
 
 
 def _interrupted(served: bool, raises: bool) -> tuple[list[str], str]:
-    """A signal handler interrupts rank 1's receive, receives itself, and may raise."""
     with _pair(10.0, served=served) as group:
         if group.rank_in_group == 0:
             time.sleep(0.8)

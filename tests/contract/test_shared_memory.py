@@ -1,4 +1,4 @@
-"""The shared-memory communicator beyond the contract tests: long mixed runs, failures, and when it is available."""
+"""The shared-memory communicator beyond the contract tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def _carried_by(group: ps.GroupCoordinator) -> str:
 
 
 def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers from a seed: their sums are exact in any order and dtype."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     return torch.randint(0, 4, (count,), generator=generator).to(dtype)
 
@@ -168,7 +167,6 @@ INSTRUCTION_SETS = ("plain", "avx2", "avx512")
 
 
 def _bits_of(instruction_sets: tuple[str, ...]) -> tuple[str, list[bytes]]:
-    """Returns this rank's instruction set, chosen from those given, and the bits of its results."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     library = native.load()
     in_use = library.ps_instruction_set()
@@ -252,7 +250,6 @@ def test_kernels_of_ops_and_their_twins_meet_each_other(pools: Pools, ranks: int
 
 
 def _touched() -> list[list[float]]:
-    """The share of each rank's slots that this process has touched after the world was divided."""
     size = int(os.environ["WORLD_SIZE"])
     with world(size):
         shares = touched_slots("parallel_state-", size)
@@ -294,7 +291,6 @@ def test_tensors_lie_anywhere_in_a_page(pools: Pools) -> None:
 
 
 def _bits() -> list[int]:
-    """Sums that depend on the order, by both algorithms."""
     with world(4):
         group = ps.get_tp_group()
         found = []
@@ -436,7 +432,9 @@ def _mapped_segments() -> set[str]:
 
 def test_routes_and_what_is_left(pools: Pools) -> None:
     for facts in pools(2).run(_routes, timeout_s=DEADLINE_S):
-        assert facts == {"off": (2.0, True), "on": True, "named": [], "mapped": (4, 2)}, "the world's stays"
+        assert facts == {"off": (2.0, True), "on": True, "named": [], "mapped": (4, 2)}, (
+            "only the world's segments may stay mapped"
+        )
 
 
 def _off_on_one() -> tuple[float, bool]:
@@ -452,7 +450,6 @@ def test_a_rank_that_has_it_off_is_heard_by_all(pools: Pools) -> None:
 
 
 def _destroyed_amid() -> str:
-    """The main thread destroys the group while another thread waits in a collective."""
     with world(2) as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=2.0).tp
         group.barrier()
@@ -470,7 +467,6 @@ def _destroyed_amid() -> str:
 
 
 def test_a_group_that_is_destroyed_amid_a_call_keeps_its_memory(pools: Pools) -> None:
-    """The call raises instead of crashing the process."""
     assert pools(2).run(_destroyed_amid, timeout_s=DEADLINE_S) == ["GroupDestroyedError", ""]
 
 
@@ -507,7 +503,6 @@ def _default_sigint() -> bool:
 
 
 def _interrupted_amid_threads() -> tuple[str, str]:
-    """Ctrl-C arrives after the group has refused a second thread's call."""
     with world(2) as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=30.0).tp
         group.barrier()

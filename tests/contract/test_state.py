@@ -1,7 +1,4 @@
-"""Making a world: environment and arguments, an existing default group, and refusals.
-
-test_rendezvous covers how ranks find each other, test_model_parallel its division.
-"""
+"""Making a world: environment and arguments, an existing default group, and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ def launcher_variables() -> dict[str, str | None]:
 
 
 def _cleared(found: list[Any]) -> None:
-    """Callers may change returned lists."""
     for item in found:
         if isinstance(item, list):
             item.clear()
@@ -103,7 +99,6 @@ def _alone() -> dict[str, Any]:
 
 
 def _sockets() -> set[str]:
-    """The inodes of this process's listening sockets."""
     listening = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with open(table, encoding="utf-8") as lines:
@@ -329,7 +324,6 @@ def test_a_setting_that_nobody_knows_is_warned_about(pools: Pools) -> None:
 
 
 def _own_default_group(name: str) -> bool:
-    """The program replaces init's default group with its own."""
     ps.init_distributed_environment()
     rank, size = ps.get_rank(), ps.get_world_size()
     dist.destroy_process_group()
@@ -346,7 +340,6 @@ def test_a_default_group_of_the_program_stays(pools: Pools, tmp_path: Path) -> N
 
 
 def _destroyed_in_its_start() -> tuple[Outcome, list[bool], Outcome]:
-    """A signal handler of rank 0 destroys the world during init."""
     variables = dict(os.environ)
     rank, find_hosts = os.environ["RANK"], startup.hosts_of
 
@@ -368,7 +361,6 @@ def _destroyed_in_its_start() -> tuple[Outcome, list[bool], Outcome]:
 
 
 def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
-    """The start fails, and everything is undone."""
     (told, undone, again), (_, _, of_the_other) = pools(2).run(_destroyed_in_its_start, timeout_s=DEADLINE_S)
     assert told.kind == "GroupDestroyedError" and "the init was undone" in told.text, told
     assert undone == [True] * 3

@@ -24,7 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
 
 
 def _filled(group: ps.GroupCoordinator, size: list[int], dtype: torch.dtype, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """A tensor of `group.empty` with this rank's numbers, and all ranks' as ordinary tensors."""
     every = [
         (torch.arange(torch.Size(size).numel()) * (seed + rank) % 23).to(dtype).view(size) for rank in range(group.size)
     ]
@@ -34,7 +33,6 @@ def _filled(group: ps.GroupCoordinator, size: list[int], dtype: torch.dtype, see
 
 
 def _mapped(x: Tensor) -> bool:
-    """True if other ranks have mapped the tensor's memory."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             span, *_, name = line.split()
@@ -57,7 +55,7 @@ def _collectives() -> int:
                 total = torch.stack([each.double() for each in every]).sum(0)
                 for _ in range(2):  # the second run reuses the first one's memory
                     assert torch.equal(group.all_reduce(mine).double(), total), (count, dtype)
-                assert torch.equal(mine, every[group.rank_in_group]), "the input is left alone"
+                assert torch.equal(mine, every[group.rank_in_group]), "the input must stay unchanged"
                 assert torch.equal(group.all_gather(mine, 0), torch.cat(every))
                 if rows:
                     part = rows // size
@@ -115,7 +113,6 @@ def test_memory_of_symmetric_tensors(pools: Pools) -> None:
 
 
 def _sizes_that_vary() -> tuple[int, int]:
-    """Growth of /dev/shm after tensors of many sizes, one at a time."""
     with world(2):
         group = ps.get_tp_group()
         group.barrier()
@@ -131,7 +128,7 @@ def _sizes_that_vary() -> tuple[int, int]:
 
 def test_freed_memory_is_bounded(pools: Pools) -> None:
     for used_mib, total in pools(2).run(_sizes_that_vary, timeout_s=DEADLINE_S):
-        assert used_mib <= 2 * 256 + 64, "of both ranks"
+        assert used_mib <= 2 * 256 + 64, "more freed memory than two ranks may keep"
         assert total == 3 << 20
 
 
@@ -152,7 +149,6 @@ def test_a_tensor_that_outlives_its_group_keeps_its_own_memory_alone(pools: Pool
 
 
 def _freed_in_a_forked_child() -> float:
-    """A forked child frees more inherited memory than an arena keeps."""
     with world(2):
         group = ps.get_tp_group()
         held = [group.empty((300 << 20,), torch.uint8).fill_(1)] if group.rank_in_group == 0 else []

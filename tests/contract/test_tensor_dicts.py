@@ -46,7 +46,7 @@ LARGE = 2 << 20  # 8 MB of float32, more than any socket buffers
 
 
 def dict_of(seed: int) -> dict[str, Any]:
-    """Every kind of tensor, nested dicts, and other values. `arrived_dict_of` is the received form."""
+    """Every kind of tensor, nested dicts, and other values."""
     return {**tensor_zoo(seed), "inner": {"dict": {"deep": torch.full((3, 2), seed)}, "n": seed}, "none": None}
 
 
@@ -208,7 +208,6 @@ def test_a_group_of_one_rank(pools: Pools) -> None:
 
 
 def sliced_dict(tp_rank: int) -> dict[str, Any]:
-    """Equal on the ranks of a tensor-parallel group, except for `own_…`."""
     base = torch.arange(24.0).view(6, 4)
     own = base + 1000 * (tp_rank + 1)
     return {
@@ -240,7 +239,6 @@ def arrived_sliced_dict(tp_rank: int) -> dict[str, Any]:
 
 
 def bytes_sent(values: dict[str, Any]) -> int:
-    """The tensor bytes of a `sliced_dict` that one of two ranks sends."""
     total = 0
     for key, value in values.items():
         for tensor in tensors_in(value):
@@ -299,7 +297,6 @@ def test_send_allgather(pools: Pools, body: Callable[[], None]) -> None:
 
 
 def slices_without_a_group_to_gather(passed: str) -> None:
-    """The receiver passes no all-gather group, or one of another size."""
     world, tp = ps.get_world_group(), ps.get_tp_group()
     assert world.pool is not None
     pp = create_group(
@@ -330,7 +327,6 @@ def test_different_all_gather_groups(pools: Pools, passed: str) -> None:
 
 
 def isend_returns_first() -> None:
-    """The receiver waits for a message that rank 0 sends after isend has returned."""
     group = ps.get_world_group()
     if group.rank_in_group == 0:
         sending = group.isend_tensor_dict({"large": torch.arange(LARGE), "n": 1}, 1)
@@ -346,7 +342,6 @@ def isend_returns_first() -> None:
 
 
 def irecv_returns_first() -> None:
-    """The sender waits for a message that the receiver sends after irecv has returned."""
     group = ps.get_world_group()
     if group.rank_in_group == 0:
         for count in (0, 3):
@@ -398,7 +393,6 @@ def exchange_both_ways() -> None:
 
 
 def handles_in_lists() -> None:
-    """In vLLM's form: a list of handles, and a dict that is filled afterwards."""
     group = ps.get_world_group()
     values = {"x": torch.arange(5), "n": {"deep": torch.ones(2)}}
     if group.rank_in_group == 0:
@@ -429,7 +423,6 @@ def test_non_blocking(pools: Pools, body: Callable[[], None]) -> None:
 
 
 def delivered_sends(over: str) -> None:
-    """Delivered tensors are released without another call. Several threads send."""
     count, threads = 20, 3
     with own_group(over) as group:
         if group.rank_in_group == 0:
@@ -527,7 +520,7 @@ def test_with_a_spec_only_tensors_are_sent(pools: Pools, world_size: int) -> Non
 
 
 def exchange_lists(over: str) -> None:
-    """Small tensors, which the route sends as one, and large ones; after a receive that is still pending."""
+    """Small tensors, which the route sends as one, and large ones. An earlier receive is still pending."""
     with own_group(over) as group:
         rank = group.rank_in_group
         for values in (flat_dict(1), {**flat_dict(2), "large": torch.arange(LARGE // 4)}):
@@ -556,7 +549,7 @@ def test_lists_over_both_transports(pools: Pools, over: str) -> None:
 
 
 def past_python() -> None:
-    """Once the queues are open, C++ carries all messages: none uses the transport, and none with a spec the messenger."""
+    """Once the queues are open, no message uses the transport, and none with a spec the messenger."""
     torch._dynamo.reset()
     fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
     spec = ps.TensorDictSpec.of(fit)
@@ -645,12 +638,11 @@ def past_python() -> None:
 
 def test_messages_go_past_python(pools: Pools) -> None:
     if not native.load().has_ops:
-        pytest.skip("the plain build doesn't look into tensors")
+        pytest.skip("the library without ops can't read tensors")
     pools(2).run(past_python, tp=1, timeout_s=DEADLINE_S)
 
 
 def keep_the_order() -> None:
-    """Dicts with a spec stay in order with earlier messages, sent or being received."""
     values = {"x": torch.arange(5)}
     spec = ps.TensorDictSpec.of(values)
     with own_group() as group:
@@ -730,10 +722,7 @@ def small_dict() -> dict[str, Any]:
 
 
 def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
-    """Rank 0 sends with another spec or none, or the receiver has none.
-
-    Some cases first open the group's queues, so that C++ makes the calls.
-    """
+    """Either side has another spec or none. Even cases first open the group's queues, so that C++ makes the calls."""
     spec: ps.TensorDictSpec | None = ps.TensorDictSpec.of(small_dict())
     others = other_specs()
     sent = others[case] if case < len(others) else small_dict()
@@ -790,7 +779,7 @@ def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -
 
 
 def meet_other_slices() -> str:
-    """Both sides exempt a tensor from slicing, but not the same one. Returns the receiver's error."""
+    """Both sides exempt a tensor from slicing, but not the same one."""
     tp = ps.get_tp_group()
     values = {"x": torch.arange(4.0), "y": torch.arange(4.0) + 4}
     spec = ps.TensorDictSpec.of(values)
@@ -853,7 +842,6 @@ def test_slices_with_a_spec(pools: Pools) -> None:
 
 
 def misfits() -> list[dict[str, Any]]:
-    """Dicts that differ from `flat_dict`'s spec in one respect each."""
     wrong: list[tuple[str, Any]] = [
         ("hidden", torch.ones(4, 6)),
         ("hidden", torch.ones(6, 4, dtype=torch.float64)),
@@ -876,10 +864,7 @@ def misfits() -> list[dict[str, Any]]:
 
 
 def receive_into_buffers(over: str, how: str) -> None:
-    """Repeated dicts of one form: the first is decoded, later ones are expected. Other dicts come between.
-
-    Buffers may be strided. Unfit buffers are refused, and the group stays usable.
-    """
+    """The first dict of a form is decoded, later ones are expected. Buffers may be strided. Misfits are refused."""
 
     def buffers() -> dict[str, Tensor]:
         return {"hidden": torch.zeros(3, 4, dtype=torch.bfloat16), "residual": torch.zeros(4, 2).t()}
@@ -952,7 +937,6 @@ def test_receiving_into_buffers(pools: Pools, over: str, how: str) -> None:
 
 
 def refuse_misfits() -> None:
-    """The caller's error: nothing is sent, and no peer makes a call."""
     group = ps.get_world_group()
     spec = ps.TensorDictSpec.of(flat_dict(0))
     none: Any = None
@@ -1039,7 +1023,6 @@ def test_compiled_with_a_spec(pools: Pools) -> None:
 
 
 def compiled_on_one_side() -> None:
-    """Also with a spec that is made within the compiled code."""
     torch._dynamo.reset()
     group = ps.get_world_group()
     rank = group.rank_in_group

@@ -40,12 +40,11 @@ def _groups(route: str, count: int) -> list[ps.GroupCoordinator]:
 def _until(is_so: Callable[[], bool]) -> None:
     until = time.monotonic() + LIMIT_S
     while not is_so():
-        assert time.monotonic() < until, "it doesn't come to it"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.001)
 
 
 def _second(route: str, under_way: str) -> tuple[dict[str, Outcome], list[Any]]:
-    """Returns the outcomes of rank 0's second thread, and results of later calls."""
     group, other, signals = _groups(route, 3)
     told: dict[str, Outcome] = {}
     results: list[Any] = []
@@ -89,7 +88,6 @@ def test_a_collective_that_begins_while_another_thread_is_in_one(pools: Pools, r
 
 
 def _own_groups(route: str) -> list[bool]:
-    """Four threads, each with its own group of the same ranks."""
     groups = _groups(route, 4)
     right: list[bool] = []
 
@@ -116,7 +114,6 @@ def test_threads_with_groups_of_their_own(pools: Pools, route: str) -> None:
 
 
 def _in_a_handler(route: str) -> tuple[str, float]:
-    """The handler makes a call of the same group. The interrupted call then completes."""
     (group, signals) = _groups(route, 2)
     told: list[str] = []
 
@@ -237,7 +234,6 @@ def test_a_signal_handler_sends_in_the_middle_of_sends(pools: Pools) -> None:
 
 
 def _interrupted_send() -> tuple[list[str], str]:
-    """Ctrl-C arrives in the middle of a message, when the ring is full."""
     (group,) = _groups("shared memory", 1)
     told = []
 
@@ -306,7 +302,7 @@ def _awaited_again(begun: bool) -> tuple[str, bool]:
 def test_a_wait_that_ctrl_c_broke_off_can_be_repeated(pools: Pools, begun: bool) -> None:
     told, is_right = pools(2).run(_awaited_again, begun, tp=2, timeout_s=DEADLINE_S)[0]
     assert is_right
-    assert told == "KeyboardInterrupt" or begun, "the message may have come before the signal"
+    assert told == "KeyboardInterrupt" or begun, "only a begun message can complete before the signal"
 
 
 SPEC = ps.TensorDictSpec.of({"x": torch.ones(3)})
@@ -407,7 +403,6 @@ LARGE_SPEC = ps.TensorDictSpec.of({"x": LARGE})
 
 
 def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
-    """Ctrl-C arrives when rank 0 has read the beginning of a message."""
     (group,) = _groups("shared memory", 1)
     told: list[str] = []
 
@@ -453,7 +448,6 @@ def test_ctrl_c_in_the_middle_of_a_message_past_python_ends_the_group(pools: Poo
 
 
 def _started(route: str) -> list[Any]:
-    """Another thread waits for a started call while this one makes the next call."""
     (group,) = _groups(route, 1)
     results: list[Any] = []
     try:

@@ -66,7 +66,6 @@ def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _train(model: nn.Module, part: int = 0, parts: int = 1) -> list[float]:
-    """SGD steps on this part of each batch. Returns the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -163,7 +162,7 @@ def _piped(pp: int, schedule_name: str, microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [4, 2])
 def test_pipelining(pools: Pools, pp: int, schedule: str) -> None:
-    """4 stages, or 2 stages × 2 data-parallel ranks, whose stages are not adjacent in the world."""
+    """The stages of 2 x 2 data-parallel ranks are not adjacent in the world."""
     microbatches = 4
     reference, (tokens, target) = _transformer(blocks=4), _batch(0)
     _loss(reference(tokens), target).backward()
@@ -213,7 +212,6 @@ def _shard(x: torch.Tensor, parts: int, at: int, dim: int) -> torch.Tensor:
 
 
 def test_distributed_tensors(pools: Pools) -> None:
-    """7 rows and 6 columns on 4 ranks: moved between shards, copies and partial sums, and multiplied."""
     found = pools(8).run(_distributed_tensors, timeout_s=DEADLINE_S)
     full = found[0]["replicated"]
     torch.manual_seed(0)

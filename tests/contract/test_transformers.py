@@ -47,7 +47,6 @@ def _tokens() -> torch.Tensor:
 
 
 def _saved(path: str) -> torch.Tensor:
-    """The logits of the saved model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

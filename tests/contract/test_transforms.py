@@ -1,7 +1,4 @@
-"""torch.func and double gradients through collectives and regions: right, or refused with our error.
-
-The reference is one process with all ranks' tensors and the sum of all losses.
-"""
+"""torch.func and double gradients through collectives and regions: right, or refused with our error."""
 
 from __future__ import annotations
 
@@ -218,7 +215,7 @@ def _refused_body(member: Member) -> None:
                 assert f"{name} on group {member.group.unique_name!r}" in found.text, found.text
                 assert x.tolist() == [1.0] * 4
                 if transform != "hessian":  # its forward may already have run
-                    assert _calls(member) == before, "something was started"
+                    assert _calls(member) == before, "a refused call was counted as an operation"
     assert member.group.all_reduce(torch.ones(1)).item() == member.size
 
 
@@ -254,7 +251,6 @@ def test_regions_under_func(group_carrier: Carrier) -> None:
 
 
 def _in_place_body(member: Member) -> None:
-    """A region's result may be changed in place. Its input and its gradient stay right."""
     for region in REGIONS:
         call = getattr(ps, region.name)
         for recorded in (False, True):
@@ -279,7 +275,6 @@ def test_what_a_region_gives_may_be_changed_in_place(group_carrier: Carrier) -> 
 
 
 def _penalty_body() -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of a tensor-parallel layer's squared input gradient, compared with the whole layer's."""
     group = ps.get_tp_group()
     up, down, x = _positive((12, 6), 1), _positive((6, 12), 2), _positive((8, 6), 3)
 
@@ -291,7 +286,6 @@ def _penalty_body() -> tuple[list[Tensor], list[Tensor]]:
         return ps.reduce_from_tensor_model_parallel_region(y).square().sum()
 
     def sequence(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """As the others, with tokens sliced around the layer and gathered for the loss."""
         x = ps.gather_from_sequence_parallel_region(ps.scatter_to_sequence_parallel_region(x))
         y = ps.reduce_scatter_to_sequence_parallel_region(torch.tanh(x @ up.t() / 20) @ down.t())
         return ps.gather_from_sequence_parallel_region(y, tensor_parallel_output_grad=False).square().sum()

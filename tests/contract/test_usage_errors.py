@@ -1,7 +1,5 @@
 """A wrong call raises before anything is sent. The error has the rule, the value, the group and rank; the group stays
 usable.
-
-All ranks make the same wrong call. An all_reduce after it checks that nothing is left over.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ Group = ps.GroupCoordinator
 
 
 class Wrong(NamedTuple):
-    """`must_say` is in the message, besides the group's name."""
-
     name: str
     call: Callable[[Group], object]
     must_say: Sequence[str]
@@ -36,7 +32,6 @@ class Wrong(NamedTuple):
 
 
 def _wrong_ranks() -> list[Wrong]:
-    """Ranks outside the group, for every call that takes one."""
     ones = torch.ones(2, 4)
     calls: dict[str, tuple[str, Callable[[Group, Any], object]]] = {
         "gather": ("dst", lambda group, rank: group.gather(ones, rank)),
@@ -289,7 +284,7 @@ def _body(member: Member) -> None:
             assert type(caught.value) is wrong.error
             for text in (*wrong.must_say, repr(group.unique_name)):
                 assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
-            assert group.route.sequence == before, "something was started"
+            assert group.route.sequence == before, "a refused call was counted as an operation"
             assert group.all_reduce(torch.ones(1)).item() == member.size
 
 
@@ -442,9 +437,6 @@ def test_a_spec_of_something_else() -> None:
     for value in ({1: 2}, {"x": [1]}, {"x": object()}):
         with pytest.raises(InvalidArgumentError, match="TensorDictSpec holds tensors and constants under str keys"):
             ps.TensorDictSpec.of(value)
-
-
-# A failing call changes nothing.
 
 
 def _untouched_body(member: Member) -> None:

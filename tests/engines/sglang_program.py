@@ -1,7 +1,9 @@
 """Program: SGLang's own calls, over SGLang's parallel state, over ours by its names, or with the plug-in.
+
     python sglang_program.py stock|compat|plugin RESULTS
-In `compat` our modules replace SGLang's of the same names. One shim: empty modules replace sgl_kernel, which has no build
-for CPUs, and torchvision, whose wheels need CUDA. SGLang imports both; calls of their names raise.
+
+In `compat` our modules replace SGLang's of the same names. One shim: empty modules replace sgl_kernel, which has no
+build for CPUs, and torchvision, whose wheels need CUDA. SGLang imports both; calls of their names raise.
 """
 
 from __future__ import annotations
@@ -112,7 +114,6 @@ def calls(torch: Any, group: Any, rank: int) -> list[Any]:
 
 
 def layers(torch: Any, parallel: Any) -> list[Any]:
-    """SGLang's own embedding and linear layers, with equal weights in every run."""
     from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

@@ -121,7 +121,6 @@ def test_zero_over_tensor_parallel_layers(tmp_path: Path) -> None:
 
 
 def test_zero_3_over_tensor_parallel_layers(tmp_path: Path) -> None:
-    """Weights are sharded over the data-parallel group of two, and gathered for each layer."""
     ours, theirs = (_train(kind, 4, tmp_path, (3,)) for kind in ("ours", "megatron"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 

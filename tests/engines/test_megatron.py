@@ -26,7 +26,6 @@ Outcomes = list[dict[str, tuple[str, str]]]
 
 
 def outcomes(source: Path, which: str, folder: Path) -> Outcomes:
-    """Returns each test's outcome and message, by rank."""
     folder.mkdir()
     program = ["nice", *running.python(HERE / "megatron_suite.py", source, which, folder)]
     # Gloo's groups of eight ranks have thousands of connections, mostly unused. Ours make none of those.
@@ -74,13 +73,12 @@ def test_nothing_that_its_own_tree_imports_is_missing() -> None:
     assert specification is not None and specification.origin is not None
     tree, state = Path(specification.origin).parent, "megatron.core.parallel_state"
     missing = compat_names.missing_names(megatron, tree, state, "megatron.core.mpu")
-    assert missing.keys() <= {"get_data_and_context_parallel_group"}, "that one Megatron's own module hasn't, either"
+    assert missing.keys() <= {"get_data_and_context_parallel_group"}, "Megatron's own module lacks that name too"
     assert len(compat_names.imported_names(tree, state)) > 40
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Path]]:
-    """Runs both programs once. Returns the result files of a case."""
     folders = {which: tmp_path_factory.mktemp(which) for which in ("stock", "ours")}
     for which, folder in folders.items():
         running.run(running.python(HERE / "megatron_layers.py", which, folder), running.environment(), timeout_s=600)

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="make test-e
 
 @pytest.fixture(scope="module")
 def found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Returns each rank's results, by parallel state."""
     import torch
 
     folder = tmp_path_factory.mktemp("sglang")
@@ -42,7 +41,6 @@ def found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def differences(ours: Any, theirs: Any, at: str) -> list[str]:
-    """Names the positions where two results differ, bit for bit."""
     import torch
 
     if isinstance(theirs, torch.Tensor):

@@ -38,7 +38,6 @@ Run = Callable[..., tuple[dict[str, Any], str]]
 def run_engine(
     model: Path, options: dict[str, Any], plugins: Path, *arguments: str, ours: bool = True, **variables: str
 ) -> tuple[dict[str, Any], str]:
-    """Returns the program's result and its log."""
     given = {"PARALLEL_STATE_PLUGIN": "vllm"} if ours else {"PARALLEL_STATE_PLUGIN": ""}
     # Workers aren't bound to cores: vLLM would take more than small machines have.
     given["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the workers run functions of the program
@@ -113,7 +112,7 @@ def test_a_killed_worker_is_named(models: Callable[..., Path], run: Run) -> None
 
 
 def test_each_survivor_of_another_stage_says_who_died(models: Callable[..., Path], run: Run, tmp_path: Path) -> None:
-    """TP2 × PP2. The last worker is killed. Rank 2 waits for it, rank 0 for rank 1, and rank 1 for rank 0's call."""
+    """TP2 × PP2. The last worker is killed. Rank 2 waits for it, rank 0 for rank 2, and rank 1 for rank 0."""
     result, _ = run(models("llama"), LAYOUTS["tp2pp2"], "--survivors", str(tmp_path))
     (died, _), *found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (3, 0, 1, 2)]
     for at, error in found:
@@ -168,10 +167,7 @@ print("PLATFORM", type(platforms.current_platform).__name__)
 
 @pytest.mark.parametrize("other", ["none", "CUDA", "a plug-in"])
 def test_vllm_chooses_the_other_platform(other: str, plugins: Path, tmp_path: Path) -> None:
-    """vLLM chooses the platform if CUDA is present, another plug-in, or nothing else.
-
-    vLLM's builtin plug-ins answer as in a build for CUDA.
-    """
+    """vLLM prefers CUDA or another plug-in's platform to ours. Its builtin plug-ins answer as in a build for CUDA."""
     installed(tmp_path)
     more = {"VLLM_PLUGINS": "parallel_state" if other != "a plug-in" else "parallel_state,some_accelerator"}
     variables = running.environment(tmp_path, plugins, PARALLEL_STATE_PLUGIN="vllm", **more)

@@ -1,8 +1,7 @@
 """vLLM's own tests of `parallel_state`, `utils` and `shm_broadcast`, with our names instead.
 
 The files come from a source tree (PARALLEL_STATE_VLLM_SOURCE: an unpacked sdist or a checkout). `cuda` becomes `cpu`,
-and our ranks replace Ray's workers. Tests of vLLM's inner parts (its ring, its spin condition, mocks of
-torch.distributed) are omitted.
+and our ranks replace Ray's workers. Tests of vLLM's internals are omitted.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def _cpu_all_reduce(file: Path, name: str, ports: list[int]) -> None:
 def test_cpu_all_reduce(name: str, size: int, pools: Any) -> None:
     file = source("vllm") / "tests/distributed/test_cpu_all_reduce.py"
     if not file.exists():
-        pytest.skip("vLLM has it from 0.33 on")
+        pytest.skip("vLLM has this test from 0.33 on")
     ports = [free_port() for _ in range(1 if name == "_timeout_worker" else 2)]
     pools(size).run(_cpu_all_reduce, file, name, ports)
 

@@ -1,7 +1,9 @@
 """Program: runs vLLM's CPU engine. Prints its tokens and times as a JSON line after `RESULT `.
+
     python tests/engines/vllm_program.py FOLDER '{"tensor_parallel_size": 2}' [--rounds N] [--kill | --survivors FOLDER]
-With PARALLEL_STATE_PLUGIN=vllm the engine uses this project, else it is stock. Only `traffic` differs. `--replicas 2` runs
-data-parallel engines, each with its part of the prompts; the tokens are in the prompts' order.
+
+With PARALLEL_STATE_PLUGIN=vllm the engine uses this project, else it is stock. `--replicas 2` runs data-parallel
+engines, each with its part of the prompts; the tokens are in the prompts' order.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def traffic(worker: Any) -> dict[str, dict[str, int]]:
 def wait_for_the_dead(worker: Any, folder: str) -> None:
     """Kills the last rank while others wait for it or for each other. Runs in the workers.
 
-    FOLDER/RANK.json has the time and error of a rank's wait, or the time of the last rank's exit.
+    FOLDER/RANK.json has the time and error of a wait, or the time of the exit.
     """
     import json
     import os

@@ -23,7 +23,6 @@ from tests.internals import nccl_stand_in
 
 
 def problem() -> str | None:
-    """Returns why these tests can't run here, or None."""
     if DRY:
         return None if nccl_stand_in.compiler() else "a dry run, but there is no C compiler for the stand-in of NCCL"
     if not torch.cuda.is_available():
@@ -57,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _repeats(item: pytest.Item) -> bool:
-    """True if another case, or a contract test on the CPU, shows as much as this test's dry run."""
+    """True if another case, or a contract test, shows as much as this test's dry run."""
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         4 in (chosen.get("world"), chosen.get("size"))

@@ -55,7 +55,6 @@ class GpuRanks(WorkerPool):
     """Ranks that see one GPU each, shared if there are more ranks than GPUs."""
 
     stand_in: Path | None = None
-    """The library of a dry run."""
 
     def _environment(self, rank: int) -> dict[str, str]:
         common = {**super()._environment(rank), "PARALLEL_STATE_NCCL": "on", BACKEND: "gloo" if DRY else "nccl"}
@@ -85,7 +84,6 @@ class GpuRanks(WorkerPool):
     def run_over(
         self, carrier: str, body: Callable[..., Any], *args: Any, tp: int, pp: int = 1, timeout_s: float = 120.0
     ) -> list[Any]:
-        """As `run`, over one of CARRIERS."""
         if carrier == "nccl":
             return self.run(_over_nccl, body, args, tp=tp, pp=pp, timeout_s=timeout_s)
         return self.run(_over_torch, body, args, tp, pp, timeout_s=timeout_s)
@@ -150,7 +148,6 @@ def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
 
 
 def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
-    """A rank whose groups use the stand-in instead of NCCL."""
     from parallel_state.groups import coordinator
 
     def build(context: Any) -> Any:

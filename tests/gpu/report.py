@@ -1,11 +1,8 @@
 """The report of a GPU run, as JSON and Markdown: machine, versions, and each check's outcome.
 
-`make test-gpu` requests it with GPU_TESTS_REPORT=folder. It is rewritten after each check that ran on a GPU, so a
-killed run leaves its results and the name of its last check.
-
-A partial run (`-k`, or names) updates the report of the same day and machine; each check has the commit of its last
-run. Another machine's report of that name is kept, and the new one gets a number. Checks under MPS have their own
-names. Checks report figures and reasons by pytest's `record_property`.
+`make test-gpu` requests it with GPU_TESTS_REPORT=folder. It is rewritten after each check, so a killed run leaves its
+results and the name of its last check. A partial run (`-k`, or names) updates the report of the same day and machine;
+each check has the commit of its last run. Another machine's report is never overwritten.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ _RUNNING = "running"
 
 @dataclass
 class Check:
-    """One test: `passed`, `failed`, `skipped` or `running`, and the reason."""
-
     name: str
     outcome: str = ""
     seconds: float = 0.0
@@ -69,7 +64,7 @@ class Report:
         """The JSON; the Markdown is beside it."""
 
     def _goes_on(self, path: Path) -> bool:
-        """Loads the checks of this machine's report, from any commit. Returns False if the report is another machine's."""
+        """Loads an earlier report of this machine, from any commit. Returns False for another machine's."""
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if {**earlier["machine"], "commit": ""} != {**self.machine, "commit": ""}:
             return False
@@ -82,7 +77,7 @@ class Report:
         self.write()
 
     def add(self, report: pytest.TestReport) -> None:
-        """Loads an earlier report of this machine, from any commit. Returns False for another machine's."""
+        """Adds a phase of a test. The test fails if any phase does."""
         name = _name(report.nodeid)
         if report.when == "setup":
             self.checks[name] = Check(name, _RUNNING, commit=str(self.machine["commit"]))

@@ -132,7 +132,6 @@ def test_every_op_is_captured(gpus: Gpus, carrier: str, world: int, tp: int, pp:
 
 
 def _replays_body(replays: int) -> None:
-    """One graph with several ops of several groups, replayed with new inputs."""
     tp, pp, everyone = ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group()
     x = torch.zeros(ROWS, 3, device=device())
 
@@ -165,7 +164,6 @@ def test_a_thousand_replays(
 
 
 def _dicts_body() -> None:
-    """Tensor dicts with a spec in graphs: broadcast in tp, and sent from stage to stage."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     between = tp if tp.world_size > 1 else None
     mine, spec = plain(1), ps.TensorDictSpec.of(plain(1))
@@ -201,7 +199,6 @@ def test_tensor_dicts_with_a_spec_are_captured(gpus: Gpus, carrier: str, world: 
 
 
 def _raising_body() -> str:
-    """The body's exception is raised, and the group still works, eagerly and in another capture."""
     group = ps.get_tp_group()
     x = torch.ones(4, device=device())
     group.all_reduce(x)
@@ -249,14 +246,13 @@ def _unprepared_body() -> list[str]:
 
 
 def test_what_cant_be_captured_says_so(gpus: Gpus) -> None:
-    needs_a_gpu("nothing is captured")
+    needs_a_gpu("a dry run captures nothing")
     for first, second in gpus(2).run(_unprepared_body, tp=2):
         assert "was not used before the capture of this CUDA graph" in first
         assert "can't be recorded" in second or "capture" in second
 
 
 def _compiled_body() -> int:
-    """mode="reduce-overhead": inductor's own CUDA graphs contain the op."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 

@@ -77,7 +77,7 @@ def _options_body(nccl: str) -> None:
 
 @pytest.mark.parametrize("nccl", ["on", "off"])
 def test_high_priority_streams_and_numbers_of_blocks(gpus: Gpus, nccl: str) -> None:
-    needs_a_gpu("they are NCCL's")
+    needs_a_gpu("these are options of NCCL")
     gpus(2).run(_options_body, nccl)
 
 
@@ -155,7 +155,7 @@ def _shared_body() -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_sees_one_gpu(gpus: Gpus, size: int) -> None:
-    needs_a_gpu("it is about which GPU")
+    needs_a_gpu("there is no GPU to identify")
     answers = gpus(size).run(_shared_body, tp=size)
     assert [uuid for uuid, _ in answers] == answers[0][1]
     assert len(set(answers[0][1])) == min(size, torch.cuda.device_count())
@@ -167,7 +167,6 @@ def test_groups_of_one_rank_set_side_by_side(gpus: Gpus, carrier: str) -> None:
 
 
 def _twins_body() -> None:
-    """Two groups over the same ranks don't receive each other's messages, and outlive each other."""
     group = ps.get_tp_group()
     twin = group.make_sub_group(range(group.world_size), name="twin")
     assert twin is not None

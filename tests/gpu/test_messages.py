@@ -17,7 +17,6 @@ Gpus = Callable[[int], GpuRanks]
 
 
 def batch(seed: int) -> dict[str, Any]:
-    """Tensors on device and host, of many dtypes, empty and not contiguous; and other values."""
     where = device()
     found: dict[str, Any] = {
         str(dtype): any_bytes(Form((3, 5)), dtype, seed).to(where) for dtype in MOVABLE if dtype.itemsize < 16
@@ -70,7 +69,6 @@ def test_broadcast(gpus: Gpus, carrier: str, world: int, tp: int, pp: int) -> No
 
 
 def _pipeline_body() -> None:
-    """One stage sends to the next: with metadata, with a spec, and in slices over tp."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     between = tp if tp.world_size > 1 else None
     spec = ps.TensorDictSpec.of(plain(0))

@@ -130,7 +130,6 @@ def test_moves(gpus: Gpus, carrier: str, world: int, tp: int, pp: int) -> None:
 
 
 def _started_body() -> None:
-    """Several calls at a time, waited for in another order than started."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     x = torch.arange(4 * size, device=device(), dtype=torch.float32) + rank
@@ -189,7 +188,6 @@ def test_a_ring_in_which_all_send_first(gpus: Gpus, world: int) -> None:
 
 
 def _pairs_body() -> None:
-    """Every pair in both directions, with every dtype."""
     group = ps.get_world_group()
     rank, size = group.rank_in_group, group.world_size
     form = Form((3, 5))
@@ -214,7 +212,7 @@ def _explain_body() -> tuple[str, str]:
 
 
 def test_the_library_is_the_one_that_torch_uses(gpus: Gpus, record_property: Callable[[str, object], None]) -> None:
-    needs_a_gpu("it is about torch's library")
+    needs_a_gpu("it tests torch's NCCL library")
     for text, path in gpus(2).run(_explain_body, tp=2):
         version = ".".join(map(str, torch.cuda.nccl.version()))
         assert f"nccl: NCCL {version} ({path})" in text
@@ -276,7 +274,7 @@ def _alone_window_body() -> str:
     begin = memory.data_ptr()
     del x, memory
     again = nccl.allocate(1 << 19)
-    assert again is not None and again.data_ptr() == begin, "the memory is used again"
+    assert again is not None and again.data_ptr() == begin, "freed memory must be reused"
     nccl.close()
     assert again.fill_(7).unique().tolist() == [7], "a tensor outlives the communicator"
     before = torch.cuda.mem_get_info()[0] if on_gpu() else 0

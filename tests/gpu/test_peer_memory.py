@@ -1,7 +1,7 @@
 """Kernels in peer memory, by 2, 4 and 8 processes on any number of GPUs.
 
-Processes that share a GPU take turns on it, which is slow, so sizes and counts are small there. torch allows sharing
-with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.
+Processes that share a GPU take turns on it, so sizes and counts are small there. torch allows sharing with
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. In a dry run the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def few(calls: int, size: int) -> int:
 
 
 class PeerRanks(GpuRanks):
-    """Ranks whose tp group has kernels in peer memory."""
-
     dry: dict[str, str] | None = None
-    """The environment of a dry run."""
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {**super()._environment(rank), **SETTINGS, **(self.dry or {})}
@@ -108,7 +105,7 @@ def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
 
 
 def _all_reduce_body() -> list[bytes]:
-    """Every kernel, dtype and odd size gives the CPU's sum. Returns the bits of sums of real numbers."""
+    """Every kernel, dtype and odd size. Returns the bits of sums of real numbers."""
     group = ps.get_tp_group()
     peers, rank, size = peers_of(group), group.rank_in_group, group.world_size
     found: list[bytes] = []
@@ -237,7 +234,6 @@ def test_compiled(peers: Gpus, size: int) -> None:
 
 
 def _random_body(calls: int) -> int:
-    """Random sizes, dtypes and operations on two streams, with delays."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     alike, own = random.Random(3), random.Random(rank)

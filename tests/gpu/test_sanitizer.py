@@ -63,7 +63,7 @@ def problem(code: int, said: str, checks: int) -> str | None:
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("check", ["memcheck", "racecheck"])
 def test_a_kernel_alone(check: str, ranks: int) -> None:
-    needs_a_gpu("the tool looks at kernels on a GPU")
+    needs_a_gpu("the tool checks only kernels on a GPU")
     which = tool()
     if which is None:
         pytest.skip(f"there is no {TOOL}, which comes with the CUDA toolkit")

@@ -42,7 +42,7 @@ def test_the_command(arguments: list[str]) -> None:
 
 
 def test_a_record_of_this_machine_says_the_same(tmp_path: Path) -> None:
-    needs_a_gpu("there is nothing to record")
+    needs_a_gpu("there is no GPU to record")
 
     def shown(*arguments: str) -> Any:
         command = [sys.executable, "-m", "parallel_state", "topology", "--json", "-", *arguments]
