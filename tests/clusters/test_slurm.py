@@ -67,7 +67,7 @@ def tasks(slurm: Cluster, tmp_path: Path) -> Tasks:
 
 
 def _expected(counts: Sequence[int], master: str = "n1") -> list[ProcessEnvironment]:
-    """Ranks block by block. _same compares the ports."""
+    """Ranks block by block, with port 0: `_same` compares the ports."""
     size, places = sum(counts), []
     for count in counts:
         for local_rank in range(count):

@@ -18,7 +18,7 @@ torch._inductor.config.compile_threads = 1  # if it was imported earlier
 with suppress(ImportError):
     import tqdm
 
-    tqdm.tqdm.monitor_interval = 0  # no thread
+    tqdm.tqdm.monitor_interval = 0  # starts no thread
 
 with suppress(Exception), torch.no_grad():
     torch.compile(lambda x: x.sin() + 1)(torch.ones(4))

@@ -25,7 +25,7 @@ HIDDEN, HEADS = 16, 4
 
 
 def _own_backend() -> str:
-    """Returns this rank's backend if all ranks run the same code. Neighbours differ."""
+    """Returns this rank's backend. Neighbours run the same code with different backends."""
     return BACKENDS[ps.get_rank().bit_count() % 2]
 
 

@@ -95,7 +95,7 @@ class Member:
         return not self.simulated or peer == self.rank
 
     def shared(self, cases: Sequence[T]) -> Sequence[T]:
-        """Returns this group's part of the cases, which a row's sizes divide. Long runs don't divide them."""
+        """Returns this group's part of the cases, which a row's sizes share; in long runs all cases."""
         sizes = [size.group for row in ROWS if row.name == self.row for size in sizes_of(row) if size.group > 1]
         sizes = sizes or [3, 2]  # for kernels in peer memory, which have no row
         return cases if LONG or self.size not in sizes else cases[sizes.index(self.size) :: len(sizes)]

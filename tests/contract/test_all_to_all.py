@@ -130,7 +130,7 @@ def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
 
 
 def _bare_op_body(member: Member) -> None:
-    """The op itself takes both lists of splits or neither, and all ranks' lists must agree."""
+    """The op itself takes both lists of splits or neither, and the splits must cover all rows."""
     op, (token, key) = torch.ops.parallel_state.all_to_all, op_arguments(member.group)
     equal = [2] * member.size
     odd, even = torch.zeros(2 * member.size + 1), torch.zeros(2 * member.size)

@@ -45,7 +45,7 @@ def _between_own_calls(backend: str) -> tuple[str, str, str]:
                 assert total.eq(3).all(), (step, total)
         assert tp.cpu_group is tp.device_group
         boards = [each for each in os.listdir("/proc/self/fd") if _target_of(each).startswith("/memfd:ps-control")]
-        assert len(boards) == ps.get_world_group().world_size, "torch's groups must share the world's memory of deaths"
+        assert len(boards) == ps.get_world_group().world_size, "torch's groups must not map control memory of their own"
         everyone = torch.ones(1)
         dist.all_reduce(everyone, group=ps.get_world_group().cpu_group)
         assert everyone.item() == ps.get_world_group().world_size

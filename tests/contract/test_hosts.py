@@ -240,7 +240,7 @@ def _sent_by(count: int) -> dict[int, int]:
 
 
 def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -> None:
-    """A rank sends to its counterpart on the other host: its quarter as float32, then half of it as bfloat16."""
+    """A rank sends to its counterpart on the other host: a quarter of the tensor as float32, then one as bfloat16."""
     count = 1 << 20
     sent = on_hosts((0, 0, 1, 1)).run(_sent_by, count, tp=4)
     for rank, found in enumerate(sent):
@@ -586,7 +586,7 @@ def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, share
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) -> None:
     """The containers share memory but can't see each other's processes, so they detect exits as hosts do."""
-    del hosts  # requested for its skip
+    del hosts  # this fixture skips if no hosts can be made
     settings = {"PARALLEL_STATE_TIMEOUT_S": "30", "PARALLEL_STATE_HEARTBEAT_LIMIT_S": "3"}
     with Hosts([Host(), Host(memory_of=0, own_pids=True)]) as two, two.ranks((0, 0, 1, 1), **settings) as ranks:
         outcomes = ranks.survivors(_until_it_fails, victim, 10, timeout_s=60.0)

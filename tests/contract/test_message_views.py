@@ -201,7 +201,7 @@ def _out_and_views() -> None:
             with pytest.raises(InvalidArgumentError, match="must have out= or views=True"):
                 group.recv_tensor_dict(0, out={"x": torch.empty(3)}, views=True)
         group.barrier()
-    with own_group("route") as group:  # views=True doesn't require views
+    with own_group("route") as group:  # views=True permits views; copies are valid too
         found = _exchange(group, 1, "send", None)
         assert found is None or same(found, _dict_of(1))
 

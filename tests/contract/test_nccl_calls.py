@@ -325,7 +325,7 @@ def test_what_nccl_says_of_a_failure_is_told(pools: Pools, stand_in: str) -> Non
 def _failing_body(library: str, how: str) -> list[tuple[str, str]]:
     os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
     group = twin_of(ps.get_tp_group())
-    # No shared memory: a failed group marks it as failed, and later tests use it.
+    # No shared memory: a failed group would give up memory that later tests use.
     timeout_s = 5.0 if how == "stuck" else 30.0
     context = dataclasses.replace(group.context, timeout_s=timeout_s, host_memory=None)
     group.route = build_route(context, (_ROW,))

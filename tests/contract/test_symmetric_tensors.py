@@ -159,7 +159,7 @@ def _freed_in_a_forked_child() -> float:
                 held.clear()
                 os._exit(0)
             os.waitpid(child, 0)
-            total = float(held[0][::4096].min())  # of each page
+            total = float(held[0][::4096].min())  # one byte of each page
         group.barrier()
         return total
 

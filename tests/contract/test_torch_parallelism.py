@@ -162,7 +162,7 @@ def _piped(pp: int, schedule_name: str, microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [4, 2])
 def test_pipelining(pools: Pools, pp: int, schedule: str) -> None:
-    """The stages of 2 x 2 data-parallel ranks are not adjacent in the world."""
+    """With 2 stages and 2 data-parallel ranks, adjacent stages are not adjacent ranks."""
     microbatches = 4
     reference, (tokens, target) = _transformer(blocks=4), _batch(0)
     _loss(reference(tokens), target).backward()

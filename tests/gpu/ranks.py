@@ -39,7 +39,7 @@ CARRIERS = ("nccl", "device_group")
 REPLAYS = 20 if DRY else 1000
 
 LIMIT_S = "GPU_TESTS_LIMIT_S"
-"""Variable: most seconds that a test's body may take, so that one hang doesn't use up the time of all."""
+"""The variable for the most seconds of a test's body, so that one hang doesn't use up the time of all."""
 
 DRY_NCCL = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
 """Replaces NCCL in a dry run."""
