@@ -1,4 +1,4 @@
-"""torch's flight recorder analyser reads our records: who is missing, and who made another call."""
+"""torch's flight recorder analyzer reads our records: missing ranks and mismatched calls."""
 
 from __future__ import annotations
 
