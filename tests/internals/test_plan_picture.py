@@ -1,4 +1,4 @@
-"""The pictures of a plan, read back without a browser: cells, colours and numbers against Layout.groups; escaping."""
+"""The pictures of a plan, parsed without a browser: cells, colors and numbers match Layout.groups; escaping."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ each_plan = pytest.mark.parametrize("request_", PLANS.values(), ids=PLANS)
 
 
 class Page(HTMLParser):
-    """What a test needs of a page: elements with their attributes, and the text of each kind of element."""
+    """Collects elements with their attributes, and their texts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_default_kind() -> None:
 
 
 def locate(rank: int, kind: dict[str, Any], data: dict[str, Any]) -> tuple[int, int]:
-    """What the page's script computes: number of the group, place in it."""
+    """Returns (group, position), as the page's script computes them."""
     group = place = 0
     groups = places = 1
     for name, size in data["grids"][kind["grid"]]:
@@ -301,7 +301,7 @@ DRAWN = ("rect", "text", "line", "circle", "path")
 
 
 def painted(element: ElementTree.Element, inherited: str | None = None) -> Iterator[tuple[str, str | None]]:
-    """Every drawn element with the fill that it has without any style sheet."""
+    """Yields each drawn element with its fill without style sheets."""
     fill = element.get("fill", inherited)
     name = element.tag.removeprefix(SVG)
     if name in DRAWN:
@@ -312,7 +312,7 @@ def painted(element: ElementTree.Element, inherited: str | None = None) -> Itera
 
 @pytest.mark.parametrize("name", ["16", "1024", "72 a node"])
 def test_a_renderer_without_variables_and_style_sheets_shows_the_colours(name: str) -> None:
-    """librsvg and CairoSVG draw black what has no colour that they know."""
+    """librsvg and CairoSVG draw unknown colors black."""
     plan = make_plan(PLANS[name])
     for text in (picture(plan, default_kind(plan)), topology_picture(machine("dgx-h100"))):
         assert "var(" not in text

@@ -1,4 +1,4 @@
-"""The picture of a machine, read back without a browser."""
+"""The picture of a machine, parsed without a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTILE = "</title><script>alert(1)</script>&\"'"
 
 
 def look(svg: str) -> tuple[ElementTree.Element, Counter[str]]:
-    """The drawing, and how many lines there are of each kind."""
+    """Returns the drawing, and its number of lines by kind."""
     root = ElementTree.fromstring(svg)
     return root, Counter(line.get("class") for line in root.iter(f"{SVG}line"))
 
