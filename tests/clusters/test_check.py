@@ -93,7 +93,7 @@ def slow_core() -> None:
     from parallel_state.tools.check.facts import CpuRun
 
     run = system.run_cpu
-    system.run_cpu = lambda: (lambda one: CpuRun(one.best_ms * 10, one.median_ms * 10, one.busy))(run())
+    system.run_cpu = lambda: (lambda one: CpuRun(one.best_ms * 10))(run())
 
 
 def hangs_after_arrival() -> None:
