@@ -30,8 +30,8 @@ struct CallRecord {
 
   std::uint16_t magic = kMagic;
   std::uint16_t kind = kBody;
-  std::uint32_t sequence = 0;  // of the call
-  std::uint64_t bytes = 0;     // of the body
+  std::uint32_t sequence = 0;
+  std::uint64_t bytes = 0;
   std::uint64_t word = 0, shape = 0;
   std::uint64_t history = 0;                     // digest of this call and all before
   std::uint64_t sizes = 0;                       // all_to_all with even blocks: 1 + the bytes of each; else 0
@@ -107,7 +107,7 @@ class Inbox {
 
   const CallRecord* own_ = nullptr;
   State state_ = State::kHead;
-  std::vector<Expected> expected_;  // in this call
+  std::vector<Expected> expected_;
   std::uint32_t done_ = 0;
   bool listens_ = false;
   bool is_failure_ = false;  // reading a failure's body
@@ -142,7 +142,7 @@ class Outbox {
     const char* body;
     std::uint64_t bytes, sent;
   };
-  std::vector<Message> messages_;  // in this call
+  std::vector<Message> messages_;
   std::uint32_t done_ = 0;
 };
 
@@ -164,7 +164,7 @@ class Link {
   // Reads once if all of the call's messages arrived before it began: a failure note may follow them.
   void read_behind();
   bool is_sending() const { return !out_.is_idle() || striped_ != 0; }
-  bool has_sent(std::uint32_t count) const;  // messages of the call
+  bool has_sent(std::uint32_t count) const;
   bool is_broken() const { return broken_; }
   bool wants_to_read() const {
     return error_.empty() && !in.is_stuck() && (!in.is_idle() || broken_ || (in.listens() && is_sending()));
@@ -200,8 +200,8 @@ class Link {
   const std::vector<int> descriptors_;
   Outbox out_;
   std::vector<StripeOut> stripes_;
-  std::size_t striped_ = 0;  // unsent pieces
-  bool broken_ = false;      // can't send any more
+  std::size_t striped_ = 0;
+  bool broken_ = false;  // can't send any more
   std::string broken_by_, error_;
   std::uint64_t receives_before_ = 0;  // at the call's begin
 };
@@ -221,8 +221,8 @@ class Connections final : public SideWork {
   bool advance() override { return move(), !is_idle(); }
   bool is_idle() const;
   int late() const;  // first rank with an expected or unsent message; -1: none
-  Link* trouble();   // first link in trouble
-  Link* failed();    // first link whose peer reported a failure
+  Link* trouble();
+  Link* failed();  // first link whose peer reported a failure
   // Sleeps until something can move. Returns true if a signal ended it.
   bool sleep(std::int64_t limit_ns);
   void leave();

@@ -94,8 +94,8 @@ class HostsGroup final : public Group {
   std::uint8_t end_of(int rank) const {
     return (*ended_)[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
   }
-  int place_of(int rank) const;                                                 // -1: on another host
-  int at(int host) const { return ranks_[static_cast<std::size_t>(host)][0]; }  // its lead
+  int place_of(int rank) const;  // -1: on another host
+  int at(int host) const { return ranks_[static_cast<std::size_t>(host)][0]; }
   const std::vector<int>& ranks_of(int host) const { return ranks_[static_cast<std::size_t>(host)]; }
   bool is_lead() const { return place_ == 0; }
   bool is_alone() const { return local_size() == 1; }
@@ -168,10 +168,10 @@ class HostsGroup final : public Group {
   const std::unique_ptr<Connections> connections_;
   const bool meshed_, rounded_;
   WaitPolicy policy_;
-  std::vector<int> peers_;     // on other hosts, in the current exchange
-  std::vector<int> children_;  // hosts
+  std::vector<int> peers_;
+  std::vector<int> children_;
 
-  std::unique_ptr<std::vector<std::atomic<std::uint8_t>>> ended_;  // by rank
+  std::unique_ptr<std::vector<std::atomic<std::uint8_t>>> ended_;
   std::atomic<bool> any_died_{false};
   std::unique_ptr<Listener> listener_;
 
