@@ -498,7 +498,7 @@ class _Meeting:
         }
         self.apart = self.apart or _first_reason(facts, "apart") or ""
         if self.problem is None and not self.apart and len(found) > len(hosts):
-            self.apart = "some of its ranks see memory that others of their host don't"
+            self.apart = "some of its ranks can map segments that other ranks of their host can't"
         return hosts, tuple(sorted(found))
 
     @property
