@@ -26,7 +26,7 @@ struct Native {
   ReduceOp op;
 };
 
-// Returns whether the kernels reduce `dtype` by `op`, and how. For bools or is max, and is min.
+// Returns whether the kernels reduce `dtype` by `op`, and how. For bools "or" is max and "and" is min.
 bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   const bool is_bool = dtype == at::kBool;
   switch (op) {

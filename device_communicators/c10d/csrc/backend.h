@@ -99,7 +99,7 @@ class Backend : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
-  // Called with the last user: Python's object, held by the callbacks, has a weak pointer to this.
+  // Called without users: Python's object, which the callbacks hold, has only a weak pointer to this.
   void release_resources() override;
 
  private:

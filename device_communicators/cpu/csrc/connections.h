@@ -227,7 +227,7 @@ class Connections final : public SideWork {
   bool sleep(std::int64_t limit_ns);
   void leave();
   void end(const FailureNote* why);
-  // Thread-safe: ends what this rank sends.
+  // Thread-safe: ends sending, so that peers read the end of the stream.
   void close();
 
  private:
