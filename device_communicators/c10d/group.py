@@ -308,7 +308,6 @@ class Group:
             raise attributed(context, "new_group", started, failure) from error
 
     def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
-        """Returns the error for a failed operation of the group's store."""
         members, elapsed_s = self._members, time.monotonic() - started
         kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self._context.failure_ranks)
         text = f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. Look at the process that serves it"

@@ -302,7 +302,6 @@ class _Memory:
         return address
 
     def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
-        """Makes the C++ group in this memory, which then owns it."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
@@ -374,7 +373,6 @@ class _Meeting:
         self._facts: list[dict[str, Any]] = []
 
     def exchange_segments(self) -> None:
-        """Makes this rank's segment, receives the others' names, and opens the segments of its host."""
         rank = self.members.rank
         name = ""
         try:

@@ -394,12 +394,10 @@ class Receiver(_End):
         self._enlarge(_HEAD_BUFFER_BYTES)
 
     def next(self, operation: str = "recv") -> Head:
-        """Waits for the next message and returns its head."""
         self.take(operation)
         return self.head()
 
     def take(self, operation: str = "recv") -> None:
-        """Waits for the next message: see `head`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
@@ -420,7 +418,6 @@ class Receiver(_End):
         return status == _DONE
 
     def head(self) -> Head:
-        """Returns the head of the message that `take` or `poll` found."""
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
         data = self._view[:head_bytes] if head_bytes <= _HEAD_BUFFER_BYTES else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)

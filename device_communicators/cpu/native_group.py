@@ -89,8 +89,6 @@ class Meter(NamedTuple):
 
 @dataclass(frozen=True)
 class Members(GroupMember):
-    """What shared memory must know about a group."""
-
     name: str
     ranks: tuple[int, ...]
     """Global, in group order."""
@@ -274,7 +272,6 @@ class NativeGroup:
         )
 
     def _failure_text(self) -> str:
-        """Returns the cause of a connection's failure."""
         text = ctypes.create_string_buffer(512)
         self.library.ps_group_failure_text(self.number, text, len(text))
         return text.value.decode(errors="replace")
@@ -379,7 +376,6 @@ class NativeGroup:
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
-        """Returns True if a rank left on purpose."""
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:

@@ -86,7 +86,6 @@ class Pinned(NamedTuple):
     """Bytes in place, kept alive."""
 
     pieces: tuple[tuple[int, int], ...]
-    """Addresses and sizes, in order."""
     keeps: object
 
     @property
@@ -98,11 +97,8 @@ class Pinned(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """An encoded message."""
-
     start: bytes
     more: Pinned
-    """The rest of the head."""
     tensors: list[torch.Tensor]
     is_cut: bytes
     """By tensor: 1 if only this rank's slice is sent."""
@@ -299,7 +295,6 @@ def tensor_at() -> int:
 
 
 def find_wrap() -> int | None:
-    """Returns the address of libtorch_python's THPVariable_Wrap."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
     except OSError:
