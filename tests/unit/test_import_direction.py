@@ -27,7 +27,8 @@ MAY_PICKLE = (
     "parallel_state/compat/pickles.py",
 )
 """Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the engines
-themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects). vLLM has a module named `pickle`."""
+themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects). vLLM has a module named
+`pickle`."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own object transfers, between its own processes."""
 
