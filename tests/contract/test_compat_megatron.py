@@ -1,4 +1,4 @@
-"""Megatron's names over our groups in ranks that torch.distributed alone has started."""
+"""Megatron's names over our groups, in a world that torch.distributed made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallel_state.compat.vllm` has, at the same paths, the names of `vllm.distributed` that other programs import."""
+"""Other programs find the names of `vllm.distributed` at the same paths in `parallel_state.compat.vllm`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMPORTED = {
     ),
     "device_communicators.shm_broadcast": ("Handle", "MessageQueue"),
 }  # fmt: skip
-"""By module of vllm.distributed: names that TRL, verl, OpenRLHF, checkpoint-engine, torchrl and models' code import."""
+"""Module of vllm.distributed -> names that TRL, verl, OpenRLHF, checkpoint-engine, torchrl and models import."""
 
 
 def test_imports_of_other_programs() -> None:
@@ -40,6 +40,6 @@ def test_imports_of_other_programs() -> None:
 
     each([(path, name) for path, names in IMPORTED.items() for name in names], check)
     assert vllm.StatelessProcessGroup is StatelessProcessGroup
-    assert vllm._TP is None and vllm._EP is None, "there are no groups"
+    assert vllm._TP is None and vllm._EP is None, "without groups, vLLM's globals must be None"
     with pytest.raises(AttributeError, match="no attribute '_ABSENT'"):
         _ = vllm._ABSENT

@@ -1,4 +1,4 @@
-"""The rules of `check` over facts that no process has collected: what each finds, of whom, and what it passes over."""
+"""The rules of `check` over constructed facts. Sound jobs have no findings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ GIB = 1 << 30
 
 
 def job(*ranks_per_host: int) -> list[Facts]:
-    """Facts of a sound job."""
     found: list[Facts] = []
     for host, count in enumerate(ranks_per_host):
         for local_rank in range(count):
@@ -95,7 +94,7 @@ Change = Callable[[list[Facts]], object]
 
 
 def _set(path: str, value: Any, *ranks: int) -> Change:
-    """Sets an attribute below the facts of some ranks; of all where none is named."""
+    """Sets an attribute of some ranks' facts; by default, of all."""
 
     def change(arrivals: list[Facts]) -> None:
         for facts in arrivals:
@@ -290,7 +289,7 @@ def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pyt
     assert facts.cpu.affinity == [4, 5, 6, 7]
 
 
-# Who is missing, and where it should have been.
+# Missing ranks, and their expected hosts.
 
 
 def test_a_missing_rank_is_named_with_its_host() -> None:
@@ -308,7 +307,7 @@ def test_a_missing_rank_is_named_with_its_host() -> None:
             assert f"host {host} (according to SLURM" in text
         else:
             (text,) = findings([two_hosts[0], *two_hosts[2:]])["rank-missing"]
-            assert "ranks 1, 4 of 5" in text  # dealt out in turns: 1 and 4 are on the second host
+            assert "ranks 1, 4 of 5" in text  # cyclic distribution: ranks 1 and 4 are on the second host
             assert f"host {host} (according to SLURM" in text
 
 
@@ -339,7 +338,7 @@ def test_torchrun_below_srun_is_no_contradiction() -> None:
     assert findings(arrivals) == {}
 
 
-# What was measured.
+# Measurements.
 
 
 def _links(speeds: dict[tuple[int, int], float], **also: Any) -> dict[int, Measured]:

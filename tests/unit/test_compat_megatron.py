@@ -1,4 +1,4 @@
-"""The shape of Megatron's parallel state, what of it needs no processes: rank lists as Megatron's own, and install."""
+"""The module with Megatron's parallel state, as far as it needs no processes: Megatron's rank lists, and install."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "megatron.core.parallel_state"
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Any]:
-    """Megatron's own functions of ranks; groups that they make are the lists."""
+    """Megatron's functions of ranks, patched to return rank lists as groups."""
     einops, numpy = pytest.importorskip("einops"), pytest.importorskip("numpy")
     import math
 
