@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -130,6 +130,13 @@ def wrap_backend_name(wrap: Callable[[Any], Any]) -> None:
 def backend_options() -> Any:
     """Returns empty options of the type that torch passes to the factory of a registered backend."""
     return c10d._DistributedBackendOptions()
+
+
+def set_members(group_name: str, size: int) -> None:
+    """Makes torch's table of the group's members agree with its new size: each rank is its own global rank."""
+    with suppress(RuntimeError):  # the backend belongs to no registered group
+        group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
 
 
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:

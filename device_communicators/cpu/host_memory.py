@@ -106,10 +106,11 @@ class HostMemory:
         cpu_group: Any = None,
         purpose: str = "shared memory",
         address: str | None = None,
+        limit_s: float = float("inf"),
     ) -> None:
         """Finds out who shares memory, maps it, and connects what shares none. All ranks call it.
 
-        The deadline is that of the start. The death of a rank of `watched`, by default the group's, ends the wait.
+        The deadline is that of the start, or `limit_s` from now. The death of a rank of `watched`, by default the group's, ends the wait.
         `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
         `address`: at which other hosts reach this rank; None for that which gloo tells them. Raises as `Watcher.gather`
         and `connect` do, and ConfigMismatchError if a setting differs that must not.
@@ -118,7 +119,7 @@ class HostMemory:
             return
         self._address = address
         watcher, members = watcher or Watcher(), self.members
-        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get())
+        deadline = time.monotonic() + min(members.timeout_s, settings.START_TIMEOUT_S.get(), limit_s)
 
         def gather(step: str, record: bytes) -> list[bytes]:
             return watcher.gather(

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -55,12 +55,14 @@ def meet(
     *,
     note: str = "",
     limit_s: float = float("inf"),
+    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Starts to watch `ranks` (global, this `rank` among them). Each of them calls it. Returns the note of each.
 
     `store`: a prefix that is used for this only. `address`: of this host, as others reach it. `caller`: the function
     that each rank must call. `limit_s`: a timeout below that of the start. Raises RendezvousError with the missing
-    ranks, and PeerDiedError if the store of a rank closed. If a rank has a note, the ranks are not watched.
+    ranks, and PeerDiedError if the store of a rank closed. `check` is called about every 20 ms of the wait,
+    which ends if it raises. If a rank has a note, the ranks are not watched.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -78,7 +80,7 @@ def meet(
         )
 
     try:
-        entries, missing = roll.call(started + limit_s)
+        entries, missing = roll.call(started + limit_s, check)
     except dist.DistError as error:
         kind, why, suspects = watcher.explain_lost_store(store, error, ranks)
         if kind is CommunicationError:  # the process of the server ended, or ends
@@ -109,7 +111,9 @@ class _Roll:
         self._attempts: list[str] = []
         """Names of the attempts that this rank entered; the last one is open."""
 
-    def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
+    def call(
+        self, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> tuple[list[list[Any]], list[int]]:
         """Returns the entries of all ranks in their order; at the deadline none, and the ranks that are missing."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = _SHORTEST_NAP_S
@@ -124,6 +128,7 @@ class _Roll:
             if left_s <= 0:
                 return [], self._give_up()
             nap_s = min(2 * nap_s, longest_s)
+            check()
 
     def _give_up(self) -> list[int]:
         """Closes the attempt. Returns the ranks that entered none of this rank's attempts, else not the last one."""

@@ -28,13 +28,13 @@ def _report(failed: Mapping[str, Outcome], log: Path) -> str:
     return "\n".join([f"{len(failed)} tests pass over gloo only; what they printed: {log}", *texts])
 
 
-def _compare(size: int, log: Path, *, rpc: bool = False, debug: Sequence[str] = ("OFF",)) -> None:
-    over_gloo = run("gloo", size, rpc=rpc, log=log)
+def _compare(size: int, log: Path, *, part: str = "", debug: Sequence[str] = ("OFF",)) -> None:
+    over_gloo = run("gloo", size, part=part, log=log)
     wanted = [name for name, found in over_gloo.items() if found.outcome == "passed"]
-    assert len(wanted) > (50 if rpc else 90)
+    assert len(wanted) > (50 if part else 90)
     listed = {name for name in wanted if name.rpartition(".")[2] in _known()}
     for level in debug:
-        ours = run("parallel_state", size, wanted, rpc=rpc, debug=level, log=log)
+        ours = run("parallel_state", size, wanted, part=part, debug=level, log=log)
         failed = {name: found for name, found in ours.items() if found.outcome != "passed"}
         assert failed.keys() <= listed, _report({name: failed[name] for name in failed.keys() - listed}, log)
         assert listed <= failed.keys(), f"the page lists tests that pass: {sorted(listed - failed.keys())}"
@@ -55,4 +55,4 @@ def test_what_passes_over_gloo(tmp_path: Path, size: int, debug: Sequence[str]) 
 
 @pytest.mark.long
 def test_what_passes_over_gloo_beside_rpc(tmp_path: Path) -> None:
-    _compare(4, tmp_path / "log", rpc=True)
+    _compare(4, tmp_path / "log", part="rpc")
