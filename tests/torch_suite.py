@@ -1,6 +1,6 @@
 """Runs torch's own tests of torch.distributed, those that its wheel brings, over one backend on the CPU.
 
-    python -m tests.torch_suite BACKEND WORLD_SIZE [--of PART] [NAME…]     # a line of JSON a test; the log goes to stderr
+    python -m tests.torch_suite BACKEND WORLD_SIZE [--of PART] [NAME…]    # a line of JSON a test; the log on stderr
 
 What the tests decide by a backend's name is decided as for gloo, or as for MPI where only that is let in. Each rank of
 a test is forked from this process, which has imported all that it needs and has made no group. With `--of rpc` it runs
@@ -78,7 +78,15 @@ def run(
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
         chosen.write("\n".join(names))
         chosen.seek(0)
-        command = [*prefix, sys.executable, "-m", "tests.torch_suite", backend, str(size), *(["--of", part] if part else [])]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "tests.torch_suite",
+            backend,
+            str(size),
+            *(["--of", part] if part else []),
+        ]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True,
             start_new_session=True,
@@ -133,7 +141,7 @@ def _rpc_tests() -> list[type[unittest.TestCase]]:
 
 
 def _fault_tolerance_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """Returns the class for `backend` of pytorch's test_c10d_fault_tolerance.py, whose list of backends gets this one."""
+    """Returns the class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
     beginning = "FAULT_TOLERANCE_BACKENDS = [\n"
     source = FAULT_TOLERANCE.path_in_cache().read_text()
     assert beginning in source, f"{FAULT_TOLERANCE.path} has changed"

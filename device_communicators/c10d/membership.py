@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -103,7 +102,7 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """The callbacks of the compiled `ReconfigurableBackend`: handles, and the groups that it has one after the other."""
+    """The callbacks of the compiled `ReconfigurableBackend`: its handle and its successive groups."""
 
     end_group: Callable[[], None]
     """Ends the calls of the backend's group, and drops it; set by the compiled backend."""
@@ -173,20 +172,20 @@ class Membership:
         """Returns the members in the order of their ranks, and this process's rank."""
         if hints:
             raise UnsupportedError(
-                f"reconfigure got hints {sorted(hints)}, but the backend \"parallel_state\" has none: pass no hints"
+                f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" has none: pass no hints'
             )
         texts, own = list(handles) if is_ordered else sorted(handles), self.handle()
         if own not in texts:
             raise InvalidArgumentError(
-                f"reconfigure(uuid={uuid}) needs the handle of each member, but none of the {len(texts)} handles is this "
-                "process's own. A process that isn't a member must not call it"
+                f"reconfigure(uuid={uuid}) needs the handle of each member, but none of the {len(texts)} handles is "
+                "this process's own. A process that isn't a member must not call it"
             )
         if len(set(texts)) != len(texts):
             raise InvalidArgumentError(f"reconfigure(uuid={uuid}) got the handle of a process twice: pass each once")
         peers = [Handle.parse(text) for text in texts]
         if uuid in self._used:
             raise AlreadyInitializedError(
-                f"reconfigure(uuid={uuid}): this uuid was already used; pass one that is the same on all members and new"
+                f"reconfigure(uuid={uuid}): this uuid was already used; pass a new one, the same on all members"
             )
         return peers, texts.index(own)
 
@@ -265,7 +264,7 @@ class _SameCall:
         self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
 
     def enter(self) -> None:
-        """Raises ConfigMismatchError, and has `look` raise it on the other members, if an earlier one has another call."""
+        """Raises ConfigMismatchError if the first member made another call; `look` then raises it on the others."""
         found = self._store.compare_set("call", "", self._call).decode()
         if found != self._call:
             self._store.set("difference", self._call)
@@ -278,6 +277,6 @@ class _SameCall:
     def _error(self, first: str, other: str) -> ConfigMismatchError:
         one, another = (", ".join(json.loads(each)[0]) for each in (first, other))
         return ConfigMismatchError(
-            f"reconfigure(uuid={self._uuid}) got different handles: one rank passed those of {one}; another one those of "
-            f"{another}. Pass the same handles in the same order on all members, with a new uuid"
+            f"reconfigure(uuid={self._uuid}) got different handles: one rank passed those of {one}; another one those "
+            f"of {another}. Pass the same handles in the same order on all members, with a new uuid"
         )

@@ -85,7 +85,9 @@ class World:
         rank, limit_s = ranks[members.rank], members.timeout_s
         if self._is_borrowed:
             purpose = f"c10d/{members.name}"
-            texts = self.watcher.gather(purpose, ranks, problem.encode(), limit_s, group=members, operation=self._caller)
+            texts = self.watcher.gather(
+                purpose, ranks, problem.encode(), limit_s, group=members, operation=self._caller
+            )
             notes = [text.decode() for text in texts]
         else:
             notes = meet(

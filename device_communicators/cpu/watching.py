@@ -111,9 +111,7 @@ class _Roll:
         self._attempts: list[str] = []
         """Names of the attempts that this rank entered; the last one is open."""
 
-    def call(
-        self, deadline: float, check: Callable[[], None] = lambda: None
-    ) -> tuple[list[list[Any]], list[int]]:
+    def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
         """Returns the entries of all ranks in their order; at the deadline none, and the ranks that are missing."""
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = _SHORTEST_NAP_S

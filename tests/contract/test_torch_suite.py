@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from tests.torch_suite import ROOT, Outcome, run
 
@@ -56,3 +57,14 @@ def test_what_passes_over_gloo(tmp_path: Path, size: int, debug: Sequence[str]) 
 @pytest.mark.long
 def test_what_passes_over_gloo_beside_rpc(tmp_path: Path) -> None:
     _compare(4, tmp_path / "log", part="rpc")
+
+
+@pytest.mark.skipif(not hasattr(distributed_c10d, "_reconfigure"), reason="needs torch >= 2.15")
+def test_groups_whose_members_change(tmp_path: Path) -> None:
+    """pytorch's test_c10d_fault_tolerance.py."""
+    found = run("parallel_state", 3, part="fault_tolerance", log=tmp_path / "log")
+    failed = {name: outcome for name, outcome in found.items() if outcome.outcome == "failed"}
+    assert not failed, _report(failed, tmp_path / "log")
+    passed = [name for name, outcome in found.items() if outcome.outcome == "passed"]
+    skipped = [name.rpartition(".")[2] for name in found.keys() - set(passed)]
+    assert len(passed) >= 12 and skipped == ["test_reconfigure_after_timeout"], skipped  # that one is NCCL's
