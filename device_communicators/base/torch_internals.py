@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -134,9 +134,9 @@ def backend_options() -> Any:
 
 def set_members(group_name: str, size: int) -> None:
     """Makes torch's table of the group's members agree with its new size: each rank is its own global rank."""
-    with suppress(RuntimeError):  # the backend belongs to no registered group
-        group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    for group in c10d._world.pg_map:
+        if group.group_name == group_name:
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
 
 
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:

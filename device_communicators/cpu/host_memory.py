@@ -111,9 +111,9 @@ class HostMemory:
         """Finds out who shares memory, maps it, and connects what shares none. All ranks call it.
 
         The deadline is that of the start, or `limit_s` from now. The death of a rank of `watched`, by default the
-        group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane. `purpose`: see `Watcher.gather`.
-        `address`: at which other hosts reach this rank; None for that which gloo tells them. Raises as `Watcher.gather`
-        and `connect` do, and ConfigMismatchError if a setting differs that must not.
+        group's, ends the wait. `cpu_group`: the gloo group of the same ranks, needed without a control plane.
+        `purpose`: see `Watcher.gather`. `address`: at which other hosts reach this rank; None for that which gloo tells
+        them. Raises as `Watcher.gather` and `connect` do, and ConfigMismatchError if a setting differs that must not.
         """
         if self.attached:
             return

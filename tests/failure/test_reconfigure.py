@@ -28,6 +28,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.c10d import creation
 from parallel_state import error_of
+from tests.doc_blocks import ROOT, blocks_of
 from tests.failure.changing import IS_THERE, Member, add_up, kill_and_replace, latest_by_round, median
 from tests.failure.ranks import Ranks
 
@@ -223,6 +224,19 @@ def _merge_and_split(folder: str) -> bool:
 
 def test_groups_merge_and_split(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_merge_and_split, str(tmp_path)) == [True] * 4
+
+
+def _example(code: str, page: str) -> int:
+    exec(compile(code, page, "exec"), {})
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    return size
+
+
+def test_the_example_of_the_docs(ranks: Ranks) -> None:
+    page = ROOT / "docs" / "torch_distributed.md"
+    (block,) = [each for each in blocks_of(page) if "enable_reconfigure" in each.code]
+    assert ranks.survivors(_example, block.code, str(page), timeout_s=60.0) == {0: 3, 1: 3, 3: 3}
 
 
 def check_kills(pool: Any, folder: Path, size: int, rounds: int, timeout_s: float) -> None:
