@@ -38,8 +38,8 @@ from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, LAYERS, STEPS
 from device_communicators.base.errors import InvalidArgumentError, SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.bench import ranks as in_ranks
-from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN
 from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, add_cases, complete
+from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN
 from parallel_state.tools.bench.report import circumstances, recorded
 from parallel_state.tools.bench.rounds import Plan, Row
 

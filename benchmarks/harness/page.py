@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from harness.messages import COPY, WITH_SPEC
 from harness.picture import Panel, draw
 from harness.ranks import TORCH
-from parallel_state.tools.bench.collectives import OWN
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import bandwidths, dumps, figure, nccl_bytes, p50, p99, size_name
 from parallel_state.tools.bench.rounds import Row
 

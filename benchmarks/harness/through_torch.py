@@ -27,7 +27,8 @@ from device_communicators.base.settings import SHARED_MEMORY
 from device_communicators.base.torch_internals import functional_collectives, load_inductor, register_fake_backend
 from harness.collectives import count_of, ours_by_op
 from harness.ranks import compilable_of_torch
-from parallel_state.tools.bench.collectives import GLOO, OWN, answer, given, torch_by_call
+from parallel_state.tools.bench.collectives import answer, given, torch_by_call
+from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
 
 LAYERS = "torch's layers alone"

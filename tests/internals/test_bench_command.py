@@ -131,7 +131,7 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
     [
         (report.main, "--report setup.py", {}, "--report: setup.py is no folder"),
         (command.main, "--ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),
-        (command.main, "--sizes 0", {}, "--sizes must be positive"),
+        (command.main, "--sizes 0", {}, "argument --sizes: must be a whole number of at least 1, but is 0"),
         (report.main, "--no-peers", {**RANK, "LOCAL_RANK": "0"}, "it starts ranks of its own"),
         (command.main, "", RANK, "LOCAL_RANK is not"),
         (report.main, "--no-peers --ranks 1", {}, "--ranks must be from 2 to 64, but is 1"),

@@ -21,14 +21,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import parallel_state as ps
 from device_communicators.base.errors import SettingError
 from parallel_state.startup import environment
-from parallel_state.tools.arguments import command_parser
-from parallel_state.tools.bench import ranks
-from parallel_state.tools.bench.collectives import OBJECT, OPERATIONS, OWN, PING_PONG
+from parallel_state.tools.arguments import command_parser, positive
+from parallel_state.tools.bench.names import OBJECT, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import (
     bandwidths,
     figure,
@@ -56,9 +53,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_cases(parser, ALL)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples, machine, commit and versions")
     options = parser.parse_args(arguments)
+    require_writable(parser, options.json)
     if (problem := complete(options)) is not None:
         parser.error(problem)
-    require_writable(parser, options.json)
     try:
         options.started = environment.detect(rendezvous=False).world_size > 1
     except SettingError as error:
@@ -72,34 +69,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="use fewer operations, sizes and rounds")
-    parser.add_argument("--ranks", type=int, help="default: 2 to 4, by the number of GPUs, else of cores")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="default: 2 to 4, by the number of GPUs, else of cores"
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there are GPUs"
     )
     parser.add_argument("--operations", nargs="+", choices=operations, help="default: all")
     # benchmarks/report.py shares these options, and counts as nccl-tests on GPUs.
-    parser.add_argument("--sizes", nargs="+", type=int, help="bytes of each rank's input")
+    parser.add_argument("--sizes", nargs="+", type=positive, metavar="BYTES", help="bytes of each rank's input")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
 
 
 def complete(options: argparse.Namespace) -> str | None:
     """Sets the default device and number of ranks. Returns a problem, or None."""
-    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    if options.ranks is not None and not 2 <= options.ranks <= 64:
+        return f"--ranks must be from 2 to 64, but is {options.ranks}"
+    gpus = 0
+    if options.device != "cpu":
+        import torch  # imported here: its import takes seconds, and wrong arguments are reported before it
+
+        gpus = torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
         return "--device cuda: torch finds no GPU"
     options.device = "cuda" if gpus else "cpu"
     if options.ranks is None:
         options.ranks = max(2, min(4, gpus or len(os.sched_getaffinity(0))))
-    if not 2 <= options.ranks <= 64:
-        return f"--ranks must be from 2 to 64, but is {options.ranks}"
-    if any(size < 1 for size in options.sizes or ()):
-        return f"--sizes must be positive, but are {options.sizes}"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints. Returns the exit code."""
     options = parse(arguments)
+    from parallel_state.tools.bench import ranks  # imported here: it needs torch, `--help` doesn't
+
     plan = QUICK_PLAN if options.quick else PLAN
     if options.started:
         rows, about, is_first = ranks.run_rank(options, plan)
