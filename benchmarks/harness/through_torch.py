@@ -32,9 +32,9 @@ from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
 
 LAYERS = "torch's layers alone"
-OP = "op, in place"
-OP_AND_LAYERS = "op, and torch's layers"
-CARRIED = "parallel_state, carried by gloo"
+OP = "op in place"
+OP_AND_LAYERS = "op and torch's layers"
+CARRIED = "parallel_state over gloo"
 BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake", CARRIED: "parallel_state"}
 ENVIRONMENTS = {CARRIED: {SHARED_MEMORY.name: "0"}}
 """Team name -> its additional environment variables."""

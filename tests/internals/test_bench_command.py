@@ -61,8 +61,8 @@ def test_what_every_installation_has(tmp_path: Path) -> None:
     cases = [(row["case"]["operation"], row["case"]["bytes"]) for row in content["rows"]]
     assert cases == [(each, size) for each in operations for size in ((0,) if each == "barrier" else (992, 65536))]
     for row in content["rows"]:
-        in_place = ["parallel_state, in place"] if row["case"]["operation"] == "all_reduce" else []
-        assert list(row["us"]) == ["parallel_state", *in_place, "torch, gloo"]
+        in_place = ["parallel_state in place"] if row["case"]["operation"] == "all_reduce" else []
+        assert list(row["us"]) == ["parallel_state", *in_place, "torch over gloo"]
         assert row["wrong"] == {}
         assert all(len(samples) >= 3 and min(samples) > 0 for samples in row["us"].values())
     assert content["settings"]["route"].startswith("group 'tp:0'")

@@ -75,7 +75,12 @@ def test_messages(tmp_path: Path) -> None:
     assert names(content, kind="object", idle_ms=5) == {"parallel_state", "gloo"}
     for kind in ("broadcast", "pipeline"):
         for what in ("decode", "prefill"):
-            ours = {"parallel_state", "parallel_state, views", "parallel_state, spec", "parallel_state, spec, views"}
+            ours = {
+                "parallel_state",
+                "parallel_state as views",
+                "parallel_state by spec",
+                "parallel_state by spec as views",
+            }
             assert names(content, kind=kind, what=what) == ours | {"gloo", "(copying the bytes)"}
 
 

@@ -22,7 +22,7 @@ from parallel_state.tools.bench.names import OBJECT, OWN
 from parallel_state.tools.bench.rounds import Plan, Row, measure
 from parallel_state.tools.bench.worker import Timing
 
-IN_PLACE = f"{OWN}, in place"
+IN_PLACE = f"{OWN} in place"
 
 
 class GroupTeam(TensorTeam):
@@ -52,7 +52,7 @@ class GroupTeam(TensorTeam):
 class OwnAndTorch(GroupTeam):
     def __init__(self, group: ps.GroupCoordinator) -> None:
         super().__init__(group)
-        self.torchs_name = "torch, nccl" if group.device.type == "cuda" else "torch, gloo"
+        self.torchs_name = "torch over nccl" if group.device.type == "cuda" else "torch over gloo"
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         call, in_place = ours_by_method(self.group, operation)
