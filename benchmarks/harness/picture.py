@@ -17,7 +17,7 @@ PEERS = ("#e5484d", "#d9730d", "#d6409f", "#a0714f", "#7d8590", "#5b6ee1", "#b08
 DASHES = {True: ("", "9 3", "2 3"), False: ("5 3", "2 2", "8 2 2 2")}
 """Dash patterns of this library's lines and of peers; the next pattern begins after the last colour."""
 SCHEME = (
-    "<style>.paper{fill:#fff}.ink{fill:#24292f}.faint{fill:#57606a}.grid{stroke:#dde1e6}"
+    "<style>.ink{fill:#24292f}.faint{fill:#57606a}.grid{stroke:#dde1e6}"
     "@media(prefers-color-scheme:dark){.paper{fill:#0d1117}.ink{fill:#e6edf3}.faint{fill:#9198a1}"
     ".grid{stroke:#30363d}}</style>"
 )
@@ -63,7 +63,7 @@ def _bodies(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) ->
 def _svg(width: int, height: int, body: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="11">{SCHEME}<rect width="100%" height="100%" class="paper"/>'
+        f'font-family="system-ui, sans-serif" font-size="11">{SCHEME}<rect width="100%" height="100%" class="paper" fill="#ffffff"/>'
         f"\n{body}\n</svg>\n"
     )
 
