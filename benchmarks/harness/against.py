@@ -119,7 +119,7 @@ def measure(
     with unpacked(commit) as folder:
         roots = {NOW: ROOT, BEFORE: folder}
         teams = [
-            Team(OWN, MODULE, ranks, settings, root=root, environment={"PYTHONPATH": str(root)})
+            Team(OWN, MODULE, ranks, settings, root=root, environment={"PYTHONPATH": str(root)}, forks=False)
             for root in roots.values()
         ]
         left_out: dict[str, str] = {}

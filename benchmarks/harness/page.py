@@ -48,7 +48,8 @@ class Findings:
     """Library → its version, or the route it takes."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Library → reason."""
-    interrupted: bool = False
+    interrupted: int = 0
+    """Exit code of an interrupted run; else 0."""
 
     def part(self, name: str) -> list[Row]:
         return [row for row in self.rows if row.case["part"] == name]
@@ -372,7 +373,7 @@ def write(folder: Path, findings: Findings) -> None:
     """Writes all files. Each one is replaced atomically."""
     about = {"benchmark": SCHEMA, **findings.about, "used": findings.used, "left_out": findings.left_out}
     contents = {
-        "report.json": dumps({**about, "interrupted": findings.interrupted}, findings.rows),
+        "report.json": dumps({**about, "interrupted": bool(findings.interrupted)}, findings.rows),
         "report.svg": draw(*pictures(findings)),
         "table.txt": table(findings.part("collectives")),
         "index.html": page(findings),

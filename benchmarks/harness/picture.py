@@ -63,7 +63,8 @@ def _bodies(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) ->
 def _svg(width: int, height: int, body: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="11">{SCHEME}<rect width="100%" height="100%" class="paper" fill="#ffffff"/>'
+        f'font-family="system-ui, sans-serif" font-size="11">{SCHEME}<rect width="100%" height="100%" class="paper" '
+        'fill="#ffffff"/>'
         f"\n{body}\n</svg>\n"
     )
 

@@ -47,7 +47,8 @@ def load(name: str, settings: dict[str, Any]) -> None:
     """Imports the team's modules, so that its start-up time excludes imports."""
     import torch.distributed.fsdp
 
-    load_inductor()
+    if settings.get("compiled"):
+        load_inductor()
     register_fake_backend()
     torch.set_num_threads(1)
 
@@ -73,7 +74,8 @@ class ThroughTorch:
         self._calls: dict[str, Callable[[], Tensor | float]] = {}
 
     def about(self) -> str:
-        return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}"
+        without = ", without shared memory" if self.name == CARRIED else ""
+        return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}{without}"
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         """`values`: `kind`; for calls also `operation`, `bytes` as nccl-tests define them, and `dtype`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import random
 import re
@@ -24,8 +25,9 @@ from harness.rounds import Strangers, measure_all
 from harness.teams import python_path
 from harness.through_torch import CARRIED, LAYERS, OP, OP_AND_LAYERS
 
-from parallel_state.tools.bench import command, report
+from parallel_state.tools.bench import command, progress, report
 from parallel_state.tools.bench.names import OWN
+from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.rounds import Plan, Row, measure, samples_us
 from parallel_state.tools.bench.worker import TeamError, Timing, WrongAnswer
 
@@ -219,6 +221,40 @@ def test_a_machine_that_stays_busy_ends_the_repeats(monkeypatch: pytest.MonkeyPa
     busy_machine(monkeypatch, [1.0])
     (row,) = measure_all([FakeTeam(["one"])], [{}], Plan(rounds=3, round_s=0.001, repeat_s=0.0))
     assert row.repeats == 0
+
+
+@pytest.mark.slow
+def test_a_run_without_time_left_measures_three_rounds_of_each_case() -> None:
+    team = FakeTeam(["one"])
+    rows = measure_all([team], [{}, {}], Plan(rounds=30, round_s=0.001, repeat_s=60.0), until=time.monotonic())
+    assert [len(row.us["one"]) for row in rows] == [3, 3]
+
+
+def test_progress_has_the_time_left_and_a_line_each_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    shown = Progress(40.0, stream)
+    assert shown.left_s == 40.0
+    for step in ("first", "second", "third"):
+        clock[0] += 8.0
+        shown.step(4.0, step)
+    shown.close()
+    assert stream.getvalue() == "20 %, about 64 s left: second\n"
+    assert shown.left_s == 28.0 * 2
+
+
+def test_progress_on_a_terminal_is_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    shown = Progress(40.0, stream)
+    shown.step(20.0, "messages")
+    shown.close()
+    assert "50 %" in stream.getvalue() and "left: messages" in stream.getvalue()
+    assert all(len(line) < 160 for line in stream.getvalue().splitlines())
 
 
 # The page.

@@ -20,6 +20,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import parallel_state as ps
 from device_communicators.base.errors import SettingError
@@ -103,17 +104,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     from parallel_state.tools.bench import ranks  # imported here: it needs torch, `--help` doesn't
 
-    plan = QUICK_PLAN if options.quick else PLAN
+    plan, show = QUICK_PLAN if options.quick else PLAN, Shown(options)
     if options.started:
-        rows, about, is_first = ranks.run_rank(options, plan)
+        failed = ranks.run_rank(options, plan, show)
     else:
-        rows, about, is_first = ps.launch(ranks.run_rank, options.ranks, args=(options, plan), timeout=RUN_S)[0]
-    if is_first:
-        print(f"{about['device']} {about['sharing']}\n{about['route']}".strip())
+        failed = ps.launch(ranks.run_rank, options.ranks, args=(options, plan, show), timeout=RUN_S)[0]
+    return int(failed)
+
+
+class Shown:
+    """Prints the rows of each operation on rank 0, and writes the JSON anew: an interrupted run keeps what it has."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: list[Row] = []
+
+    def __call__(self, rows: list[Row], about: dict[str, Any]) -> None:
+        if not self.rows:
+            print(f"{about['device']} {about['sharing']}\n{about['route']}".strip())
+        self.rows += rows
         print("\n".join(table(rows)), flush=True)
-        if options.json is not None:
-            write_json(options.json, rows, {**recorded(options), **about})
-    return int(any(row.wrong for row in rows))
+        if self.options.json is not None:
+            write_json(self.options.json, self.rows, {**recorded(self.options), **about})
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -125,16 +137,20 @@ def table(rows: Sequence[Row]) -> list[str]:
         there_and_back = ", there and back" if operation in (PING_PONG, OBJECT) else ""
         lines += ["", f"{operation}{there_and_back}, {chosen[0].case['ranks']} ranks, {chosen[0].case['dtype']}: us"]
         heads = ("p99", "ours ÷ torch's", "algbw", "busbw, GB/s")
-        lines.append(f"{'size':>10}" + "".join(f"{name:>{len(name) + 3}}" for name in (*names, *heads)))
+        lines.append(f"{'size':>10}" + "".join(f"{name:>{_width(name)}}" for name in (*names, *heads)))
         for row in chosen:
             cells = [p50(row.us[name]) if name in row.us else None for name in names]
             text = zip((*names, *heads), (*cells, *_of_the_best(row)), strict=True)
             lines.append(
                 f"{size_name(row.case['bytes']):>10}"
-                + "".join(f"{figure(cell):>{len(head) + 3}}" for head, cell in text)
+                + "".join(f"{figure(cell):>{_width(head)}}" for head, cell in text)
             )
         lines += [f"no figures of {name}: {why}" for row in chosen for name, why in row.wrong.items()]
     return lines
+
+
+def _width(head: str) -> int:
+    return max(len(head) + 3, 10)
 
 
 def _of_the_best(row: Row) -> tuple[float | None, ...]:
