@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.messages import SPEC_VIEWS, VIEWS, WITH_SPEC
 from harness.teams import Team, started
 
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.rounds import Plan, measure
 from tests.programs import Program, script
 
@@ -75,12 +77,7 @@ def test_messages(tmp_path: Path) -> None:
     assert names(content, kind="object", idle_ms=5) == {"parallel_state", "gloo"}
     for kind in ("broadcast", "pipeline"):
         for what in ("decode", "prefill"):
-            ours = {
-                "parallel_state",
-                "parallel_state as views",
-                "parallel_state by spec",
-                "parallel_state by spec as views",
-            }
+            ours = {OWN, VIEWS, WITH_SPEC, SPEC_VIEWS}
             assert names(content, kind=kind, what=what) == ours | {"gloo", "(copying the bytes)"}
 
 
