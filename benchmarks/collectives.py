@@ -35,7 +35,6 @@ from parallel_state.tools.bench.report import bandwidths, nccl_bytes, p50, size_
 from parallel_state.tools.bench.rounds import Row
 
 TORCH, MPI = "harness.collectives", "harness.mpi"
-"""Modules of teams."""
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
 PAIRS = (
     *(("op, in place", peer) for peer in ("vLLM op, in place", "gloo", "Intel MPI", "MPICH")),
@@ -76,7 +75,7 @@ def size_of(row: Row) -> str:
 
 
 def net(row: Row) -> Row:
-    """Subtracts the copies from a row of the produced loop; at least 10 ns per call remain, despite noise."""
+    """Subtracts the copies from a produced row, but leaves at least 10 ns per call."""
     copies = row.us.get(COPIES)
     if copies is None:
         return row
@@ -122,7 +121,7 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def in_ranks(options: argparse.Namespace) -> bool:
-    """Returns True if the ranks time themselves, instead of teams that this process controls."""
+    """Returns True if the ranks time themselves."""
     return options.device == "cuda" or environment.detect(rendezvous=False).world_size > 1
 
 

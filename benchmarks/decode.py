@@ -55,7 +55,7 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def _share(row: Row, name: str) -> float | None:
-    """Returns the part of a candidate's step that the matmuls alone don't take, in percent."""
+    """Returns the percentage of a step outside its matmuls."""
     if not row.us.get(name) or not row.us.get(MATMULS):
         return None
     return max(0.0, 100 * (1 - p50(row.us[MATMULS]) / p50(row.us[name])))
@@ -75,7 +75,7 @@ def main() -> None:
     cases: dict[str, list[dict[str, object]]] = {layout: [] for layout in options.layouts}
     for layout, name, batch in itertools.product(options.layouts, options.models, options.batches):
         tp = decode_models.LAYOUTS[layout][0]
-        # Now, while nothing else runs.
+        # while nothing else runs
         matmuls_s = decode_models.measure_matmuls(decode_models.MODELS[name], tp, batch)
         cases[layout].append({**decode_models.case_of(name, layout, batch, matmuls_s), "most_calls": 20})
     rows, left_out = [], {}
@@ -97,8 +97,6 @@ def make(name: str, settings: dict[str, Any]) -> DecodeTeam:
 
 
 class DecodeTeam:
-    """Ranks of a model that is divided among all of them, by tensor and by stage."""
-
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.name = name

@@ -83,8 +83,6 @@ def make(name: str, settings: dict[str, Any]) -> DispatchTeam:
 
 
 class DispatchTeam:
-    """One or two ranks of one library."""
-
     rank: int
     size: int
 
@@ -122,8 +120,6 @@ class DispatchTeam:
 
 
 class OwnTeam(DispatchTeam):
-    """Ranks of this library, of torch.distributed on its default group, and of no-ops."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.group = start_ours()
@@ -152,8 +148,6 @@ class OwnTeam(DispatchTeam):
 
 
 class VllmTeam(DispatchTeam):
-    """Ranks of vLLM's own coordinator."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         self.rank, self.size, _ = start_torch()
         self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))])
@@ -171,7 +165,7 @@ def _modes(mode: str) -> contextlib.AbstractContextManager[Any]:
     return {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}.get(mode, torch.enable_grad)()
 
 
-# No-ops: their time is the cost of the call path.
+# No-ops: they cost only the call path.
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -193,7 +187,7 @@ _NOOPS: dict[str, Callable[[Tensor], Any]] = {}
 
 
 def _define_noops() -> None:
-    """Defines a no-op registered in Python that looks up its group by name, and the same by torch's custom_op."""
+    """Defines a Python op that finds its group by name, and the same by torch's custom_op."""
     _GROUPS["tp:0"] = object()
     library = torch.library.Library("dispatch_benchmark", "DEF")
     _LIBRARIES.append(library)

@@ -56,7 +56,6 @@ _MEGABYTES_PER_S = {"mbit": 1 / 8, "gbit": 1000 / 8}
 
 
 def _pace(rate: str) -> None:
-    """Limits the sending rate of each TCP connection of this process."""
     unit = next(unit for unit in _MEGABYTES_PER_S if rate.endswith(unit))
     limit = int(float(rate.removesuffix(unit)) * _MEGABYTES_PER_S[unit] * 1e6)
     for descriptor in os.listdir("/proc/self/fd"):
@@ -70,7 +69,7 @@ def _route() -> str:
 
 
 def _objects(x: Tensor) -> dict[str, Any]:
-    """Returns metadata of about 1 KB, as schedulers send it."""
+    """Returns about 1 KB of metadata, as schedulers send it."""
     return {f"request {number}": list(range(number, number + 20)) for number in range(16)} | {"rows": len(x)}
 
 
@@ -193,7 +192,7 @@ def _check(operation: str, count: int, dtype: torch.dtype) -> None:
 
 
 def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int) -> float:
-    """Returns the seconds per call, including writing the input before and reading the output after each."""
+    """Returns the seconds per call, with writing the input and reading the output."""
     call, x = _call(operation, way), torch.ones(count, dtype=dtype)
     started = time.perf_counter()
     for _ in range(calls):
@@ -226,10 +225,7 @@ def _measure(
 def _sent(
     hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Returns the bytes and packets that host 0 sends per call.
-
-    Subtracts a run with fewer calls from one with more calls, which removes the traffic of the start.
-    """
+    """Returns the bytes and packets that host 0 sends per call, without those of the start."""
     found = []
     for calls in (1, 1 + _COUNTED_CALLS):
         before = hosts.sent(0)
@@ -251,7 +247,7 @@ _MPI_DEADLINE_S = 240.0
 
 
 def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
-    """Returns the command line with which an MPI starts a command on each rank."""
+    """Returns an MPI's command that starts a program on each rank."""
     ranks = str(len(cluster.hosts) * ranks_per_host)
     if name == "Open MPI":
         places = ",".join(f"{host}:{ranks_per_host}" for host in cluster.names)
@@ -270,7 +266,7 @@ def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: in
 def _measure_mpi(
     name: str, cluster: Cluster, ranks_per_host: int, operation: str, count: int, rounds: int, calls: int
 ) -> list[float]:
-    """Runs an MPI job on the same cores; returns the microseconds of each round."""
+    """Returns the microseconds of each round of an MPI job."""
     mpi = next(each for each in peers.MPIS if each.name == name)
     programs = peers.DEFAULT / mpi.folder / "bin"
     cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))

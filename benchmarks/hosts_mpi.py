@@ -21,11 +21,11 @@ from torch import Tensor
 
 
 def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns the same operations as `hosts.py`. All but all_reduce_ return new tensors. `api`: mpi4py.MPI."""
+    """Returns the operations of `hosts.py`. All but all_reduce_ return new tensors. `api`: mpi4py.MPI."""
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:
-        """Returns mpi4py's buffer arguments for a tensor. With `ranks` parts, the count is that of one part."""
+        """Returns mpi4py's buffer arguments. With `ranks` parts, the count is one part's."""
         return [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
 
     def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:
@@ -99,7 +99,7 @@ def input_of(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    from mpi4py import MPI  # calls MPI_Init; hosts.py, in another environment, imports this module only for `expected`
+    from mpi4py import MPI  # calls MPI_Init; hosts.py imports this module without it
 
     operation, *numbers, cores, bfloat16 = sys.argv[1:]
     elements, rounds, calls = map(int, numbers)

@@ -46,8 +46,6 @@ TRIAL_S = 240.0
 
 
 class BytesStore(CountingStore):
-    """Counts bytes, too."""
-
     connections: list[BytesStore]
 
     def set(self, key: str, value: Any) -> None:
@@ -85,8 +83,6 @@ class BytesStore(CountingStore):
 
 
 class Told(NamedTuple):
-    """Of one rank."""
-
     seconds: float
     operations: int
     bytes: int
@@ -97,20 +93,20 @@ def host_address(host: int) -> str:
 
 
 def give_addresses(hosts: int) -> None:
-    """Adds each host's address to loopback, so that the hosts can connect to each other."""
+    """Adds the hosts' addresses to loopback."""
     lines = "".join(f"addr add {host_address(host)}/32 dev lo\n" for host in range(hosts))
     subprocess.run(["ip", "-force", "-batch", "-"], input=lines, text=True, check=False, stderr=subprocess.DEVNULL)
 
 
 def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Callable[[str], None]) -> list[Told]:
-    """Runs all ranks of this fork's hosts; they start together."""
+    """Runs all ranks of this fork's hosts, which start together."""
     ranks = range(fork * HOSTS_PER_FORK * PER_HOST, min(world_size, (fork + 1) * HOSTS_PER_FORK * PER_HOST))
     own = threading.local()
     interfaces.whereabouts = lambda: _place_of(own.rank)
     stores: dict[int, list[BytesStore]] = {rank: [] for rank in ranks}
     if count:
         start_stores.tcp_store = _counting(start_stores.tcp_store, own, stores)
-    # Call `make` in the rank's own thread, which has the rank's thread-local state.
+    # Call `make` in the rank's own thread, which has its thread-local state.
     start_stores.within = rendezvous.within = lambda deadline, make, grace_s=0.0: make()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     told: dict[int, Told | BaseException] = {}
@@ -140,17 +136,16 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
 
 
 def find_others(rank: int, world_size: int, port: int) -> None:
-    """Runs the rendezvous, as before `init_process_group`."""
     place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
     _MET.append(rendezvous.meet("env://", place, TRIAL_S))
 
 
 _MET: list[rendezvous.Met] = []
-"""Kept until the fork exits: rank 0's result owns the store, which other ranks may still read."""
+"""Kept until the fork exits: rank 0's result owns the store, which others may still read."""
 
 
 def _place_of(rank: int) -> Address:
-    """Returns a rank's address, as `whereabouts` would. Only ranks of the same host can watch each other by PID."""
+    """Only ranks of the same host can watch each other by PID."""
     host = rank // PER_HOST
     name = f"node-{host:04}.cluster.example"
     own = interfaces.process()
@@ -207,7 +202,7 @@ def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
 
 
 def growth(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
-    """Returns the exponent with which a figure grows with the ranks, from the middle size to the largest."""
+    """Returns the exponent of a figure's growth, from the middle size to the largest."""
     low, high = rows[len(rows) // 2], rows[-1]
     return math.log(of(high) / of(low)) / math.log(high["ranks"] / low["ranks"])
 

@@ -57,12 +57,10 @@ FUSED_RANGE, FUSED_RATIO = (8 << 10, 256 << 10), 1.5
 
 @dataclass
 class KernelRow(Row):
-    """A case's samples and derived figures."""
-
     refused: dict[str, str] = field(default_factory=dict)
     host_us: dict[str, float] = field(default_factory=dict)
     share: dict[str, float] = field(default_factory=dict)
-    """Candidate -> its share of the copy's bandwidth; see the head of this file."""
+    """Candidate -> share of the copy's bandwidth."""
 
     def least_us(self, *names: str) -> float | None:
         found = [p50(self.us[name]) for name in names if self.us.get(name)]
@@ -71,8 +69,6 @@ class KernelRow(Row):
 
 @dataclass(frozen=True)
 class Target:
-    """The goal, and the figure found."""
-
     what: str
     ranks: int
     bytes: int
@@ -98,7 +94,6 @@ def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
 
 
 def targets(rows: Sequence[KernelRow]) -> list[Target]:
-    """Returns the project's targets, for each number of ranks."""
     found = []
     for size in dict.fromkeys(row.case["ranks"] for row in rows):
         own = [row for row in rows if row.case["ranks"] == size]
@@ -117,7 +112,7 @@ def targets(rows: Sequence[KernelRow]) -> list[Target]:
 
 
 def _bandwidth_target(what: str, rows: Sequence[KernelRow], is_together: bool) -> list[Target]:
-    """Returns the target at the largest measured size, if that is large enough; else an empty list."""
+    """Returns the target at the largest size that was measured, if large enough."""
     shares = [
         (row.case["bytes"], max(found), row)
         for row in rows
@@ -147,7 +142,7 @@ def _target(what: str, row: KernelRow, wanted: str, found: float | None, reached
 
 
 def bandwidth(device: torch.device, nbytes: int, rounds: int) -> float:
-    """Returns the median bandwidth of a plain copy on the device, in 10⁹ B/s read and written."""
+    """Returns the median bandwidth of a copy, in 10⁹ B/s read and written."""
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
     y, clock = torch.empty_like(x), Clock(device)
     y.copy_(x)
@@ -173,9 +168,9 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 def measured(
     machine: Machine, options: argparse.Namespace, size: int, copied: float, keep: Callable[[KernelRow], None]
 ) -> bool:
-    """Measures all cases of a number of ranks; calls `keep` with each row. Returns False if the device is lost."""
+    """Measures a number of ranks and calls `keep` with each row. Returns False if the device is lost."""
     modes = ["eager"] if options.check else ["eager", "graph"]
-    # A sanitizer may run only one kernel at a time; concurrent kernels would then wait forever.
+    # Under a sanitizer, which may run one kernel at a time, concurrent kernels would wait forever.
     together_from = sys.maxsize if options.check else options.together_from
     team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
     for case in cases(options, size):
@@ -199,7 +194,7 @@ def measured(
 
 
 def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) -> tuple[KernelRow, bool]:
-    """Returns a case's row, and True if the device is lost: after a kernel's trap this process can't use CUDA."""
+    """Also returns True if the device is lost: after a kernel's trap this process can't use CUDA."""
     teams = [team]
     row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
     row.refused = dict(team.refused)
@@ -212,7 +207,7 @@ def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) ->
 def measure_others(
     machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], write: Callable[[], None]
 ) -> None:
-    """Adds NCCL and torch's symmetric memory to existing rows. One rank's figures go to rows of any number of ranks."""
+    """Adds NCCL and torch's symmetric memory, with one rank, to rows of any number of ranks."""
     others = Others(machine.device)
     sums = [row for row in rows if row.case["part"] == "all_reduce"]
     for nbytes in dict.fromkeys(row.case["bytes"] for row in sums):
@@ -294,11 +289,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_for(options: argparse.Namespace) -> Machine | str:
-    """Returns the machine, or the reason why there is none."""
+    """Returns the machine, or why there is none."""
     if options.emulate:
         return EmulatedMachine()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and setting it up may fail
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and its set-up may fail
     if not torch.cuda.is_available():
         what = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
         return f"{what}; --emulate tries this script without one"
@@ -309,7 +304,7 @@ def machine_for(options: argparse.Namespace) -> Machine | str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if an answer was wrong, 2 if nothing can be measured."""
+    """Returns 1 if an answer was wrong, 2 if nothing can be measured."""
     options = parsed(arguments)
     machine = machine_for(options)
     if isinstance(machine, str):
@@ -326,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def keep(row: KernelRow) -> None:
             rows.append(row)
-            write()  # after each row, so that a killed run keeps its rows
+            write()  # a killed run keeps its rows
 
         for size in options.ranks:
             there = there and measured(machine, options, size, copied, keep)

@@ -47,7 +47,7 @@ PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")
 QUICK_OPERATIONS = ("all_reduce", "all_gather")
 ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
-"""Candidates that the page shows, of those that each library has."""
+"""Candidates on the page."""
 PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
 QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
 STARTS = 5
@@ -79,7 +79,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the report; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
     if options.against:
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from harness import against  # imported here: it needs git and tar, which a report doesn't
+    from harness import against  # needs git and tar, which a report doesn't
 
     plan = replace(QUICK_PLAN if options.quick else PLAN, rounds=20 if options.quick else 60)
     try:
@@ -124,20 +123,19 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def cases_of(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Returns the cases of the collectives within a host."""
     operations = options.operations or (QUICK_OPERATIONS if options.quick else OPERATIONS)
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     return in_ranks.cases_of(operations, sizes, options.ranks, options.dtype)
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    """Returns the arguments without local paths, for a page that is shown to others."""
+    """Returns the arguments without local paths."""
     after = ("", *words)
     return ["DIR" if before in ("--report", "--peers") else word for before, word in zip(after, words, strict=False)]
 
 
 def _write(folder: Path, findings: Findings) -> None:
-    """Writes the page. An earlier report stays if this run is interrupted."""
+    """If this run is interrupted, an earlier report stays."""
     before = page.date_of(folder)
     if findings.interrupted and (before is not None or not findings.rows):
         print(f"nothing was written to {folder}" + (f": the report of {before} stays" if before else ""))
@@ -147,8 +145,6 @@ def _write(folder: Path, findings: Findings) -> None:
 
 
 class Bench:
-    """One run: chooses the libraries, and adds each result to the findings at once."""
-
     def __init__(self, options: argparse.Namespace, findings: Findings) -> None:
         self.options, self.findings = options, findings
         self.plan = QUICK_PLAN if options.quick else PLAN
@@ -183,7 +179,7 @@ class Bench:
         self._measure(self._teams_of_collectives(), cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
-        """Starts ranks on GPUs that time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
+        """Ranks on GPUs time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
         options = argparse.Namespace(**vars(self.options))
         options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
         options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
@@ -214,7 +210,7 @@ class Bench:
             cases.append({**cases[0], "idle_ms": 5, "most_calls": 10})
         cases += [{**common, "kind": kind, "what": "decode"} for kind in ("pipeline", "broadcast")]
         cases += [{**common, "kind": kind, "what": "prefill"} for kind in ("pipeline", "broadcast")]
-        # A pipeline's transfer is between two ranks, so it needs a world of two.
+        # A pipeline's transfer needs a world of two.
         cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
         for case in cases:
             case["bytes"] = case_bytes(case["kind"], case["what"])
@@ -263,7 +259,7 @@ class Bench:
         return teams
 
     def _measure(self, teams: Sequence[Team], cases: Sequence[dict[str, Any]]) -> None:
-        """Adds each row to the findings at once, so that an interrupted run keeps its rows."""
+        """Adds rows at once, so that an interrupted run keeps them."""
         before = list(self.findings.rows)
 
         def keep(rows: list[Row]) -> None:

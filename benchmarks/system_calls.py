@@ -43,10 +43,10 @@ _OF_THE_TOOL = ("clock_nanosleep", "wait4")
 
 @contextlib.contextmanager
 def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
-    """Counts system calls within the context: the main thread's in `own`, other threads' in `others`."""
+    """Counts the main thread's system calls in `own`, the other threads' in `others`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
-        with ThreadPoolExecutor(1) as other:  # so that its calls aren't counted as the main thread's
+        with ThreadPoolExecutor(1) as other:  # keeps its calls out of the main thread's
             perf = other.submit(_attached, report).result()
         try:
             yield
@@ -63,16 +63,16 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Starts `perf trace` of this process; returns once perf sleeps in poll, which means that its events are enabled.
+    """Starts `perf trace` of this process. Returns once perf sleeps in poll, with its events enabled.
 
-    Restarts perf if it doesn't get there, as can happen on a busy machine.
+    Restarts perf if it doesn't get there on a busy machine.
     """
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _ATTACH_S
         while perf.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # it has just exited
                 if "poll" in Path(f"/proc/{perf.pid}/wchan").read_text(encoding="utf-8"):
                     time.sleep(0.2)
                     return perf
@@ -83,7 +83,7 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
-    """Signals perf until it writes its report. perf can lose a signal that arrives while it reads its buffers."""
+    """Signals perf until it writes its report: it can lose a signal while it reads its buffers."""
     for _ in range(10):
         perf.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,7 +122,6 @@ def _count(operation: str, way: str, count: int, calls: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a table, and writes JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=300, help="number of counted calls (default 300)")
     parser.add_argument("--operations", nargs="+", default=list(over_hosts.OPERATIONS))

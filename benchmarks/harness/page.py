@@ -1,6 +1,6 @@
 """Writes a run's results as a self-contained page: index.html, report.svg, table.txt and report.json.
 
-The table has the format of nccl-tests: its columns, sizes and bandwidths (doc/PERFORMANCE.md there).
+The table has nccl-tests' columns, sizes and bandwidths (doc/PERFORMANCE.md there).
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 
 
 @dataclass
 class Findings:
-    """All results of one run."""
-
     about: dict[str, Any]
     """Commit, machine, versions, settings, date, command."""
     rows: list[Row] = field(default_factory=list)
     """Each row's case has a `part`: collectives, messages or start-up."""
     used: dict[str, str] = field(default_factory=dict)
-    """Library → its version, or the route it takes."""
+    """Library → version, or its route."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Library → reason."""
     interrupted: bool = False
@@ -61,14 +59,12 @@ class Findings:
 
 
 class Measured(NamedTuple):
-    """Samples of one library in one case."""
-
     library: str
     in_place: bool
     us: list[float]
     wrong: int = 0
     mode: str = ""
-    """eager, compiled or graph, for ranks on GPUs; else empty."""
+    """eager, compiled or graph on GPUs, else empty."""
 
 
 def describe(case: Mapping[str, Any]) -> str:
@@ -80,7 +76,6 @@ def describe(case: Mapping[str, Any]) -> str:
 
 
 def measured(row: Row) -> Iterator[Measured]:
-    """Yields the figures of a row of collectives, with the page's names."""
     for name in [*row.us, *row.wrong]:
         base, _, mode = name.rpartition(", ") if "device" in row.case else (name, "", "")
         plain = base.removesuffix(", in place")
@@ -92,7 +87,7 @@ def measured(row: Row) -> Iterator[Measured]:
 
 
 def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row, list[Measured]]]]]:
-    """Yields operation, mode, and the rows of the operation with their figures in that mode."""
+    """Yields operation, mode, and the operation's rows with their figures in that mode."""
     for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
         found = [(row, list(measured(row))) for row in rows if row.case["operation"] == operation]
         for mode in dict.fromkeys(each.mode for _, several in found for each in several):
@@ -100,7 +95,7 @@ def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row
 
 
 def size_of(row: Row) -> int:
-    """Returns the case's bytes as nccl-tests define them."""
+    """As nccl-tests define it."""
     if "device" in row.case:
         return int(row.case["bytes"])
     return nccl_bytes(row.case["operation"], row.case["bytes"], row.case["ranks"])
@@ -110,7 +105,6 @@ def size_of(row: Row) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns nccl-tests' table of each operation and library."""
     parts = []
     for operation, mode, chosen in by_operation(rows):
         for library in dict.fromkeys(each.library for _, found in chosen for each in found):
@@ -152,7 +146,7 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
 
 
 def pictures(findings: Findings) -> str:
-    """Returns an SVG of latency and bus bandwidth over size for each operation, then of messages."""
+    """Returns an SVG of latency and bus bandwidth over size by operation, then of messages."""
     panels: list[Panel] = []
     for operation, mode, chosen in by_operation(findings.part("collectives")):
         samples: dict[str, list[tuple[int, list[float]]]] = {}
@@ -184,7 +178,7 @@ def pictures(findings: Findings) -> str:
 
 
 def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]]) -> Panel:
-    """Returns a panel of medians, with quartile bands behind them."""
+    """Returns a panel of medians with quartile bands."""
     lines = {name: [(size, p50(us)) for size, us in found] for name, found in samples.items()}
     bands = {name: [(size, *quartiles(us)) for size, us in found] for name, found in samples.items()}
     return Panel(title, lines, bands=bands)
@@ -317,7 +311,7 @@ def _ratio_cell(ratio: float) -> str:
 
 
 def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table. Cells must be HTML already."""
+    """Cells must be HTML already."""
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"] if head else []
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
@@ -334,7 +328,7 @@ THROUGH = (
 
 
 def problem_of(folder: Path) -> str | None:
-    """Creates the folder if needed; returns why a report can't be written into it, or None."""
+    """Creates the folder if needed. Returns why a report can't be written into it, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -350,7 +344,6 @@ def problem_of(folder: Path) -> str | None:
 
 
 def date_of(folder: Path) -> str | None:
-    """Returns the date of the report in a folder, or None if it has no report."""
     try:
         content = json.loads((folder / "report.json").read_text())
         return str(content["date"]) if content["benchmark"] == SCHEMA else None
@@ -359,7 +352,7 @@ def date_of(folder: Path) -> str | None:
 
 
 def write(folder: Path, findings: Findings) -> None:
-    """Writes all files. Each one is replaced atomically."""
+    """Replaces each file atomically."""
     about = {"benchmark": SCHEMA, **findings.about, "used": findings.used, "left_out": findings.left_out}
     contents = {
         "report.json": dumps({**about, "interrupted": findings.interrupted}, findings.rows),

@@ -17,21 +17,19 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
 class Panel(NamedTuple):
-    """One pair of axes."""
-
     title: str
     lines: Lines
     """Candidate → [(x, y), …]."""
     unit: str = "µs"
     x_text: Callable[[int], str] = size_name
     bands: Mapping[str, Sequence[tuple[float, float, float]]] = {}
-    """Candidate → [(x, low, high), …]: drawn behind its line."""
+    """Candidate → [(x, low, high), …], drawn behind its line."""
     note: str = ""
     """A line below the title."""
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
-    """Draws panels in two columns. `ours`: names drawn in green. Panels without points are left out."""
+    """Draws panels in two columns; empty ones are left out. `ours`: names drawn in green."""
     drawn = [Panel(*panel) for panel in panels if any(panel[1].values())]
     names = list(dict.fromkeys(name for panel in drawn for name in panel.lines))
     styles = _styles([name for name in names if name in ours], [name for name in names if name not in ours])
@@ -49,7 +47,7 @@ def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> st
 
 
 def _styles(ours: Sequence[str], peers: Sequence[str]) -> dict[str, tuple[str, str, float]]:
-    """Gives each name one colour, dash pattern and width in all panels."""
+    """Gives each name one color, dash pattern and width in all panels."""
     styles = {name: (OURS[at % len(OURS)], "", 2.4) for at, name in enumerate(ours)}
     for at, name in enumerate(peers):
         styles[name] = (PEERS[at % len(PEERS)], ' stroke-dasharray="5 3"', 1.6)
@@ -108,7 +106,7 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
 
 
 def _apart(places: Sequence[tuple[float, str]], bottom: float) -> dict[str, float]:
-    """Returns heights for the lines' labels, so that none overlap or fall below the axis."""
+    """Returns heights of the labels, without overlaps and above the axis."""
     found: dict[str, float] = {}
     last = 0.0
     for y, name in sorted(places):

@@ -1,4 +1,4 @@
-"""Measures cases one by one, and repeats cases that other programs disturbed."""
+"""Measures cases one by one, and repeats disturbed ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def measure_all(
     plan: Plan,
     keep: Callable[[list[Row]], object] = lambda rows: None,
 ) -> list[Row]:
-    """Measures all cases one by one, and reports progress on stderr if that takes long.
+    """Measures all cases, and reports slow progress on stderr.
 
     A case may limit its calls per round by `most_calls`. Cases that other programs disturbed are repeated at the end,
-    the most disturbed first, for at most about `plan.repeat_s`. `keep` is called with all rows after each case.
+    the most disturbed first, for about `plan.repeat_s` at most. `keep` gets all rows after each case.
     """
     rows: list[Row] = []
     shown = time.monotonic()
@@ -54,7 +54,7 @@ def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 
 
 class Strangers:
-    """Measures how many cores other processes than this one and the teams' ranks keep busy, from its creation on."""
+    """Measures how many cores other processes than this one and the ranks use, from its creation on."""
 
     def __init__(self, teams: Sequence[Team]) -> None:
         self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]
@@ -62,12 +62,12 @@ class Strangers:
         self.before_s = self._others_s()
 
     def cores(self) -> float | None:
-        """Returns the number of cores; None if the system doesn't report it or a rank has exited."""
+        """None if the system doesn't report it or a rank has exited."""
         now_s = self._others_s()
         if now_s is None or self.before_s is None:
             return None
         cores = (now_s - self.before_s) / (time.monotonic() - self.started_s)
-        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)  # clamped, because clock ticks are coarse
+        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)  # clock ticks are coarse
 
     def _others_s(self) -> float | None:
         try:

@@ -1,7 +1,7 @@
 """Starts the processes of one library (a team) and sends them requests.
 
-An idle team blocks in a socket read and uses no CPU, so the measured team has all cores. Each wait has a deadline. A
-team that fails or doesn't answer is ended.
+An idle team blocks in a socket read, so the measured team has all cores. Each wait has a deadline. A team that fails or
+doesn't answer is ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ END_S = 5.0
 
 
 def python_path(*folders: Path) -> str:
-    """Returns PYTHONPATH with these folders first. Keeps the rest, which may have packages that Python lacks here."""
+    """Prepends these folders to PYTHONPATH, whose other entries may have packages that Python lacks here."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -55,7 +55,7 @@ class Team:
         self.name = name
         self.size = size
         self.start_s = 0.0
-        """Seconds from the start request until the last rank had its groups and had run its first collective."""
+        """Seconds from the start request until the last rank had run its first collective."""
         self._folder = tempfile.TemporaryDirectory(prefix="team_")  # also for files between the ranks
         cores = sorted(os.sched_getaffinity(0))
         self._settings = {"pin": True, "cores": cores, "folder": self._folder.name, **settings}
@@ -95,7 +95,6 @@ class Team:
         }
 
     def load(self, timeout_s: float = START_S) -> None:
-        """Waits until every rank has imported its modules."""
         deadline = time.monotonic() + timeout_s
         for _ in range(self.size):
             connection = self._accept(deadline)
@@ -104,7 +103,6 @@ class Team:
         self.pids = [self._reply(connection, deadline, "load") for connection in self._connections]
 
     def meet(self, timeout_s: float = START_S) -> None:
-        """Waits until every rank is ready for requests."""
         if not self.pids:
             self.load(timeout_s)
         started = time.monotonic()
@@ -127,7 +125,7 @@ class Team:
                     raise TeamError(f"{self.name}: not all of {self.size} ranks came{self._ends()}") from None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-        """Calls `method` on every rank; returns the results in rank order."""
+        """Calls `method` on every rank. Returns the results in rank order."""
         deadline = time.monotonic() + timeout_s
         try:
             for connection in self._connections:
@@ -148,14 +146,14 @@ class Team:
         return value
 
     def _ends(self) -> str:
-        """Describes how processes ended: exit code or signal."""
+        """Describes exit codes and signals."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
         ends = [_ending(code) for code in codes if code is not None]
         return f" ({', '.join(dict.fromkeys(ends))})" if ends else ""
 
     def hang_up(self) -> None:
-        """Closes the connections, so that ready ranks exit, and sends SIGTERM to those not ready yet."""
+        """Closes the connections, so that ready ranks exit, and sends SIGTERM to the others."""
         for connection in self._connections:
             connection.close()
         self._socket.close()
@@ -164,7 +162,7 @@ class Team:
                 os.kill(process.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Hangs up, waits some seconds for the processes, and kills those that remain."""
+        """Hangs up, waits some seconds, and kills the remaining processes."""
         self.hang_up()
         deadline = time.monotonic() + END_S
         for process in self._processes:
@@ -188,7 +186,7 @@ class Team:
 
 
 def last_line(text: str) -> str:
-    """Returns the last non-empty line, which in a traceback is the exception."""
+    """In a traceback, this is the exception."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason was given")
 
 
@@ -201,9 +199,9 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Yields the teams that started. Ends all teams on exit, also when this process is terminated.
+    """Yields the teams that started. Ends all teams on exit, also on SIGTERM.
 
-    Teams that failed to start are printed to stderr, and added with their reasons to `left_out`.
+    Failed teams are printed to stderr, and added with their reasons to `left_out`.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ready = list(teams)

@@ -1,10 +1,9 @@
-"""Runs one process of a team: executes requests of the benchmark's process, and sleeps between them.
+"""Runs one process of a team: executes requests, and sleeps between them.
 
     python worker.py SOCKET MODULE TEAM ROOT       started by `teams`; MODULE is a module's name or file
 
 MODULE has `make(name, settings)`, and optionally `load(name, settings)` for imports, which the start-up time excludes.
-The team that `make` returns has `rank`, `size`, and the methods listed in `parallel_state.tools.bench.worker`, and
-optionally
+The team that `make` returns has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and optionally
 
     close()                          called on every rank at the end
 
@@ -41,7 +40,7 @@ def pin(rank: int, size: int, cores: list[int]) -> None:
 
 
 def serve(connection: Connection, team: Any) -> None:
-    """Answers requests until the connection is closed."""
+    """Answers requests until the connection closes."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -57,7 +56,7 @@ def serve(connection: Connection, team: Any) -> None:
 
 
 def _receive(connection: Connection) -> Any:
-    """Returns the next request, or None if the connection is closed."""
+    """None if the connection is closed."""
     with contextlib.suppress(EOFError, ConnectionError):
         return connection.recv()
     return None

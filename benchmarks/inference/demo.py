@@ -75,9 +75,9 @@ Batch = dict[str, Tensor]
 
 
 class Engine:
-    """One rank of the engine: every rank makes one, and calls the same methods in the same order.
+    """One rank of the engine. Every rank makes one, and calls the same methods in the same order.
 
-    Batches come from the driver and embeddings return to it; the other ranks pass and get None.
+    The driver passes batches and gets embeddings. The other ranks pass and get None.
     """
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
@@ -93,21 +93,22 @@ class Engine:
         self.graphs = StageGraphs(self.stage) if in_graphs else None
 
     def prepare(self, batches: list[Batch] | None) -> None:
-        """Captures what the driver's batches need."""
+        """Captures graphs for the driver's batches."""
         if self.graphs is not None:
             shapes = sorted({tuple(batch["token_ids"].shape) for batch in batches or ()})
             self.graphs.capture([tuple(shape) for shape in self.world.broadcast_object(shapes)])
 
     def close(self) -> None:
-        """Before the groups end."""
+        """Must be called before the groups end."""
         if self.graphs is not None:
             self.graphs.close()
 
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
-        """Embeddings [texts, hidden] of the driver's batches, in the texts' order; replicas take batches in turn.
+        """Returns embeddings [texts, hidden] of the driver's batches in the texts' order. Replicas take batches in
+        turn.
 
-        `progress` is called on the driver with the number of texts that went into the pipelines.
+        `progress` is called on the driver with the number of texts that entered the pipelines.
         """
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)
         replica, replicas = self.dp.rank_in_group, self.dp.world_size
@@ -123,9 +124,9 @@ class Engine:
         return self._collect(outputs, count)
 
     def _step(self, batch: Batch | None) -> Batch | None:
-        """One batch through this rank's stage; its output on the last stage.
+        """Runs a batch through this rank's stage. The last stage returns its output.
 
-        A stage that has sent turns to the next batch while the next stage computes: all stages work at the same time.
+        All stages work at the same time, on different batches.
         """
         if self.pp.is_first_rank:
             inputs = self.tp.broadcast_tensor_dict(batch)
@@ -138,7 +139,7 @@ class Engine:
         return None
 
     def _collect(self, outputs: list[Batch], count: int) -> Tensor | None:
-        """From the last stage of each replica to the driver, which puts the rows in order."""
+        """Sends embeddings from each replica's last stage to the driver, which orders the rows."""
         share = {name: torch.cat([output[name] for output in outputs]) for name in (outputs[0] if outputs else ())}
         if not self.is_driver:
             if share and self.tp.is_first_rank:
@@ -151,7 +152,7 @@ class Engine:
         return torch.cat([share["embeddings"] for share in shares])[order].cpu()
 
     def survey(self) -> list[dict[str, Any]]:
-        """Of every rank: axis -> its group's ranks, route, and traffic so far as `{operation: [calls, bytes]}`."""
+        """Returns for every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
         groups = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "world": self.world}
         facts = {
             axis: {
@@ -165,7 +166,7 @@ class Engine:
 
 
 def run_rank(options: argparse.Namespace) -> bool:
-    """The whole life of one rank; False on the driver if the sharded model's answer is wrong, else True."""
+    """Runs one rank. Returns False on the driver if the sharded model's answer is wrong, else True."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     init_distributed_environment(backend="nccl" if on_gpu else "gloo")
@@ -196,11 +197,11 @@ def run_rank(options: argparse.Namespace) -> bool:
 
 Shape = tuple[int, int]
 TOKENS = 32
-"""Batches are padded to multiples of it, so that few graphs do for all."""
+"""Batches are padded to multiples of it, so that few graphs suffice."""
 
 
 class StageGraphs:
-    """Called as the stage is; what it gives is overwritten by the next call with inputs of the same shape."""
+    """Replaces the stage. A result is overwritten by the next call with inputs of that shape."""
 
     def __init__(self, stage: minilm.Stage) -> None:
         self._stage = stage
@@ -211,7 +212,7 @@ class StageGraphs:
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """A graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
+        """Captures a graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
         with graph_capture() as capture:
             for shape in shapes:
                 inputs = self._stage.example(*shape)
@@ -226,7 +227,7 @@ class StageGraphs:
         return graph.replay()
 
     def close(self) -> None:
-        """The graphs go; they must be gone before the groups that they use."""
+        """Frees the graphs, which must be gone before their groups."""
         self._graphs.clear()
 
 
@@ -234,8 +235,6 @@ class StageGraphs:
 
 
 class Driver:
-    """Rank 0's part: the text, the timing, the report and the check."""
-
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine = engine
         self.options = options
@@ -245,7 +244,7 @@ class Driver:
         self.batches = minilm.make_batches(self.texts, options.batch_size, engine.world.device, multiple)
 
     def encode(self) -> Tensor:
-        """All embeddings, under a progress bar where there is a terminal."""
+        """Returns all embeddings. Shows a progress bar on a terminal."""
         columns = TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         texts, started = len(self.texts), time.perf_counter()
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
@@ -271,7 +270,7 @@ class Driver:
         show_layout(self.console, title, engine.places)
 
     def show_matches(self, embeddings: Tensor) -> None:
-        """The sentences next to the query; the dot product is the cosine, as embeddings have length 1."""
+        """Prints the best sentences. Embeddings have length 1, so the dot product is the cosine."""
         scores = embeddings[:-1] @ embeddings[-1]
         best = scores.topk(min(self.options.top, len(scores)))
         table = Table.grid(padding=(0, 2))
@@ -280,7 +279,7 @@ class Driver:
         self.console.print(f'[bold]best matches[/] of "{escape(self.options.query)}"', table, "", sep="\n")
 
     def check(self, embeddings: Tensor) -> bool:
-        """Compares with the embeddings of the plain model, alone on this process."""
+        """Compares with the plain model's embeddings on this process."""
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
         model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
         started = time.perf_counter()
@@ -296,7 +295,7 @@ class Driver:
 
 
 class Place(NamedTuple):
-    """Returns a rank's place in the layout."""
+    """A rank's position in the layout."""
 
     stage: int
     replica: int
@@ -304,7 +303,7 @@ class Place(NamedTuple):
 
 
 def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
-    """The ranks of each stage and replica; `places` are those of all ranks."""
+    """`places` are those of all ranks."""
     stages, replicas = (1 + max(place[axis] for place in places) for axis in (0, 1))
     console.print(title)
     table = Table("stage", *(f"replica {replica}" for replica in range(replicas)), box=None, header_style="dim")
@@ -318,7 +317,7 @@ def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
 
 
 def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Lists who carries what in each group; the groups of one axis mostly share a route, which is shown once."""
+    """Lists each group's carriers. Groups of an axis with the same route are shown once."""
     console.print("[bold]routes[/]")
     for axis in survey[0]:
         groups = defaultdict(list)
@@ -333,7 +332,7 @@ def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Calls and bytes of one rank of each group, the one with most; groups with the same numbers share a row."""
+    """Shows the busiest rank of each group. Groups with the same numbers share a row."""
     table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
     table.columns[2].justify = table.columns[3].justify = "right"
     for axis in survey[0]:
@@ -354,7 +353,7 @@ def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The arguments, checked, and the text's `sentences`; leaves with a message and 2 where they can't be used."""
+    """Returns the checked arguments and the text's `sentences`. Exits with 2 if they can't be used."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--input", type=Path, default=README, help="text or Markdown to search (default: the README)")
     parser.add_argument("--query", default="what happens when a process dies?", help="what to look for")
@@ -376,7 +375,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the arguments, or None; fills in `dp` and `sentences`."""
+    """Returns what is wrong with the arguments, or None. Fills in `dp` and `sentences`."""
     config = minilm.load_config()
     for name in ("tp", "pp", "dp", "top", "batch_size"):
         value = getattr(options, name)
@@ -391,7 +390,7 @@ def find_problem(options: argparse.Namespace) -> str | None:
         dp = f" x --dp {options.dp}" if options.dp is not None else ""
         return f"--tp {options.tp} x --pp {options.pp}{dp} doesn't fit the {started} ranks that were started"
     options.dp = options.dp or max(started // model_ranks, 1)
-    if options.device == "cuda" and not torch.cuda.device_count():  # is_available() would start CUDA: too early
+    if options.device == "cuda" and not torch.cuda.device_count():  # is_available() would start CUDA too early
         return "--device cuda: torch finds no GPU"
     if options.cuda_graph and options.device != "cuda":
         return "--cuda-graph needs --device cuda: the CPU has no graphs"
@@ -419,7 +418,7 @@ def main() -> int:
     except (LaunchError, SettingError) as error:  # the first holds the traceback of the rank that failed first
         sys.exit(str(error))
     finally:
-        Console().show_cursor()  # which a progress bar hides, and a rank that was killed could not bring back
+        Console().show_cursor()  # a killed rank can't restore the cursor that its progress bar hid
     return 0 if same else 1
 
 
