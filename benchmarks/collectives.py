@@ -1,16 +1,16 @@
-"""Compares collectives within one host: this library, torch.distributed, vLLM and MPI, checked, then timed in turns.
+"""Compares collectives within one host: this library, torch.distributed, vLLM and MPI.
 
     python benchmarks/collectives.py                              2 ranks, all operations, 1 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
     python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs
     torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
 
-Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes of one rank's tensor. All ranks run
-the same number of calls, and the slowest rank's time counts. Candidates: `op` is a torch.ops call, `coordinator` is the
+Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes of one rank's tensor. Answers are
+checked first. Candidates take turns, and the slowest rank's time counts. `op` is a torch.ops call, `coordinator` the
 method that a model calls. Without "in place" the result is a new tensor. vLLM's calls work in place.
 
-Two loops: *tight* repeats the call on one buffer. *produced* writes the input before and reads the output after each
-call. The tables show the produced loop without these two copies; the JSON has all samples.
+*tight* loops repeat the call on one buffer. *produced* loops write the input before and read the output after each
+call. The tables show produced loops without these two copies; the JSON has all samples.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A decode step of a model with tensor and pipeline parallelism: what its collectives cost, and what waiting costs.
+"""Times a decode step with tensor and pipeline parallelism: the cost of its collectives and of waiting.
 
     python benchmarks/decode.py                  a model of 26 M parameters, TP 2 × PP 2, a batch of 4
     python benchmarks/decode.py --models 0.5B 7B --layouts TP2 TP4 TP2xPP2 --batches 1 8 64
 
-Compares this library with its default waits, with waits that only spin, and without shared memory; torch.distributed;
-and vLLM's coordinators if vLLM is installed. The model is sharded as in engines. Its matmuls are simulated: they use as
-much CPU time as real ones (see decode_models.py). Prints the time of a step, and the share of it outside matmuls. With
-more ranks than cores, that share includes the CPU time that waiting ranks take from working ranks.
+Compares this library with default waits, with spinning waits, and without shared memory; torch.distributed; and vLLM's
+coordinators if vLLM is installed. The model is sharded as in engines, with simulated matmuls (see decode_models.py).
+Prints the time of a step and its share outside matmuls. With more ranks than cores, that share includes the CPU time
+that waiting ranks take from working ranks.
 """
 
 from __future__ import annotations

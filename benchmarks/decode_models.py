@@ -1,13 +1,12 @@
 """A model's decode step: the collectives of all layers, with simulated matmuls.
 
-The weights of several ranks of a large model would not fit into one machine. So a simulated matmul streams through
-memory, as reading weights does, for the CPU time that the real matmul takes on this machine. `measure_matmuls` times
-the real ones beforehand: a layer's and the head's, with a rank's true shapes, in bf16 on one core. Attention is left
-out.
+The weights of several ranks of a large model don't fit into one machine. So a simulated matmul reads memory, as a real
+one reads weights, for the CPU time that the real one takes here. `measure_matmuls` times the real ones of a layer and
+of the head beforehand, in bf16 on one core. Attention is left out.
 
-The collectives are vLLM's: an all_reduce of [batch, hidden] after the embedding, and after the attention and MLP of
-each layer, and an all_gather of the logits. Each stage sends {hidden_states, residual} to the next; the last stage
-broadcasts the tokens to all. All numbers are small integers, so that each result is known and exact.
+The collectives are vLLM's: an all_reduce of [batch, hidden] after the embedding and after the attention and MLP of each
+layer, and an all_gather of the logits. Each stage sends {hidden_states, residual} to the next; the last one broadcasts
+the tokens. All numbers are small integers, so results are exact.
 """
 
 from __future__ import annotations

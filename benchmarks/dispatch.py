@@ -1,13 +1,12 @@
-"""Times the overhead of a call: in a group of one rank, where no byte moves, and for a small all_reduce of two ranks.
+"""Times the overhead of a call: in a group of one rank, and for a small all_reduce of two ranks.
 
     python benchmarks/dispatch.py                      one rank, then two, 4 and 8 KiB
     python benchmarks/dispatch.py --sizes 8192 --modes inference_mode --json found.json
 
-*one rank*: nothing is sent, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in each
-mode in which models run: `inference_mode`, `no_grad`, `grad` (gradients enabled, but the input requires none),
-`requires_grad` (the input requires a gradient; forward only).
-"vLLM coordinator" calls its shared-memory op directly and works in place. "vLLM op by name" is the registered op that
-vLLM's coordinator calls on GPUs instead.
+*one rank*: sends nothing, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in the
+modes `inference_mode`, `no_grad`, `grad` (the input requires no gradient) and `requires_grad` (the input requires one;
+forward only). "vLLM coordinator" calls its shared-memory op directly and works in place. "vLLM op by name" is the op
+that vLLM's coordinator calls on GPUs.
 """
 
 from __future__ import annotations

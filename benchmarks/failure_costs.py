@@ -1,13 +1,12 @@
-"""Times what failure handling adds to a call: its record, the checks, the comparison of calls between ranks.
+"""Times what failure handling adds to a call: its record, the checks, the comparison between ranks.
 
     python benchmarks/failure_costs.py                           all parts
     python benchmarks/failure_costs.py --parts C++ --json found.json
 
 *C++*: nanoseconds that the registered ops add to the group's own collective, per piece and in total, as the difference
-of two alternating loops. The target in normal mode is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared
-memory, by two ranks, in normal and in debug mode, which may take 0.5 ms more. *gloo*: without shared memory, calls are
-compared in a separate exchange, which also carries small tensors. Measured with two and four ranks, next to
-torch.distributed on the same process group.
+of alternating loops. The target is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared memory by two ranks, in
+normal and in debug mode, which may take 0.5 ms more. *gloo*: without shared memory, a separate exchange compares calls
+and also carries small tensors. Measured with two and four ranks, beside torch.distributed on the same process group.
 """
 
 from __future__ import annotations

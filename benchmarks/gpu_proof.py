@@ -1,4 +1,4 @@
-"""Runs the tests and benchmarks that need a GPU, in two calls that together take at most 15 minutes of one GPU.
+"""Runs the tests and benchmarks that need a GPU, in two calls of at most 15 minutes in total.
 
     python benchmarks/gpu_proof.py prepare [--model]         with a network: fills .gpu/, to be copied along
     python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
@@ -6,10 +6,10 @@
     python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
     python benchmarks/gpu_proof.py machine | compile         steps of the first call: lines of JSON
 
-At a step's deadline the step and all processes that it started are killed, and the next step follows. When a step ends,
-its verdict and the end of its output are printed. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after
-each step, the GPU tests' report, kernels.{json,svg} and collectives.json. For one report of both calls, copy the first
-call's proof.json and report to .gpu/earlier.
+At a step's deadline, all its processes are killed and the next step follows. After each step its verdict and the end of
+its output are printed. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests'
+report, kernels.{json,svg} and collectives.json. To merge both calls' reports, copy the first call's proof.json and
+report to .gpu/earlier.
 
 The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, but no network, git or compiler.
 """

@@ -1,19 +1,18 @@
-"""Compares calls between hosts with torch.distributed over gloo and MPI: collectives, sends, objects, tensor dicts.
+"""Compares calls between hosts with gloo and MPI: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
     python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is as fast
-as these cores, unless `--rate` limits each host's sending rate. `--rate-of-connections` limits each connection, ours
-and gloo's, as some clouds do. Every answer is checked before anything is timed. Ours and gloo run in alternating
-rounds. A round's time is that of the slowest rank; `us` is the median of rounds. `ratio` is the median of the rounds'
-ratios, gloo's time divided by ours. `sent` and `packets` are the bytes and packets that host 0 sends in one call, by
-its interface's counters; other load doesn't affect them. Quote ratios, because the cores also do the network's work.
+as these cores, unless `--rate` limits each host's sending rate. `--rate-of-connections` limits each connection, as some
+clouds do. Answers are checked first. Ours and gloo alternate by round. The slowest rank's time counts; `us` is the
+median of rounds, `ratio` the median of gloo's time divided by ours. `sent` and `packets` count what host 0 sends in one
+call. Quote ratios, because the cores also do the network's work.
 
-`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as a job of its own (`hosts_mpi.py`), started
-by its own mpiexec on the same hosts after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open
-MPI and Intel MPI are set to yield while they wait, because ranks may share a core; MPICH does so by default. Between
-hosts, Intel MPI needs libfabric (Debian: libfabric1), which its wheel lacks.
+`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as its own job (`hosts_mpi.py`) on the same
+hosts, after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open MPI and Intel MPI are set to
+yield while they wait, because ranks may share a core; MPICH does so by default. Between hosts, Intel MPI needs
+libfabric (Debian: libfabric1), which its wheel lacks.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/hosts_mpi.py OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16
 
-Buffers are torch tensors. CORES lists the cores of each host, in rank order, such as `0,1/2,3`. BFLOAT16 is the handle
-of the MPI's bf16 type; with 0 the elements are 16-bit integers instead. Rank 0 prints the microseconds of each round's
-slowest rank as JSON.
+Buffers are torch tensors. CORES lists each host's cores in rank order, such as `0,1/2,3`. BFLOAT16 is the handle of the
+MPI's bf16 type; with 0 the elements are 16-bit integers. Rank 0 prints each round's slowest time in microseconds, as
+JSON.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Measures start-up as the world grows: times real ranks, and counts the calls of one rank in up to 16,384.
+"""Measures start-up as the world grows: times real ranks, and counts one rank's calls in up to 16,384.
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
     python benchmarks/init_scaling.py --ranks 2 8 --repetitions 2     a minute
     python benchmarks/init_scaling.py --json FILE --plot FILE.svg
 
-A. Real ranks, forks of this process, over gloo: init, groups, first all_reduces, whose sums are checked. Peers take
-   turns with ours in the same run: `new_group` of every list on every rank (Megatron, vLLM), and torch's
-   `init_device_mesh`. The slowest rank's time of each step counts. Another run counts
-   store operations and isn't timed.
-B. One process plays one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process groups,
-   operations on the store, and milliseconds; also of Megatron-core's own code, if it is installed.
+A. Real ranks, forks of this process, over gloo: init, groups, first all_reduces, whose sums are checked. Ours
+   alternates with `new_group` of every list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The
+   slowest rank's time of each step counts. Another run, which isn't timed, counts store operations.
+B. One process is one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process groups,
+   store operations, and milliseconds; also of Megatron-core, if it is installed.
 
-Peers do less than we do. Our init includes a rendezvous with a deadline, a first all_reduce and the detection of each
-node's ranks. Our groups step includes an agreement of all ranks on the groups, and a final barrier.
+Peers do less: our init includes a rendezvous with a deadline, a first all_reduce and the detection of each node's
+ranks. Our groups step includes an agreement of all ranks and a final barrier.
 """
 
 from __future__ import annotations

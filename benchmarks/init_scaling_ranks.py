@@ -1,15 +1,14 @@
-"""Ranks for `init_scaling`: forks of one process, or a single rank on torch's `fake` backend; and stores that count.
+"""Ranks for `init_scaling`: forks, or a single rank on torch's `fake` backend, and counting stores.
 
     results = run_ranks(64, function, deadline)     # each rank's function(rank, port, mark)
 
-*Forks*: the parent has imported everything and serves a store, so that many ranks fit on one machine. A trial is one
-set of ranks, from their common start to their exit; trials share no state. `mark(name)` records the end of a step. The
-parent must have only one thread: other threads don't exist in forks, but the locks they held would stay locked.
+*Forks*: the parent has imported everything and serves a store, so that many ranks fit on one machine. A trial lasts
+from the ranks' common start to their exit; trials share no state. `mark(name)` records the end of a step. The parent
+must have only one thread: locks held by other threads would stay locked in forks.
 
-*Counting*: `CountingStore` wraps a store. gloo's C++ calls it through the trampolines of `dist.Store`, so gloo's
-operations are counted as well as torch's and ours. `StoreOfOneRank` is a store for one process that plays rank r of n:
-torch's `fake` backend creates groups but sends nothing. This also runs the installed Megatron-core's
-`initialize_model_parallel`.
+*Counting*: `CountingStore` wraps a store and also counts gloo's operations from C++. `StoreOfOneRank` is the store of
+one process as rank r of n: torch's `fake` backend creates groups but sends nothing. It also runs the installed
+Megatron-core's `initialize_model_parallel`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Measures how ranks of up to 1,024 find each other over the store, before a backend connects them.
+"""Measures how up to 1,024 ranks find each other over the store, before a backend connects them.
 
     python benchmarks/meeting_scaling.py                                    16 to 1,024 ranks, some minutes on 2 cores
     python benchmarks/meeting_scaling.py --ranks 16 64 --repetitions 1      seconds
     python benchmarks/meeting_scaling.py --json FILE --plot FILE.svg
 
-The ranks are stubs: threads in forks of this process, eight per host, and each host has its own address. They run the
-steps of `init_distributed_environment` before torch's `init_process_group`, with the real store: the rendezvous, the
-start-up watch, and the check that all hosts reach each other. gloo, which connects all pairs of ranks, is left out.
+The ranks are threads in forks of this process, eight per host, with an address per host. With the real store, they run
+the steps before torch's `init_process_group`: the rendezvous, the start-up watch, and the check that all hosts reach
+each other. gloo, which connects all pairs of ranks, is left out.
 
-A separate run, which isn't timed, counts operations on the store and the bytes of keys and values: of rank 0, of the
-busiest other rank, and of all ranks. It also fits the exponent with which the sums grow with the number of ranks; 1 is
-linear.
+A separate run, which isn't timed, counts store operations and the bytes of keys and values: of rank 0, of the busiest
+other rank, and of all ranks. It also fits the exponent of the sums' growth with the number of ranks; 1 is linear.
 """
 
 from __future__ import annotations

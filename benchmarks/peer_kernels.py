@@ -4,22 +4,21 @@
     python benchmarks/peer_kernels.py --check                      checks answers only: for compute-sanitizer
     python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
-*Alone* (`push, graph` and so on) is rank 0's kernel after all data of the other ranks has arrived. It does the same
-work as in a group, in N local regions, but never waits. So these times are **lower bounds**: a real exchange adds links
-between the regions, and late ranks. A call takes one epoch here, which limits its size; `peer_kernels_ranks.py`
-describes the set-up. Each sample is several calls in separate regions, after one or two small fills that reset them;
-the time includes the fills. A two-shot's peers don't run its second half here: rank 0's kernel does all its work, but
-only its own shards are sums.
+*Alone* (`push, graph` and so on) is rank 0's kernel after all data has arrived. It does the work of a group in N local
+regions, but never waits. So these times are **lower bounds**: a real exchange adds links and late ranks. A call takes
+one epoch, which limits its size (see `peer_kernels_ranks.py`). A sample is several calls in separate regions, with the
+one or two small fills that reset them. A two-shot's peers don't run its second half: rank 0's kernel does all its work,
+but only its own shards are sums.
 
-*Of all ranks at once* runs the N kernels on N streams: a real exchange, in which each has an N-th of the GPU. It also
-covers sizes that take several epochs. Its time is compared with the bytes of all N. It is eager, and measured from
-1 MiB on: for small sizes it would be the time of N launches.
+*Of all ranks at once* runs the N kernels on N streams: a real exchange, each with an N-th of the GPU, also for sizes of
+several epochs. Its time is compared with the bytes of all N. It is eager, and measured from 1 MiB on: for small sizes
+it would be the time of N launches.
 
-`share` is a kernel's bandwidth divided by that of a plain copy of 1 GiB in this run. It counts the bytes that the
-algorithm must read and write, once each (`moved_bytes`). It may exceed 1 for data that fits into the GPU's cache.
-`fused` is all_reduce, add and RMS norm in one kernel, compared with three: an all_reduce kernel, torch's add and
-torch's rms_norm. `host` is the host's cost of a launch; `collectives.py` under torchrun measures it with op and group.
-NCCL and torch's symmetric memory are measured last, with one rank each: the JSON has the kernels' rows if they crash.
+`share` is a kernel's bandwidth divided by that of a copy of 1 GiB. It counts the bytes that the algorithm must read and
+write, once each (`moved_bytes`), and may exceed 1 for cached data. `fused` is all_reduce, add and RMS norm in one
+kernel, compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the host's cost of a launch;
+`collectives.py` under torchrun measures it with op and group. NCCL and torch's symmetric memory are measured last, with
+one rank each: if they crash, the JSON has the kernels' rows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Counts the system calls and context switches of each call of 8 KiB, beside torch.distributed over gloo.
+"""Counts system calls and context switches per call of 8 KiB, beside torch.distributed over gloo.
 
     python benchmarks/system_calls.py --json results.json          # as root; needs perf (Debian: linux-perf)
 
-Unlike times, counts hardly depend on other load. `perf trace` counts those of rank 0 over many calls, whose answers are
-checked first; its other threads are counted separately. A spinning rank makes no system calls. Waits longer than the
-spin time do, so on a busy machine the counts of futex, poll and sched_yield are upper bounds.
+Counts hardly depend on other load. `perf trace` counts those of rank 0 over many calls, whose answers are checked
+first, and its other threads' separately. A spinning rank makes no system calls, but longer waits do: on a busy machine
+the counts of futex, poll and sched_yield are upper bounds.
 """
 
 from __future__ import annotations
