@@ -94,7 +94,6 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def print_bandwidths(title: str, rows: Sequence[Row]) -> None:
-    """Prints the bandwidths of this library's fastest candidate."""
     rows = [row for row in rows if any(row.us.get(name) for name in OURS)]
     speeds = []
     for row in rows:
@@ -121,7 +120,6 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def in_ranks(options: argparse.Namespace) -> bool:
-    """Returns True if the ranks time themselves."""
     return options.device == "cuda" or environment.detect(rendezvous=False).world_size > 1
 
 

@@ -35,7 +35,6 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def peers(options: argparse.Namespace) -> Peers:
-    """Prints the names of missing peers."""
     if options.no_peers:
         return Peers(Path("/nonexistent"), with_own_mpi=False)
     found = Peers(options.peers.resolve())
@@ -66,7 +65,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Se
 
 
 def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pairs: Sequence[tuple[str, str]]) -> None:
-    """Prints medians, p99 and ratios of `pairs`: a line per candidate, a column per row."""
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     columns = [column(row) for row in rows]
     for what, of in (("p50", p50), ("p99", p99)):

@@ -75,7 +75,6 @@ def main() -> None:
     cases: dict[str, list[dict[str, object]]] = {layout: [] for layout in options.layouts}
     for layout, name, batch in itertools.product(options.layouts, options.models, options.batches):
         tp = decode_models.LAYOUTS[layout][0]
-        # while nothing else runs
         matmuls_s = decode_models.measure_matmuls(decode_models.MODELS[name], tp, batch)
         cases[layout].append({**decode_models.case_of(name, layout, batch, matmuls_s), "most_calls": 20})
     rows, left_out = [], {}

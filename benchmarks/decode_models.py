@@ -35,7 +35,6 @@ class Model:
     vocabulary: int
 
     def matmuls(self, tp: int) -> dict[str, list[tuple[int, int]]]:
-        """Returns (inputs, outputs) of a rank's matmuls."""
         return {
             "attention": [(self.hidden, (self.hidden + 2 * self.kv) // tp), (self.hidden // tp, self.hidden)],
             "mlp": [(self.hidden, 2 * self.intermediate // tp), (self.intermediate // tp, self.hidden)],
@@ -92,7 +91,6 @@ class Step:
         self.at = 0
 
     def run(self) -> list[Tensor]:
-        """Returns the result of the last collective of each kind."""
         if self.pp.is_first_rank:
             hidden, residual = self.tp.all_reduce(self._partial()), self.residual
         else:
@@ -116,7 +114,6 @@ class Step:
         return self.partial.clone()
 
     def run_matmuls(self) -> None:
-        """Runs the matmuls of all stages on the first stage's ranks."""
         if self.pp.is_first_rank:
             for _ in range(self.layers):
                 for part in ("attention", "mlp"):

@@ -73,7 +73,7 @@ def main() -> None:
         write_json(options.json, rows, command_line.recorded(options))
 
 
-_LIBRARIES: list[torch.library.Library] = []  # an op exists as long as its library object
+_LIBRARIES: list[torch.library.Library] = []
 _GROUPS: dict[str, Any] = {}
 
 
@@ -186,7 +186,7 @@ _NOOPS: dict[str, Callable[[Tensor], Any]] = {}
 
 
 def _define_noops() -> None:
-    """Defines a Python op that finds its group by name, and the same by torch's custom_op."""
+    """By its group's name, and by torch's custom_op."""
     _GROUPS["tp:0"] = object()
     library = torch.library.Library("dispatch_benchmark", "DEF")
     _LIBRARIES.append(library)

@@ -204,7 +204,6 @@ class LoopTeam:
         ranks = values["ranks"]
         self._idle = self.rank >= ranks
         if not self._idle:
-            # Each case has zeroed memory.
             memory = os.open(self._memory[str(ranks)], os.O_RDWR)
             self._ranks = self._library.failure_loop_new(memory, self.rank, ranks, values["bytes"] // 4)
             os.close(memory)
@@ -250,7 +249,7 @@ class CallTeam:
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self._x = torch.zeros(values["bytes"] // 4)
-        self._told.fill_(self.size)  # a value that no rank sends
+        self._told.fill_(self.size)
         calls = self._over_gloo() if values["part"] == "gloo" else self._over_shared_memory()
         self._calls = {name + self._after: call for name, call in calls.items()}
         return list(self._calls)

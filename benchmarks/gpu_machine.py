@@ -29,7 +29,6 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MODULE_LOA
 
 
 def unproven(gpus: int) -> list[str]:
-    """Returns features that ranks on one GPU can't test."""
     if gpus > 1:
         return []
     return [
@@ -51,7 +50,7 @@ def tool(name: str) -> str | None:
 
 def mps() -> str:
     for status in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):  # it has exited
+        with contextlib.suppress(OSError):
             if status.read_text().strip().startswith("nvidia-cuda-mps"):
                 return "on: a trap ends all clients"
     return "off"

@@ -48,7 +48,6 @@ GRACE_S = 5.0
 LEAST_S = 15.0
 """With less time left, a step is left out."""
 KEPT_BYTES = 1 << 20
-"""Longer logs lose their middle."""
 DRY_TIMES = 5
 """Factor of all limits in a dry run, in which the CPU emulates the kernels."""
 TOKEN = "GPU_PROOF_STEP"
@@ -80,7 +79,6 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
     under_mps: bool = False
     shown: int = 1000
-    """Characters of the output's end to print."""
 
     def command(self, out: Path, dry: bool, tests: Sequence[str]) -> list[str]:
         wrapper = [str(BENCHMARKS / "gpu_proof.py"), "mps"] if self.under_mps and not dry else []
@@ -160,7 +158,7 @@ class Proof:
             if each.suffix in (".json", ".md") and each.stem not in ("kernels", "collectives"):
                 shutil.copy(each, out)
         self.calls: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError):  # of the other call
+        with contextlib.suppress(OSError, ValueError, KeyError):
             self.calls = json.loads((out / "proof.json").read_text())["calls"]
         self.calls[call] = {}
         self._variables = self._environment()
@@ -197,7 +195,6 @@ class Proof:
             tar.add(self._logs, "logs")
 
     def run(self, step: Step) -> str:
-        """Returns passed, failed, timed out, skipped or left out."""
         left_s = self._end - time.monotonic()
         limit_s = min(step.limit_s * (DRY_TIMES if self.dry else 1), left_s)
         if limit_s < min(LEAST_S, step.limit_s):
@@ -251,7 +248,6 @@ class Proof:
         return outcome
 
     def _say(self, step: Step, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """Returns the exit code, or None at the deadline, and the output."""
         token = uuid.uuid4().hex
         log = self._logs / f"{self.call}-{step.name}.log"
         with log.open("ab") as file:
@@ -289,13 +285,12 @@ def end(process: subprocess.Popen[bytes], token: str) -> None:
 
 def _with_token(token: str) -> Iterator[int]:
     for each in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has exited, or is another user's
+        with contextlib.suppress(OSError):
             if f"{TOKEN}={token}".encode() in (each / "environ").read_bytes().split(b"\0"):
                 yield int(each.name)
 
 
 def _kept(log: Path, begin: int) -> str:
-    """Returns the log from `begin` on, without its middle if too long."""
     content = log.read_bytes()
     said = content[begin:]
     if len(said) > KEPT_BYTES:
@@ -316,7 +311,6 @@ def outcome_of(code: int | None, said: str, is_tests: bool) -> tuple[str, str]:
 
 
 def _facts_in(said: str) -> dict[str, Any]:
-    """Returns the facts among the lines of JSON."""
     found: dict[str, Any] = {}
     for line in said.splitlines():
         with contextlib.suppress(ValueError):
@@ -326,7 +320,7 @@ def _facts_in(said: str) -> dict[str, Any]:
 
 @cache
 def _commit() -> str:
-    """Returns BENCHMARK_COMMIT or the commit that `prepare` saved: a copied tree may be in another repository."""
+    """A copied tree may be in another repository: `prepare` saves the commit."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     with contextlib.suppress(OSError):
@@ -344,7 +338,6 @@ def _commit_of_git() -> str:
 
 
 def under_mps(command: Sequence[str]) -> int:
-    """Runs Python on `command` under its own MPS daemon, without changing GPU settings."""
     folder, control = tempfile.mkdtemp(prefix="mps-"), tool(MPS) or MPS
     environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     daemon = subprocess.Popen([control, "-f"], env=environment, stdin=subprocess.DEVNULL)
@@ -361,9 +354,6 @@ def under_mps(command: Sequence[str]) -> int:
             subprocess.run([control], env=environment, input="quit -t 2\n", text=True, timeout=4, check=False)
         daemon.kill()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# Preparation, with a network.
 
 
 def prepare(with_model: bool) -> int:

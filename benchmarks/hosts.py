@@ -206,7 +206,7 @@ def _measure(
     operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int, rate: str | None
 ) -> dict[str, list[float]]:
     if rate is not None:
-        for way in WAYS:  # opens the connections
+        for way in WAYS:
             _call(operation, way)(torch.ones(count, dtype=dtype))
         _pace(rate)
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -246,7 +246,6 @@ _MPI_DEADLINE_S = 240.0
 
 
 def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: int) -> list[str]:
-    """Returns an MPI's command that starts a program on each rank."""
     ranks = str(len(cluster.hosts) * ranks_per_host)
     if name == "Open MPI":
         places = ",".join(f"{host}:{ranks_per_host}" for host in cluster.names)
@@ -265,7 +264,6 @@ def _mpi_command(name: str, programs: Path, cluster: Cluster, ranks_per_host: in
 def _measure_mpi(
     name: str, cluster: Cluster, ranks_per_host: int, operation: str, count: int, rounds: int, calls: int
 ) -> list[float]:
-    """Returns the microseconds of each round of an MPI job."""
     mpi = next(each for each in peers.MPIS if each.name == name)
     programs = peers.DEFAULT / mpi.folder / "bin"
     cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))

@@ -25,7 +25,6 @@ def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:
-        """Returns mpi4py's buffer arguments. With `ranks` parts, the count is one part's."""
         return [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
 
     def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:

@@ -189,7 +189,6 @@ def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Res
 
 
 def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[str, int]:
-    """Returns the ranks' store operations within a step, by kind."""
     before = STEPS[STEPS.index(step) - 1] if step != STEPS[0] else None
     total: Counter[str] = Counter()
     for report in reports:
@@ -200,7 +199,6 @@ def operations(reports: Sequence[dict[str, dict[str, int]]], step: str) -> dict[
 
 
 def dumps(result: dict[str, Any]) -> str:
-    """One row per line."""
     parts = []
     for name, value in result.items():
         rows = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -261,10 +259,7 @@ class Report(NamedTuple):
 
 
 def preload(deadline: float) -> list[str]:
-    """Imports all variants' start-up modules before the fork, and returns their names.
-
-    In many forks on few cores, imports would dominate the time. Engines import them earlier, or once.
-    """
+    """In many forks on few cores, imports would dominate the time. Engines import them earlier, or once."""
     division = Division("dense", 2, {"tp": 2})
     names: dict[str, None] = {}
     for variant in VARIANTS:
@@ -283,7 +278,6 @@ def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Res
 
 
 def _lists(division: Division, variant: str) -> list[list[list[int]]]:
-    """Returns the rank lists by kind of group."""
     layout = division.layout
     kinds = MEGATRON_KINDS if variant.endswith("all kinds") else made_at_start(layout, division.sizes)
     return [layout.groups(kind) for kind in kinds]
@@ -402,7 +396,6 @@ _HEAD = (
 
 
 def steps_ms(row: Mapping[str, Any]) -> list[float]:
-    """Returns the slowest rank's median milliseconds by step, then in total."""
     samples = [[init, groups - init, first - groups, first] for init, groups, first in row["ms"]]
     return [median(column) for column in zip(*samples, strict=True)]
 
@@ -433,7 +426,6 @@ def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_counts(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the figures of the busiest among the first, middle and last rank."""
     print("\none rank of many, on torch's fake backend")
     print(f"  {'ranks':>6}  {'layout':40}{'':18}{'calls':>7}{'groups':>8}{'rank sets':>11}{'store':>7}{'ms':>10}")
     keys = ("world_size", "tp", "pp", "cp", "ep", "etp", "variant")

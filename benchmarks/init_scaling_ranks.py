@@ -93,7 +93,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
             fork = _Fork(_rank_body(rank, port, function, gate_end, release_end), closes=closes)
             ranks.append(fork)
             closes = [*closes, fork.read_end]
-        _answers(ranks, deadline)  # all are ready
+        _answers(ranks, deadline)
         started = time.monotonic()
         os.close(gate)
         gate = -1
@@ -117,11 +117,8 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 
 def enter_own_network() -> bool:
-    """Enters a network namespace with loopback only. Returns False if that isn't permitted.
-
-    TCPStore resolves the name of its own address. With an unresponsive name server that takes 5 s or more for some
-    ranks, from about 28 ranks on. Without a network it fails at once.
-    """
+    """TCPStore resolves the name of its own address. With an unresponsive name server that takes 5 s or more for some
+    ranks, from about 28 ranks on. Without a network it fails at once. Returns False if entering one isn't permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
@@ -215,7 +212,6 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
-    """Returns each fork's next answer."""
     contents = {fork.read_end: b"" for fork in forks}
     pending = set(contents)
     poll = select.poll()
@@ -371,14 +367,11 @@ def calls_counted() -> Iterator[Counter[str]]:
 
 
 class Cost(NamedTuple):
-    """Cost of one rank's start."""
-
     groups: int
     """Process groups that it made and is in, without the default one."""
     calls: int
     """Calls of torch that make process groups, also those without this rank."""
     store: dict[str, int]
-    """Store operations by kind."""
     rank_sets: int
     """Distinct rank lists of its groups, with that of itself and of the world."""
 
@@ -438,12 +431,10 @@ CITED = (Case(1024, tp=8, pp=16, cp=1, ep=8, etp=1), Case(8192, tp=8, pp=16, cp=
 
 
 def in_one_process(function: Callable[[], Any], deadline: float) -> Any:
-    """Runs the function in its own process."""
     return run_ranks(1, lambda rank, port, mark: function(), deadline)[0].value
 
 
 def counts_of(case: Case, deadline: float) -> list[dict[str, Any]]:
-    """Returns rows of ours and Megatron's for the first, the middle and the last rank."""
     rows = []
     for rank in sorted({0, case.world_size // 2, case.world_size - 1}):
         costs: dict[str, Callable[[], Any]] = {

@@ -92,13 +92,11 @@ def host_address(host: int) -> str:
 
 
 def give_addresses(hosts: int) -> None:
-    """Adds the hosts' addresses to loopback."""
     lines = "".join(f"addr add {host_address(host)}/32 dev lo\n" for host in range(hosts))
     subprocess.run(["ip", "-force", "-batch", "-"], input=lines, text=True, check=False, stderr=subprocess.DEVNULL)
 
 
 def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Callable[[str], None]) -> list[Told]:
-    """Runs all ranks of this fork's hosts, which start together."""
     ranks = range(fork * HOSTS_PER_FORK * PER_HOST, min(world_size, (fork + 1) * HOSTS_PER_FORK * PER_HOST))
     own = threading.local()
     interfaces.whereabouts = lambda: _place_of(own.rank)
@@ -191,7 +189,6 @@ def measure(world_size: int, repetitions: int, deadline: float) -> dict[str, Any
 
 
 def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
-    """Prints operations and KiB of rank 0, of the busiest other rank, and of all ranks."""
     if head:
         print(f"{'ranks':>6}{'seconds':>9}{'operations':>12}{'':16}{'KiB':>12}")
     for row in rows:

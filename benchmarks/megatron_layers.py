@@ -123,7 +123,6 @@ def linear_layers(sequence_parallel: bool) -> Callable[[int, Any], Callable[[], 
 
 
 def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
-    """Returns the collectives of a layer with sequence parallelism."""
     from megatron.core.tensor_parallel import mappings
 
     torch.manual_seed(2)
@@ -140,7 +139,6 @@ def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
 
 
 def all_reduces(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
-    """Returns the collectives of a layer without sequence parallelism."""
     from megatron.core.tensor_parallel import mappings
 
     torch.manual_seed(2)

@@ -111,7 +111,6 @@ def targets(rows: Sequence[KernelRow]) -> list[Target]:
 
 
 def _bandwidth_target(what: str, rows: Sequence[KernelRow], is_together: bool) -> list[Target]:
-    """Returns the target at the largest size that was measured, if large enough."""
     shares = [
         (row.case["bytes"], max(found), row)
         for row in rows
@@ -141,7 +140,6 @@ def _target(what: str, row: KernelRow, wanted: str, found: float | None, reached
 
 
 def bandwidth(device: torch.device, nbytes: int, rounds: int) -> float:
-    """Returns the median bandwidth of a copy, in 10⁹ B/s read and written."""
     x = torch.ones(nbytes, dtype=torch.uint8, device=device)
     y, clock = torch.empty_like(x), Clock(device)
     y.copy_(x)
@@ -206,7 +204,6 @@ def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) ->
 def measure_others(
     machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], write: Callable[[], None]
 ) -> None:
-    """Adds NCCL and torch's symmetric memory, with one rank, to rows of any number of ranks."""
     others = Others(machine.device)
     sums = [row for row in rows if row.case["part"] == "all_reduce"]
     for nbytes in dict.fromkeys(row.case["bytes"] for row in sums):
@@ -288,7 +285,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_for(options: argparse.Namespace) -> Machine | str:
-    """Returns the machine, or why there is none."""
     if options.emulate:
         return EmulatedMachine()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
@@ -320,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def keep(row: KernelRow) -> None:
             rows.append(row)
-            write()  # a killed run keeps its rows
+            write()
 
         for size in options.ranks:
             there = there and measured(machine, options, size, copied, keep)

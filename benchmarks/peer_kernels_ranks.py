@@ -148,7 +148,6 @@ class Regions:
         return call
 
     def clear(self) -> None:
-        """Resets the regions, except the epochs."""
         self._memory.zero_()
         self._epochs.fill_(EPOCH)
 
@@ -173,7 +172,6 @@ class Regions:
             parts[:, (EPOCH + 1) % 2, :blocks, 0, :, :members].zero_()
 
     def problem(self) -> str | None:
-        """Returns the report of an aborted kernel, or None. The device must be synchronized."""
         report = read_report(self._words[_REPORT])
         return None if report is None else f"a kernel gave up: {report}"
 
@@ -183,8 +181,6 @@ def takes_one_epoch(how: str, nbytes: int, blocks: int) -> bool:
     things = math.ceil(nbytes / unit)
     return math.ceil(things / blocks) <= most
 
-
-# Peers that can be measured on one GPU.
 
 NCCL, ONE_SHOT = "NCCL, 1 rank", "symm_mem.one_shot_all_reduce, 1 rank"
 SEVERAL_RANKS = (
@@ -215,7 +211,7 @@ class Others:
                 call = make(x)
                 call(torch.empty_like(x), x)
                 found[name] = call
-            except Exception as problem:  # whatever this torch lacks here
+            except Exception as problem:
                 refused[name] = str(problem).strip().partition("\n")[0]
         return found
 
@@ -258,8 +254,6 @@ class Others:
         return call
 
 
-# The candidates of a case.
-
 FUSED, APART = "fused", "add, rms_norm"
 TOGETHER = "of all ranks at once"
 EPS = 1e-5
@@ -292,7 +286,6 @@ class Kernel:
     blocks: int
     threads: int
     members: int
-    """Number of blocks that share a row of the norm, else 1."""
 
 
 class KernelTeam:
@@ -314,13 +307,10 @@ class KernelTeam:
         self._there = ""
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> list[Any]:
-        """Calls `method`, like `Team.ask` of the harness."""
         try:
             return [getattr(self, method)(*arguments)]
         except Exception as error:
             raise TeamError(f"{self.name}: {method} failed: {error}") from error
-
-    # The interface that `measure` uses.
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self._candidates.clear()
@@ -436,8 +426,6 @@ class KernelTeam:
 
         self._candidates[name] = Candidate(several, 1, check, regions.clear, name)
 
-    # all_reduce, add, rms_norm.
-
     def _prepare_norm(self, hidden: int, draw: torch.Generator) -> None:
         rows, device = self.numel // hidden, self.machine.device
         self.residual = torch.randn(self.numel, generator=draw).to(self.dtype).to(device)
@@ -474,8 +462,6 @@ class KernelTeam:
         )  # torch may round once more
         return None if bool(near.all()) else f"{int((~near).sum())} elements of the norm are wrong"
 
-    # A candidate in each mode.
-
     def _alone(
         self,
         name: str,
@@ -484,7 +470,6 @@ class KernelTeam:
         then: Callable[[int], Tensor],
         check: Check,
     ) -> None:
-        """Adds candidates that run rank 0's kernel, then `then`, in each set."""
         regions = self._regions_of(self.sets)
 
         def peer(which: int, rank: int) -> Call:
@@ -546,7 +531,7 @@ class KernelTeam:
             except Exception as problem:
                 if arrive is not None:
                     raise
-                self.refused[label] = f"it can't be captured: {problem}".partition("\n")[0]  # a peer's candidate
+                self.refused[label] = f"it can't be captured: {problem}".partition("\n")[0]
                 continue
             self._candidates[label] = Candidate(graph.replay, self.sets, check, arrive, key)
 

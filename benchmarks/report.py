@@ -129,7 +129,6 @@ def cases_of(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    """Returns the arguments without local paths."""
     after = ("", *words)
     return ["DIR" if before in ("--report", "--peers") else word for before, word in zip(after, words, strict=False)]
 
@@ -194,7 +193,7 @@ class Bench:
             try:
                 ranks.main(options)
             finally:
-                if options.json.exists():  # also if the ranks were interrupted
+                if options.json.exists():
                     content = json.loads(options.json.read_text())
                     self.findings.used[OWN] = content["settings"]["route"]
                     self.findings.used[ranks.TORCH] = f"NCCL {content['settings'].get('nccl', '')}"

@@ -72,7 +72,7 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _ATTACH_S
         while perf.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # it has just exited
+            with contextlib.suppress(OSError):
                 if "poll" in Path(f"/proc/{perf.pid}/wchan").read_text(encoding="utf-8"):
                     time.sleep(0.2)
                     return perf
@@ -98,7 +98,6 @@ def _switches() -> int:
 
 
 def _count(operation: str, way: str, count: int, calls: int) -> dict[str, Any]:
-    """Returns rank 0's system calls by name and voluntary context switches, per call."""
     group = over_hosts.ps.get_tp_group()
     call, x = over_hosts._call(operation, way), torch.ones(count, dtype=torch.bfloat16)
     with torch.inference_mode():

@@ -130,7 +130,6 @@ def make_model(folder: str) -> None:
 
 @torch.inference_mode()
 def generate(folder: str, ranks: int, backend: str) -> list[list[int]]:
-    """Returns the tokens for PROMPTS. nano-vllm starts the other ranks itself."""
     from nanovllm import LLM, SamplingParams
 
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -36,7 +36,6 @@ def make_model(folder: str) -> None:
 
 
 def generate(folder: str) -> list[list[int]]:
-    """Returns the tokens of an engine with two workers by prompt."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

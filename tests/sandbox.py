@@ -48,6 +48,5 @@ def refuse(names: Sequence[str], code: int) -> None:
 
 
 def refusing(names: Sequence[str], code: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs the function without these calls."""
     refuse(names, code)
     return function(*args)

@@ -37,7 +37,7 @@ BUILD_S = 900.0
 
 
 class Ratio(NamedTuple):
-    """This tree's median time divided by the other commit's, with its confidence interval."""
+    """Quotient of the median times, with its confidence interval."""
 
     value: float
     low: float
@@ -62,8 +62,6 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 class Labelled:
-    """Prefixes a team's candidates with its version's name."""
-
     def __init__(self, team: Team, label: str) -> None:
         self.name, self.pids, self._team, self._prefix = label, team.pids, team, f"{label}: "
 
@@ -129,7 +127,6 @@ def measure(
 
 
 def report(rows: Sequence[Row]) -> tuple[list[str], int]:
-    """Returns the table's lines and the exit code: 1 if an interval is above LIMIT or an answer was wrong."""
     lines = [f"{'':44}{'before, us':>12}{'now, us':>12}{'ratio':>8}  95 % of draws"]
     slower: list[str] = []
     wrong: list[str] = []

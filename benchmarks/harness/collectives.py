@@ -42,8 +42,6 @@ _PAGE = 4096
 
 
 class LoopTeam(TensorTeam):
-    """Runs both loops, with inputs at any offset in a page."""
-
     measures_copies = False
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
@@ -155,7 +153,7 @@ def start_ours(*sizes: int) -> ps.GroupCoordinator:
 
 
 def start_torch() -> tuple[int, int, Any]:
-    """Starts torch.distributed as engines do: default group, a second group of all ranks, one collective."""
+    """Starts torch.distributed as engines do."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)))
@@ -170,13 +168,12 @@ def use_once(group: ps.GroupCoordinator) -> None:
 
 
 def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """Returns a rank's input elements, for a size as nccl-tests define it."""
     count = max(1, size_bytes // dtype.itemsize // ranks) * ranks
     return count // ranks if operation == "all_gather" else count
 
 
 def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
-    """Returns the registered op as a function of its tensor. `key`: the route's; default: the group's."""
+    """`key`: the route's; default: the group's."""
     if name == PING_PONG:
         ops, token, route = torch.ops.parallel_state, group._token, key or group._key
         return ping_pong(

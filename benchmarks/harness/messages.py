@@ -36,8 +36,6 @@ DEADLINE_S = 60.0
 
 
 class Exchange(NamedTuple):
-    """Sends the case's value from rank 0, and receives it on another rank."""
-
     send: Callable[[], Any]
     receive: Callable[[], Any]
 
@@ -58,7 +56,6 @@ class MessageTeam:
         self.entered = _Entered(Path(settings["folder"]), self.rank, self.size)
 
     def start(self, settings: dict[str, Any]) -> None:
-        """Creates the groups; sets `rank` and `size`."""
         raise NotImplementedError
 
     def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
@@ -113,7 +110,6 @@ class MessageTeam:
         return time.monotonic_ns()
 
     def _copies(self, calls: int) -> Timing:
-        """Copies the bytes on rank 0 alone."""
         started = time.perf_counter()
         for _ in range(calls if self.rank == 0 else 0):
             for x, room in zip(self.tensors, self.room, strict=True):
@@ -280,9 +276,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     return one == other
-
-
-# The usual way over torch.distributed: pickled metadata, then each tensor.
 
 
 def _broadcast_object_of_torch(value: Any) -> Any:

@@ -58,7 +58,6 @@ class MpiTeam(TensorTeam):
         buffers: dict[int, list[Any]] = {}
 
         def of(x: Tensor) -> list[Any]:
-            """Returns mpi4py's buffer arguments, cached as an MPI program would."""
             found = buffers.get(x.data_ptr())
             if found is None:
                 found = [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), kind]

@@ -36,7 +36,6 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 
 @dataclass
 class Findings:
     about: dict[str, Any]
-    """Commit, machine, versions, settings, date, command."""
     rows: list[Row] = field(default_factory=list)
     """Each row's case has a `part`: collectives, messages or start-up."""
     used: dict[str, str] = field(default_factory=dict)
@@ -64,7 +63,6 @@ class Measured(NamedTuple):
     us: list[float]
     wrong: int = 0
     mode: str = ""
-    """eager, compiled or graph on GPUs, else empty."""
 
 
 def describe(case: Mapping[str, Any]) -> str:
@@ -87,7 +85,7 @@ def measured(row: Row) -> Iterator[Measured]:
 
 
 def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row, list[Measured]]]]]:
-    """Yields operation, mode, and the operation's rows with their figures in that mode."""
+    """Yields operation, mode, and the rows with their figures in that mode."""
     for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
         found = [(row, list(measured(row))) for row in rows if row.case["operation"] == operation]
         for mode in dict.fromkeys(each.mode for _, several in found for each in several):
@@ -95,7 +93,6 @@ def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row
 
 
 def size_of(row: Row) -> int:
-    """As nccl-tests define it."""
     if "device" in row.case:
         return int(row.case["bytes"])
     return nccl_bytes(row.case["operation"], row.case["bytes"], row.case["ranks"])
@@ -146,7 +143,6 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
 
 
 def pictures(findings: Findings) -> str:
-    """Returns an SVG of latency and bus bandwidth over size by operation, then of messages."""
     panels: list[Panel] = []
     for operation, mode, chosen in by_operation(findings.part("collectives")):
         samples: dict[str, list[tuple[int, list[float]]]] = {}
@@ -178,7 +174,6 @@ def pictures(findings: Findings) -> str:
 
 
 def _latency(title: str, samples: Mapping[str, Sequence[tuple[int, list[float]]]]) -> Panel:
-    """Returns a panel of medians with quartile bands."""
     lines = {name: [(size, p50(us)) for size, us in found] for name, found in samples.items()}
     bands = {name: [(size, *quartiles(us)) for size, us in found] for name, found in samples.items()}
     return Panel(title, lines, bands=bands)
@@ -250,7 +245,6 @@ def page(findings: Findings) -> str:
 
 
 def notices(findings: Findings) -> list[tuple[str, str]]:
-    """Returns the notices above the figures, as (kind, text): a busy machine, an interruption, failures."""
     found = []
     rows = [row for row in findings.rows if row.strangers_cores is not None]
     disturbed = [row for row in rows if row.disturbed]
@@ -328,7 +322,6 @@ THROUGH = (
 
 
 def problem_of(folder: Path) -> str | None:
-    """Creates the folder if needed. Returns why a report can't be written into it, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

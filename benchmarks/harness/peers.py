@@ -74,7 +74,6 @@ OWN_MPIS = (Mpi("the system's Open MPI", arguments=_OPEN_MPI), Mpi("the system's
 
 @functools.cache
 def own_mpi() -> Mpi | None:
-    """Returns the caller's own MPI, if it has mpi4py and mpiexec."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return None
     try:
@@ -143,7 +142,7 @@ def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", q
     Every rank must call it, with torchrun's environment variables and gloo as the default group. `rows`: lists of
     global ranks. `queue`: also creates the message queue.
     """
-    warnings.filterwarnings("ignore", "The given buffer is not writable")  # of its tensor dicts
+    warnings.filterwarnings("ignore", "The given buffer is not writable")
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"
     group = load_vllm(root).init_model_parallel_group(rows, rank, "gloo", queue, name)
     for file in Path("/dev/shm").glob(f"{ident}-{group.unique_name}-*cpushm_{group.rank_in_group}"):
@@ -155,7 +154,6 @@ def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", q
 
 
 def setup(root: Path) -> list[str]:
-    """Installs all available peers. Returns the failures with their reasons."""
     root.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("pip") is None:
         return ["everything: this Python has no pip"]
@@ -179,7 +177,6 @@ def _setup_mpi(folder: Path, mpi: Mpi) -> list[str]:
 
 
 def _lend_torch(folder: Path) -> None:
-    """Puts this Python's packages on the path of the MPI's environment."""
     site = next((folder / "lib").glob("python*/site-packages"))
     found = (importlib.util.find_spec(name) for name in ("torch", "msgspec", "pynvml"))
     origins = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
@@ -206,7 +203,6 @@ def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a peer could not be installed."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show", help="default: show")

@@ -25,7 +25,6 @@ class Panel(NamedTuple):
     bands: Mapping[str, Sequence[tuple[float, float, float]]] = {}
     """Candidate → [(x, low, high), …], drawn behind its line."""
     note: str = ""
-    """A line below the title."""
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
@@ -47,7 +46,6 @@ def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> st
 
 
 def _styles(ours: Sequence[str], peers: Sequence[str]) -> dict[str, tuple[str, str, float]]:
-    """Gives each name one color, dash pattern and width in all panels."""
     styles = {name: (OURS[at % len(OURS)], "", 2.4) for at, name in enumerate(ours)}
     for at, name in enumerate(peers):
         styles[name] = (PEERS[at % len(PEERS)], ' stroke-dasharray="5 3"', 1.6)
@@ -106,7 +104,6 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
 
 
 def _apart(places: Sequence[tuple[float, str]], bottom: float) -> dict[str, float]:
-    """Returns heights of the labels, without overlaps and above the axis."""
     found: dict[str, float] = {}
     last = 0.0
     for y, name in sorted(places):

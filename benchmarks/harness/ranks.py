@@ -46,13 +46,9 @@ FEW, MANY, LARGE_BYTES = 4, 20, 4 << 20
 HOST_CALLS, HOST_ROUNDS = 20, 10
 RUN_S = 3600.0
 
-# Candidates and their checks.
-
 
 @dataclass(frozen=True)
 class Way:
-    """One carrier of an operation."""
-
     name: str
     call: Call
     """Returns the result, which may be the input tensor."""
@@ -101,7 +97,6 @@ class Ways:
 
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
-    """Returns torch's functional collective, which torch.compile supports."""
     functional = functional_collectives()
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
@@ -178,7 +173,6 @@ class Ranks(GroupTeam):
         return None if problems else call
 
     def _compile(self, way: Way) -> Call:
-        """Compiles a way once for all sizes."""
         key = self._operation, way.name
         if key not in self._compiled:
             self._compiled[key] = torch.compile(way.compilable, fullgraph=True, dynamic=True)
@@ -222,20 +216,17 @@ class Ranks(GroupTeam):
 
 
 def usable_modes(asked: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Returns the supported modes, and the reasons against the others."""
     if device.type == "cuda" or "graph" not in asked:
         return list(asked), {}
     return [mode for mode in asked if mode != "graph"], {"graph": "the CPU has no CUDA graphs"}
 
 
 def figures(operation: str, size_bytes: int, us: Sequence[float], ranks: int) -> dict[str, float]:
-    """Returns p50 and p99 in microseconds, and bandwidths at the median in 10⁹ B/s."""
     algbw, busbw = bandwidths(operation, size_bytes, p50(us), ranks)
     return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": busbw}
 
 
 def picture(rows: Sequence[RankRow]) -> str:
-    """Returns a panel per operation and mode, with a line per carrier."""
     panels = []
     for operation in dict.fromkeys(row.case["operation"] for row in rows):
         for mode in MODES:
@@ -268,7 +259,7 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
         for operation in options.operations:
             for size in options.sizes:
                 rows.append(ranks.measure(operation, size, options.dtype, plan))
-                if group.is_first_rank and options.json:  # an interrupted run keeps its rows
+                if group.is_first_rank and options.json:
                     write_json(options.json, rows, {**recorded(options), **about, "left_out": ranks.left_out})
                 if group.is_first_rank and options.svg:
                     options.svg.write_text(picture(rows))
@@ -277,11 +268,8 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
-    """Runs in this process if a launcher such as torchrun started it, else in new ranks.
-
-    Returns 1 if an answer was wrong. The first rank, or the process that started the ranks, also returns the rows and
-    left-out modes.
-    """
+    """Runs in this process if a launcher such as torchrun started it, else in new ranks. Returns 1 if an answer was
+    wrong."""
     if environment.detect(rendezvous=False).world_size > 1:
         found = [run_rank(options)]
     else:

@@ -67,7 +67,7 @@ class Strangers:
         if now_s is None or self.before_s is None:
             return None
         cores = (now_s - self.before_s) / (time.monotonic() - self.started_s)
-        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)  # clock ticks are coarse
+        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)
 
     def _others_s(self) -> float | None:
         try:

@@ -83,7 +83,6 @@ class Team:
         self._processes.append(process)
 
     def _torch_variables(self, rank: int) -> dict[str, str]:
-        """Returns torchrun's environment variables. The ranks meet through a store in this process."""
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
@@ -125,7 +124,6 @@ class Team:
                     raise TeamError(f"{self.name}: not all of {self.size} ranks came{self._ends()}") from None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-        """Calls `method` on every rank. Returns the results in rank order."""
         deadline = time.monotonic() + timeout_s
         try:
             for connection in self._connections:
@@ -146,7 +144,6 @@ class Team:
         return value
 
     def _ends(self) -> str:
-        """Describes exit codes and signals."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
         ends = [_ending(code) for code in codes if code is not None]
@@ -162,7 +159,6 @@ class Team:
                 os.kill(process.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Hangs up, waits some seconds, and kills the remaining processes."""
         self.hang_up()
         deadline = time.monotonic() + END_S
         for process in self._processes:
@@ -174,7 +170,6 @@ class Team:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        """Kills the ranks that a launcher started, then the processes started here."""
         own = {process.pid for process in self._processes}
         for pid in self.pids:
             if pid not in own:
@@ -186,7 +181,6 @@ class Team:
 
 
 def last_line(text: str) -> str:
-    """In a traceback, this is the exception."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason was given")
 
 
@@ -199,10 +193,7 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Yields the teams that started. Ends all teams on exit, also on SIGTERM.
-
-    Failed teams are printed to stderr, and added with their reasons to `left_out`.
-    """
+    """Yields the teams that started. Ends all teams on exit, also on SIGTERM."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ready = list(teams)
     try:
@@ -211,7 +202,7 @@ def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> It
         yield ready
     finally:
         for team in teams:
-            team.hang_up()  # all first: each may take seconds to exit
+            team.hang_up()
         for team in teams:
             team.close()
         signal.signal(signal.SIGTERM, before)

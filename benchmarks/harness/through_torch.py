@@ -36,7 +36,6 @@ OP_AND_LAYERS = "op, and torch's layers"
 CARRIED = "parallel_state, carried by gloo"
 BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake", CARRIED: "parallel_state"}
 ENVIRONMENTS = {CARRIED: {SHARED_MEMORY.name: "0"}}
-"""Team name -> its additional environment variables."""
 CALLS = ("dist", "functional", "compiled")
 STEPS = ("DDP step", "FSDP2 step")
 _WIDTH, _DEPTH, _ROWS = 1024, 20, 16

@@ -31,16 +31,12 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Pins each rank to its own core, or to all `cores` if there are fewer cores than ranks.
-
-    Must be called after the groups are created, because groups count the available cores. Replaces a launcher's
-    pinning.
-    """
+    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the groups are
+    created, because groups count the available cores."""
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 
 
 def serve(connection: Connection, team: Any) -> None:
-    """Answers requests until the connection closes."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -56,7 +52,6 @@ def serve(connection: Connection, team: Any) -> None:
 
 
 def _receive(connection: Connection) -> Any:
-    """None if the connection is closed."""
     with contextlib.suppress(EOFError, ConnectionError):
         return connection.recv()
     return None

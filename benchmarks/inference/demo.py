@@ -75,10 +75,8 @@ Batch = dict[str, Tensor]
 
 
 class Engine:
-    """One rank of the engine. Every rank makes one, and calls the same methods in the same order.
-
-    The driver passes batches and gets embeddings. The other ranks pass and get None.
-    """
+    """Every rank makes an engine, and calls the same methods in the same order. The driver passes batches and gets
+    embeddings. The other ranks pass and get None."""
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
         self.sharing = sharing
@@ -93,7 +91,6 @@ class Engine:
         self.graphs = StageGraphs(self.stage) if in_graphs else None
 
     def prepare(self, batches: list[Batch] | None) -> None:
-        """Captures graphs for the driver's batches."""
         if self.graphs is not None:
             shapes = sorted({tuple(batch["token_ids"].shape) for batch in batches or ()})
             self.graphs.capture([tuple(shape) for shape in self.world.broadcast_object(shapes)])
@@ -124,10 +121,7 @@ class Engine:
         return self._collect(outputs, count)
 
     def _step(self, batch: Batch | None) -> Batch | None:
-        """Runs a batch through this rank's stage. The last stage returns its output.
-
-        All stages work at the same time, on different batches.
-        """
+        """All stages work at the same time, on different batches."""
         if self.pp.is_first_rank:
             inputs = self.tp.broadcast_tensor_dict(batch)
         else:
@@ -244,7 +238,7 @@ class Driver:
         self.batches = minilm.make_batches(self.texts, options.batch_size, engine.world.device, multiple)
 
     def encode(self) -> Tensor:
-        """Returns all embeddings. Shows a progress bar on a terminal."""
+        """Shows a progress bar on a terminal."""
         columns = TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         texts, started = len(self.texts), time.perf_counter()
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
@@ -295,15 +289,12 @@ class Driver:
 
 
 class Place(NamedTuple):
-    """A rank's position in the layout."""
-
     stage: int
     replica: int
     shard: int
 
 
 def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
-    """`places` are those of all ranks."""
     stages, replicas = (1 + max(place[axis] for place in places) for axis in (0, 1))
     console.print(title)
     table = Table("stage", *(f"replica {replica}" for replica in range(replicas)), box=None, header_style="dim")
@@ -322,7 +313,7 @@ def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
     for axis in survey[0]:
         groups = defaultdict(list)
         for rank in survey:
-            _, *route = rank[axis]["route"].splitlines()  # the first line names the group
+            _, *route = rank[axis]["route"].splitlines()
             if rank[axis]["ranks"] not in groups["\n".join(route)]:
                 groups["\n".join(route)].append(rank[axis]["ranks"])
         for route, members in groups.items():
@@ -353,7 +344,6 @@ def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Returns the checked arguments and the text's `sentences`. Exits with 2 if they can't be used."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--input", type=Path, default=README, help="text or Markdown to search (default: the README)")
     parser.add_argument("--query", default="what happens when a process dies?", help="what to look for")
@@ -375,7 +365,6 @@ def parse_options() -> argparse.Namespace:
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the arguments, or None. Fills in `dp` and `sentences`."""
     config = minilm.load_config()
     for name in ("tp", "pp", "dp", "top", "batch_size"):
         value = getattr(options, name)

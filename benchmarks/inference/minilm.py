@@ -31,8 +31,6 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Config:
-    """Fields of config.json."""
-
     hidden_size: int
     intermediate_size: int
     layer_norm_eps: float
@@ -180,8 +178,6 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each rank computes `heads / tp` of the heads."""
-
     def __init__(self, checkpoint: Checkpoint, name: str, config: Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -195,8 +191,6 @@ class Attention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """A BERT layer, with norms after the residuals. It has one all-reduce after attention and one after the MLP."""
-
     def __init__(self, checkpoint: Checkpoint, index: int, config: Config) -> None:
         super().__init__()
         name = f"encoder.layer.{index}"
@@ -259,7 +253,6 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(checkpoint, index, config) for index in layers)
 
     def example(self, texts: int, tokens: int) -> dict[str, Tensor]:
-        """Returns inputs of this shape."""
         found = {"indices": torch.arange(texts, device=self.device)}
         if self.embedding is not None:
             return {**found, "token_ids": torch.ones(texts, tokens, dtype=torch.long, device=self.device)}
@@ -289,8 +282,6 @@ class Stage(nn.Module):
 
 
 class PlainModel:
-    """The whole model on one process: the reference for the sharded one."""
-
     def __init__(self) -> None:
         self.config = load_config()
         weights = load_file(FOLDER / "model.safetensors")

@@ -134,7 +134,6 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ou
 
 @contextmanager
 def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
-    """Host 0 accepts connections and sends nothing."""
     program = f"import socket; s = socket.create_server(('', {port})); print(flush=True); s.accept(); input()"
     enter = ["nsenter", "-t", str(made.pid(0)), "--net"]
     with subprocess.Popen(
@@ -318,7 +317,7 @@ def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
         interface, addresses = None, ["172.17.0.1", "172.17.0.1"]
         if obstacle == "unconnected networks":
             addresses = ["192.168.0.1", "192.168.1.1"]
-        if obstacle == "refused":  # each host also has the other one's address
+        if obstacle == "refused":
             addresses = ["172.17.0.1", "172.17.0.2"]
         if obstacle == "firewall":
             interface, addresses = hosts.INTERFACE, made.addresses

@@ -70,7 +70,6 @@ def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None 
 
 
 def _ended_well(agents: Sequence[Program], folder: Path, carrier: str, size: int = 4) -> list[str]:
-    """Checks that all ranks ended well soon after the kill. Returns the restart counts."""
     try:
         outputs = ["".join(agent.communicate(DEADLINE_S)) for agent in agents]
     except TimeoutError as error:

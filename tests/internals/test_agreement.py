@@ -39,8 +39,6 @@ class World:
             watcher.close()
 
     def each(self, call: Callable[[Agreement, int], object], ranks: Sequence[int] = EVERYONE) -> list[object]:
-        """Runs `call` on `ranks` at once. Returns results or errors."""
-
         def attempt(rank: int) -> object:
             try:
                 return call(self.ranks[rank], rank)
@@ -334,7 +332,7 @@ def test_ranks_without_an_answer_of_rank_0_agree_without_it(world: World, monkey
             with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] did not come or answer") as told:
                 watcher.gather("settings", EVERYONE, b"", TIMEOUT_S)
         assert told.value.suspect_ranks == (0,)
-    time.sleep(0.2)  # time for reports to arrive, if there are any
+    time.sleep(0.2)
     verdicts = world.each(
         lambda agreement, rank: world.watchers[rank].agree("reinitialize", 1, survivors, b"", 5.0, survivors), survivors
     )

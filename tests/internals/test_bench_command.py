@@ -40,7 +40,6 @@ through_torch._WIDTH, through_torch._DEPTH = 64, 2
 
 
 def report_of(words: Sequence[str]) -> str:
-    """Returns code that runs benchmarks/report.py and forks the scripts that it starts."""
     run = f"sys.exit(report.main({[*words]!r}))"
     return f"import sys, report\nfrom tests.programs import fork_scripts\nfork_scripts()\n{run}"
 

@@ -36,8 +36,6 @@ AMPLE_S = 30.0
 
 
 class Job:
-    """A launcher's store, and a thread for each process."""
-
     def __init__(self) -> None:
         self.launcher = dist.HashStore()
         self._threads = ThreadPoolExecutor(8)
@@ -55,7 +53,6 @@ class Job:
         return self._threads.submit(meeting.enter_world if meeting.place.rank else meeting.open_world)
 
     def kill(self, meeting: _Meeting) -> None:
-        """Closes the process's control plane."""
         self._watchers[meeting.own_place.pid].close()
 
     def close(self) -> None:
@@ -295,7 +292,6 @@ def test_a_late_rank_reads_the_verdict_at_the_launcher_s_store(job: Job, monkeyp
 
 
 def test_a_complaint_of_a_rank_that_enters_then_is_withdrawn(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a pause of rank 0, or a network outage."""
     first, other = job.meeting(0, 3), job.meeting(1, 3)
     name, launcher = first.own_place.endpoint, dist.PrefixStore("start", job.launcher)
     opened = job.start(first)

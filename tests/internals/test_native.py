@@ -103,7 +103,6 @@ def linked() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(linked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the library without torch, compiled under a umask that allows group writes."""
     cache = tmp_path_factory.mktemp("compiled")
     output = _run(cache, 0o002, **_quick(linked, cache))
     assert VERSION in output, output
@@ -116,7 +115,6 @@ def quick(linked: Path, tmp_path: Path) -> dict[str, str]:
 
 
 def _quick(library: Path, folder: Path) -> dict[str, str]:
-    """Returns an instant compiler, which "links" this library."""
     script = f"""
 shared=
 for word; do
@@ -129,7 +127,6 @@ if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
 
 
 def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Path) -> None:
-    """Concurrent processes wait for the one that compiles."""
     counter = tmp_path / "calls"
     how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 0.1\nexec {quick["CXX"]} "$@"')
     outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]

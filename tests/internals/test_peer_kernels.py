@@ -31,7 +31,7 @@ FEW = ("--emulate", "--rounds", "1", "--round-ms", "0.1")
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    build()  # skips without a compiler
+    build()
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +121,6 @@ def test_its_check_alone(dtype: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 class Faulty(CpuKernels):
-    """On rank 0, replaces `kernel` by a copy of its input or by nothing."""
-
     kernel, copies = "", False
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int = 0) -> None:

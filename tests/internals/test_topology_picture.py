@@ -19,7 +19,6 @@ HOSTILE = "</title><script>alert(1)</script>&\"'"
 
 
 def look(svg: str) -> tuple[ElementTree.Element, Counter[str]]:
-    """Returns the drawing, and its number of lines by kind."""
     root = ElementTree.fromstring(svg)
     return root, Counter(line.get("class") for line in root.iter(f"{SVG}line"))
 

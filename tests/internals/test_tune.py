@@ -36,7 +36,7 @@ Spoil = Callable[[StandInPeerMemory, Event], None]
 def _tuned(env: dict[str, str], spoil: Spoil) -> tuple[Thresholds | str, list[Any]]:
     """Returns the row or the error, and the times. `spoil` gets an event that is set when the proof starts."""
     os.environ.update(env)
-    tune.CALLS_IN_A_GRAPH = 2  # kernels on a CPU are slow
+    tune.CALLS_IN_A_GRAPH = 2
     group = ps.get_tp_group()
     peers = StandInPeerMemory(group.context, thresholds=UNBOUNDED)
     assert peers.admit() is None

@@ -23,8 +23,6 @@ from device_communicators.routing.waiting import Watched, WatchedByThread
 
 
 class Collective:
-    """A torch work that completes or fails after `done_s`, or never if None."""
-
     def __init__(self, done_s: float | None, error: str = "") -> None:
         self._ends = time.monotonic() + done_s if done_s is not None else float("inf")
         self._error = error

@@ -50,7 +50,6 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(params=["world", "world, for torch", "TCPStore"])
 def make_store(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
-    """Returns connections to one store of either kind."""
     if request.param.startswith("world"):
         world, wrap = request.getfixturevalue("world"), for_torch if "torch" in request.param else lambda store: store
         yield lambda: wrap(store_of(world))
@@ -156,7 +155,7 @@ def sockets() -> set[str]:
 def _target_of(number: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # the listing's own descriptor
+    except OSError:
         return ""
 
 
@@ -218,8 +217,6 @@ class _HandledError(Exception):
 
 @contextlib.contextmanager
 def _ended_by_a_handler() -> Iterator[None]:
-    """Checks that an error raised by a signal handler ends a wait at once."""
-
     def handle(number: int, frame: object) -> None:
         raise _HandledError
 
