@@ -25,11 +25,10 @@ MAY_PICKLE = (
     "parallel_state/launch/",
     "parallel_state/compat/vllm/__init__.py",
     "parallel_state/compat/pickles.py",
-    "parallel_state/tools/flight_recorder.py",
 )
 """Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the engines
-themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects). vLLM has a module named `pickle`.
-The flight recorder's file is written, not read."""
+themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects).
+vLLM has a module named `pickle`."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own object transfers, between its own processes."""
 
