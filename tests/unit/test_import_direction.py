@@ -27,8 +27,8 @@ MAY_PICKLE = (
     "parallel_state/compat/pickles.py",
 )
 """Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the engines
-themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects).
-vLLM has a module named `pickle`."""
+themselves pickle (messages of vLLM's queue, objects of store groups, tagged objects). vLLM has a module named
+`pickle`."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own object transfers, between its own processes."""
 
@@ -124,7 +124,7 @@ def test_no_import_cycle() -> None:
         assert name not in way, " -> ".join((*way[way.index(name) :], name))
         if name not in done:
             for each in sorted(below[name]):
-                if not name.startswith(f"{each}."):
+                if not name.startswith(f"{each}."):  # a package's own __init__ runs before its modules
                     visit(each, (*way, name))
             done.add(name)
 

@@ -46,7 +46,6 @@ NAMES = (
     "torch.distributed.ProcessGroupGloo._set_sequence_number_for_group",
     "torch._C._distributed_c10d._register_process_group",
     "torch._C._distributed_c10d._unregister_process_group",
-    "torch.distributed._functional_collectives.wait_tensor",
     "torch.testing._internal.distributed.fake_pg",
     # Tensors, ops and devices.
     "torch.Tensor._base",
@@ -67,7 +66,6 @@ NAMES = (
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._dynamo.backends.debugging.aot_eager",
     "torch._dynamo.backends.debugging.boxed_nop",
-    "torch._inductor.compile_fx",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     # autograd.
     "torch.autograd.graph._engine_run_backward",
