@@ -75,7 +75,7 @@ def size_of(row: Row) -> str:
 
 
 def net(row: Row) -> Row:
-    """Subtracts the copies from a produced row, but leaves at least 10 ns per call."""
+    """Subtracts the copies from a produced row, down to 10 ns per call."""
     copies = row.us.get(COPIES)
     if copies is None:
         return row

@@ -1,5 +1,4 @@
-// Loops over what a call records for failure reports, without Python. failure_costs.py compiles them with the library's
-// sources.
+// Loops over what a call records for failure reports, without Python. failure_costs.py compiles them.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -43,7 +42,7 @@ enum What {
   kComparedExchange
 };
 
-// Like Counter::publish without the note, and like it not inlined.
+// Like Counter::publish without the note, and not inlined either.
 [[gnu::noinline]] void publish_without_note(Counter& own, std::uint64_t next) {
   const auto here = static_cast<std::uint16_t>(sched_getcpu() + 1);
   if (own.core.load(std::memory_order_relaxed) != here) own.core.store(here, std::memory_order_relaxed);
@@ -88,7 +87,7 @@ class Ranks {
     own_.own();
   }
 
-  // Returns the seconds of `calls` calls; negative if one failed. For exchanges every rank must call it.
+  // Returns the seconds of `calls` calls; negative if one failed. All ranks must call it for exchanges.
   double run(What what, int calls) {
     switch (what) {
       case kNothing: return seconds_of(calls, [] { return true; });
@@ -111,7 +110,7 @@ class Ranks {
     return -1;
   }
 
-  // Returns what is wrong with one call, or an empty text. For exchanges every rank must call it.
+  // Returns one call's error, or an empty text. All ranks must call it for exchanges.
   std::string check(What what) {
     for (float& each : in_) each = static_cast<float>(rank_ + 1);
     const std::uint64_t before = served_->traffic(Counted::kAllReduceInPlace).calls;
@@ -139,7 +138,7 @@ class Ranks {
     return group.all_reduce(out_.data(), in_.data(), in_.size(), Dtype::kFloat32, ReduceOp::kSum, timeout_s);
   }
 
-  // The group's call with the mutex, which is always needed because threads take turns.
+  // The group's call with the mutex. Threads take turns, so it is always needed.
   template <typename Call>
   bool locked(Call call) {
     const std::lock_guard<std::mutex> turn(turn_);
@@ -203,7 +202,7 @@ class Ranks {
     return failed.run([](Group&, double) { return Status::kDone; }) == Status::kMismatch;
   }
 
-  // Returns true if the last exchange's notes differ from another call's.
+  // Whether the last exchange's notes differ from another call's.
   bool notices_peers() {
     for (int peer = 0; peer < size_; ++peer) {
       if (!differs(compared_lines_[peer], compared_exchanges_, kNote + 1)) return false;
@@ -236,7 +235,7 @@ extern "C" {
 
 std::size_t failure_loop_bytes(int size) { return 2 * pages(Handle::segment_bytes(size)) + kLinesBytes; }
 
-// `descriptor`: a zeroed file of `failure_loop_bytes`, shared by all ranks. `count`: elements of the tensor.
+// `descriptor`: a zeroed file of `failure_loop_bytes`, shared by all ranks. `count`: the tensor's elements.
 void* failure_loop_new(int descriptor, int rank, int size, std::size_t count) {
   return new Ranks(descriptor, rank, size, count);
 }

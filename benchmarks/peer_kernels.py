@@ -5,20 +5,20 @@
     python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
 *Alone* (`push, graph` and so on) is rank 0's kernel after all data has arrived. It does the work of a group in N local
-regions, but never waits. So these times are **lower bounds**: a real exchange adds links and late ranks. A call takes
-one epoch, which limits its size (see `peer_kernels_ranks.py`). A sample is several calls in separate regions, with the
-one or two small fills that reset them. A two-shot's peers don't run its second half: rank 0's kernel does all its work,
-but only its own shards are sums.
+regions, but never waits, so its times are **lower bounds**: a real exchange adds links and late ranks. A call takes one
+epoch, which limits its size (see `peer_kernels_ranks.py`). A sample is several calls in separate regions, with the
+small fills that reset them. A two-shot's peers don't run its second half: rank 0's kernel does all its work, but only
+its own shards are sums.
 
-*Of all ranks at once* runs the N kernels on N streams: a real exchange, each with an N-th of the GPU, also for sizes of
-several epochs. Its time is compared with the bytes of all N. It is eager, and measured from 1 MiB on: for small sizes
-it would be the time of N launches.
+*Of all ranks at once* runs N kernels on N streams: a real exchange, each with an N-th of the GPU, also for sizes of
+several epochs. Its time is compared with the bytes of all N. It is eager, and starts at 1 MiB: for small sizes it would
+time N launches.
 
 `share` is a kernel's bandwidth divided by that of a copy of 1 GiB. It counts the bytes that the algorithm must read and
-write, once each (`moved_bytes`), and may exceed 1 for cached data. `fused` is all_reduce, add and RMS norm in one
-kernel, compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the host's cost of a launch;
-`collectives.py` under torchrun measures it with op and group. NCCL and torch's symmetric memory are measured last, with
-one rank each: if they crash, the JSON has the kernels' rows.
+write once (`moved_bytes`), and may exceed 1 for cached data. `fused` is all_reduce, add and RMS norm in one kernel,
+compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the host's cost of a launch;
+`collectives.py` under torchrun measures it with op and group. NCCL and torch's symmetric memory, with one rank each,
+come last: if they crash, the JSON has the kernels' rows.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """Returns the bytes moved for a rank's tensor of `nbytes`; None if the candidate isn't a single kernel."""
+    """Returns the bytes moved for a rank's tensor of `nbytes`; None if not by one kernel."""
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
         return None
-    push = 2 + 4 * (size - 1)  # in, out; each packet is half data: written to and read from each peer
+    push = 2 + 4 * (size - 1)  # in, out; packets, half data, are written to and read from each peer
     found = {
         "push": push,
         FUSED: push + 2,  # the residual, in and out
@@ -288,7 +288,7 @@ def machine_for(options: argparse.Namespace) -> Machine | str:
     if options.emulate:
         return EmulatedMachine()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and its set-up may fail
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # one rank needs none, and set-up may fail
     if not torch.cuda.is_available():
         what = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
         return f"{what}; --emulate tries this script without one"

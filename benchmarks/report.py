@@ -7,9 +7,9 @@
 Measures collectives (on GPUs if there are any, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
 Peers are gloo through torch.distributed; on GPUs NCCL, directly and through torch; the MPI of this Python's mpi4py; and
-those installed by `python benchmarks/harness/peers.py setup`: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
-zmq. The page lists peers that can't run here, with the reasons. DIR gets index.html, report.svg, table.txt (nccl-tests'
-table) and report.json. At the end they replace the report of an earlier run.
+those that `python benchmarks/harness/peers.py setup` installs: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
+zmq. The page says why a peer can't run. DIR gets index.html, report.svg, table.txt (nccl-tests' table) and report.json,
+which replace an earlier run's at the end.
 
 The exit code is 1 if a candidate failed or an answer was wrong.
 """

@@ -65,7 +65,7 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 def _attached(report: Path) -> subprocess.Popen[bytes]:
     """Starts `perf trace` of this process. Returns once perf sleeps in poll, with its events enabled.
 
-    Restarts perf if it doesn't get there on a busy machine.
+    Restarts perf if it doesn't, on a busy machine.
     """
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):

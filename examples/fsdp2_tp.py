@@ -52,7 +52,7 @@ def train(model: nn.Module, part: int = 0, parts: int = 1) -> Tensor:
 
 
 def rank() -> tuple[list[float], float]:
-    """Returns the losses of the whole batch and this rank's share of the weights."""
+    """Returns the losses of the whole batch, and this rank's share of the weights."""
     ps.init_distributed_environment()
     ps.initialize_model_parallel(tensor_model_parallel_size=2, data_parallel_shard_size=2)
     model, data = make(), ps.get_dp_group()

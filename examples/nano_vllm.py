@@ -8,10 +8,9 @@ It prints, among nano-vllm's own output:
     2 ranks, gloo:           the same
     2 ranks, parallel_state: the same
 
-nano-vllm is for GPUs and uses torch's backend `nccl`. `stand_in` selects another backend and replaces what else needs a
-GPU: device memory, flash-attn (by torch's attention over the same cache), and the Triton kernel that fills the cache.
-The communication is nano-vllm's own, by torch.distributed: all_reduce in the linear layers and the embedding, gather of
-the logits, barrier.
+nano-vllm needs GPUs and torch's `nccl`. `stand_in` selects another backend and replaces device memory, flash-attn (by
+torch's attention over the same cache), and the Triton kernel that fills the cache. The communication is nano-vllm's
+own, by torch.distributed: all_reduce in the linear layers and the embedding, gather of the logits, barrier.
 """
 
 from __future__ import annotations

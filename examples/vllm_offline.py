@@ -7,7 +7,7 @@ It prints, among vLLM's log:
     parallel_state: 4 prompts, 16 tokens each
     stock: the same tokens
 
-The environment variable is the only reference to this library. This file sets it for its two engines; it works for
+The environment variable, which this file sets for its two engines, is the only reference to this library. It works for
 `vllm serve MODEL --tensor-parallel-size 2` as well. vLLM's log says once what was changed.
 """
 
@@ -48,7 +48,7 @@ def generate(folder: str) -> list[list[int]]:
 
 
 def generate_apart(folder: str, plugin: str) -> str:
-    """Runs `generate` in a new process with PARALLEL_STATE_PLUGIN=`plugin`. Returns its line of tokens."""
+    """Runs `generate` in a new process. Returns its line of tokens."""
     environment = {**os.environ, "PARALLEL_STATE_PLUGIN": plugin}
     command = [sys.executable, __file__, folder]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -43,8 +43,7 @@ MOST_AGAIN = 10
 MOST_FLAKES = 2
 """More tests than this that pass only in a second run fail the run: they would hide defects."""
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-"""Lanes share the cores. Inductor makes scalar code: to test instruction sets, a process would compile and load a
-program for each, 6 s of CPU time."""
+"""Lanes share the cores. Inductor makes scalar code: a process takes 6 s of CPU time to test instruction sets."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 AT_ONCE = (os.cpu_count() or 1) + 1
 """Lanes at the same time: tests of ranks mostly wait, but have deadlines."""

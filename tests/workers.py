@@ -50,8 +50,8 @@ _SLOW_IMPORTS = {
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
-"""Modules that take seconds to import -> tests that need them. The fork server imports them for runs with these tests,
-unless torch has CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
+"""Modules that take seconds to import -> tests that need them. The fork server imports them for these tests, unless
+torch has CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
 modules_of_tests: set[str] = set()
 """Names without `.py`, set when the tests of a run are known."""
 modules_of_new_ranks: set[str] = set()

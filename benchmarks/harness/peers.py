@@ -139,7 +139,7 @@ def load_vllm(root: Path) -> Any:
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
     """Returns vLLM's coordinator, with its shared-memory ops, of the list in `rows` that contains `rank`.
 
-    Every rank must call it, with torchrun's environment variables and gloo as the default group. `rows`: lists of
+    Every rank must call it, over gloo and with torchrun's environment variables. `rows`: lists of
     global ranks. `queue`: also creates the message queue.
     """
     warnings.filterwarnings("ignore", "The given buffer is not writable")

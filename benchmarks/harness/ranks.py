@@ -259,7 +259,7 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
         for operation in options.operations:
             for size in options.sizes:
                 rows.append(ranks.measure(operation, size, options.dtype, plan))
-                if group.is_first_rank and options.json:
+                if group.is_first_rank and options.json:  # an interrupted run keeps its rows
                     write_json(options.json, rows, {**recorded(options), **about, "left_out": ranks.left_out})
                 if group.is_first_rank and options.svg:
                     options.svg.write_text(picture(rows))

@@ -22,7 +22,7 @@ def measure_all(
     plan: Plan,
     keep: Callable[[list[Row]], object] = lambda rows: None,
 ) -> list[Row]:
-    """Measures all cases, and reports slow progress on stderr.
+    """Measures all cases. Reports slow progress on stderr.
 
     A case may limit its calls per round by `most_calls`. Cases that other programs disturbed are repeated at the end,
     the most disturbed first, for about `plan.repeat_s` at most. `keep` gets all rows after each case.

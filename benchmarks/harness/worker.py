@@ -31,8 +31,8 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the groups are
-    created, because groups count the available cores."""
+    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the creation of
+    groups, which counts available cores."""
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     if hasattr(team, "close"):
         signal.alarm(CLOSE_S)  # kills this process if `close` hangs
         team.close()
-    os._exit(0)  # skip exit handlers: those of so many libraries may conflict
+    os._exit(0)  # skip exit handlers: those of many libraries may conflict
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 benchmarks/inference/demo.py       the same, started by torchrun
 
 The driver (global rank 0) cuts a text into sentences, embeds them and the query on all ranks, prints the best matches,
-and checks every embedding against the unsharded model on one process. The exit code is 1 if they differ.
+and compares every embedding with the unsharded model's. The exit code is 1 if they differ.
 
 How a batch travels:
 
@@ -14,8 +14,8 @@ How a batch travels:
     stage        pp.send_tensor_dict(all_gather_group=tp)   next stage; tp.all_reduce inside (minilm.py)
     last stage   world.send_tensor_dict                     driver
 
-With `--device cuda` ranks may share a GPU where there are fewer, `--cuda-graph` captures each stage once for each shape
-of batch (`StageGraphs`), also of compiled layers (which has not run on a GPU).
+With `--device cuda` ranks share GPUs if there are fewer. `--cuda-graph` captures each stage once per shape of batch
+(`StageGraphs`). With compiled layers it hasn't run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ Batch = dict[str, Tensor]
 
 
 class Engine:
-    """Every rank makes an engine, and calls the same methods in the same order. The driver passes batches and gets
-    embeddings. The other ranks pass and get None."""
+    """Every rank makes an engine and calls the same methods in the same order. Only the driver passes batches and gets
+    embeddings; the others get None."""
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
         self.sharing = sharing
@@ -105,7 +105,7 @@ class Engine:
         """Returns embeddings [texts, hidden] of the driver's batches in the texts' order. Replicas take batches in
         turn.
 
-        `progress` is called on the driver with the number of texts that entered the pipelines.
+        On the driver, `progress` gets the number of texts that entered the pipelines.
         """
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)
         replica, replicas = self.dp.rank_in_group, self.dp.world_size
@@ -121,7 +121,6 @@ class Engine:
         return self._collect(outputs, count)
 
     def _step(self, batch: Batch | None) -> Batch | None:
-        """All stages work at the same time, on different batches."""
         if self.pp.is_first_rank:
             inputs = self.tp.broadcast_tensor_dict(batch)
         else:
@@ -160,7 +159,7 @@ class Engine:
 
 
 def run_rank(options: argparse.Namespace) -> bool:
-    """Runs one rank. Returns False on the driver if the sharded model's answer is wrong, else True."""
+    """Returns False on the driver if the sharded model's answer is wrong, else True."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     init_distributed_environment(backend="nccl" if on_gpu else "gloo")
@@ -191,7 +190,7 @@ def run_rank(options: argparse.Namespace) -> bool:
 
 Shape = tuple[int, int]
 TOKENS = 32
-"""Batches are padded to multiples of it, so that few graphs suffice."""
+"""Batches are padded to multiples of it, for few graphs."""
 
 
 class StageGraphs:
@@ -238,7 +237,6 @@ class Driver:
         self.batches = minilm.make_batches(self.texts, options.batch_size, engine.world.device, multiple)
 
     def encode(self) -> Tensor:
-        """Shows a progress bar on a terminal."""
         columns = TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
         texts, started = len(self.texts), time.perf_counter()
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
@@ -264,7 +262,7 @@ class Driver:
         show_layout(self.console, title, engine.places)
 
     def show_matches(self, embeddings: Tensor) -> None:
-        """Prints the best sentences. Embeddings have length 1, so the dot product is the cosine."""
+        """Embeddings have length 1, so the dot product is the cosine."""
         scores = embeddings[:-1] @ embeddings[-1]
         best = scores.topk(min(self.options.top, len(scores)))
         table = Table.grid(padding=(0, 2))
@@ -273,7 +271,7 @@ class Driver:
         self.console.print(f'[bold]best matches[/] of "{escape(self.options.query)}"', table, "", sep="\n")
 
     def check(self, embeddings: Tensor) -> bool:
-        """Compares with the plain model's embeddings on this process."""
+        """Compares with the plain model's embeddings."""
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
         model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
         started = time.perf_counter()
@@ -308,7 +306,7 @@ def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
 
 
 def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Lists each group's carriers. Groups of an axis with the same route are shown once."""
+    """Lists each group's carriers, once for groups of an axis with the same route."""
     console.print("[bold]routes[/]")
     for axis in survey[0]:
         groups = defaultdict(list)
@@ -323,7 +321,7 @@ def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Shows the busiest rank of each group. Groups with the same numbers share a row."""
+    """Shows each group's busiest rank, in one row for groups with the same numbers."""
     table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
     table.columns[2].justify = table.columns[3].justify = "right"
     for axis in survey[0]:

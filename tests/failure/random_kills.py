@@ -29,7 +29,7 @@ class End(NamedTuple):
 def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any]]) -> End:
     """Makes calls 0, 1, 2, ... until one fails.
 
-    Then it lives on until all survivors' calls have failed, or for `STAY_S`: exiting at once would inform its peers.
+    Then it lives on until all survivors' calls have failed, or for `STAY_S`: its exit would inform them.
     """
     calls(0)()
     Path(folder, f"begun-{rank}").touch()

@@ -197,7 +197,7 @@ def imports() -> list[str]:
 
 
 def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
-    """A start imports more than the package does. A module that can't be opened is a named shortage, too."""
+    """A start imports more than the package. A module that can't be opened is a named shortage."""
     lines = imports[1:]
     assert all("this process may have 3 descriptors" in line for line in lines), lines
     kinds = [line.partition(" may have")[0].partition(": ")[2].split()[0] for line in lines]

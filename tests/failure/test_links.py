@@ -131,7 +131,7 @@ def _one_interface_goes_down(command: str) -> tuple[Outcome, Outcome]:
 
 
 def test_one_of_two_interfaces_goes_down(tmp_path: Path) -> None:
-    """The store uses the other interface, so heartbeats continue. TCP's acknowledgments of the data stop."""
+    """Heartbeats continue on the other interface, the store's. TCP's acknowledgments of the data stop."""
     names = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "PARALLEL_STATE_CONNECTIONS": "2"}
 
     def trial(_: Path) -> float:

@@ -93,7 +93,7 @@ def test_the_first_verdict_counts(world: World) -> None:
 
 
 def test_a_meeting_that_some_gave_up_is_followed_by_the_next(world: World) -> None:
-    """A rank that is late for one attempt continues with the next, in which the others try again."""
+    """A rank that is late for one attempt joins the next."""
 
     def come(agreement: Agreement, rank: int) -> str:
         if rank == 3:

@@ -126,7 +126,7 @@ def test_rank_0_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_gave_up_is_not_the_one_that_is_missing(job: Job) -> None:
-    """Rank 2 is missing. Rank 1, which started first, gives up before rank 0's timeout."""
+    """Rank 2 is missing. Rank 1 gives up before rank 0's timeout."""
     opened = job.start(job.meeting(0, 3))
     with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
         job.meeting(1, 3, 1.0).enter_world()

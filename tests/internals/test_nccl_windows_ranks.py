@@ -257,7 +257,7 @@ def test_a_rank_that_never_comes_ends_the_wait(stand_in: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_the_registration_ends_the_others_wait(stand_in: str) -> None:
-    """It waits for the others' results, which are in NCCL until their watch aborts it."""
+    """It waits for the others, which are in NCCL until their watch aborts it."""
     pool = WorkerPool(2)
     try:
         answers = pool.run(_late_body, stand_in, "register", tp=2)

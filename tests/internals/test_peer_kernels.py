@@ -64,7 +64,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_crash_of_the_others_loses_no_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NCCL and torch's symmetric memory may crash, so they start after the kernels' rows are written."""
+    """NCCL and torch's symmetric memory may crash, so they start last."""
     file, picture = tmp_path / "k.json", tmp_path / "k.svg"
 
     def crash(device: torch.device) -> Others:

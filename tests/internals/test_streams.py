@@ -434,7 +434,7 @@ def test_a_wait_ends_as_another_thread_closes_or_fails(
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
-    """Closing a connection with unread bytes resets it. Then writes fail, but reads still work."""
+    """Closing a connection with unread bytes resets it: writes fail, but reads still work."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()

@@ -154,7 +154,7 @@ struct World {
     return nullptr;
   }
 
-  // Returns the last frame of this kind sent on the connection, or null.
+  // The last frame of this kind sent on the connection, or null.
   const Action* sent(int connection, FrameKind kind) const {
     for (const Action& action : actions) {
       const bool is_frame = action.kind == Action::kSend && action.sent().size() >= kHeadBytes;
@@ -464,7 +464,7 @@ void an_empty_question_is_answered_without_the_program() {
   CHECK(world.find(Action::kQuestion) != nullptr);
 }
 
-// A lead connected to the only process, stopped, of another domain.
+// A lead connected to a stopped process, the only one of another domain.
 World with_stopped_peer() {
   World world({1, 1});
   world.accept(3, 1);
@@ -670,7 +670,7 @@ struct Visits {
   static Bytes call(StoreCall call, const std::vector<Bytes>& parts) {
     return encode_store(static_cast<std::uint8_t>(call), parts);
   }
-  // Returns the last step's reply, its parts joined by commas, or "-".
+  // Returns the last step's reply with its parts joined by commas, or "-".
   std::string reply(int id) {
     if (guests[id].reply.empty()) return "-";
     Bytes body = guests[id].reply.substr(kHeadBytes);

@@ -91,7 +91,6 @@ std::vector<std::string> news_until(const Opened& one, Inbox::Kind kind) {
   return {};
 }
 
-// Returns the first news of this kind. Drops the others.
 std::string await(const Opened& one, Inbox::Kind kind) { return news_until(one, kind).back(); }
 
 long count_warnings(const std::vector<std::string>& news) {
@@ -271,7 +270,7 @@ void run_neighbours() {
   leave(one);
 }
 
-// The listening stay closes first, so its port is in TIME_WAIT. Another stay can still listen on it.
+// The listening stay closes first, so its port is in TIME_WAIT. Another stay can reuse it.
 void run_ports() {
   const Opened first = open_one();
   sockaddr_in address{};
@@ -297,7 +296,7 @@ void run_ports() {
   leave({handle, again});
 }
 
-// Returns the reply of a new guest's request, or an empty text and the errno.
+// A new guest's reply, or an empty text and the errno.
 Bytes asked(Guest* guest, StoreCall call, const std::vector<Bytes>& parts, int* code) {
   *code = guest->ask(encode_store(static_cast<std::uint8_t>(call), parts));
   const Nanos until = monotonic_now() + 20 * kSecond;

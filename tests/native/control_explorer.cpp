@@ -157,7 +157,7 @@ class Explorer {
     if (beats) step(state, rank, answer);
   }
 
-  // Returns true if the connection's end is in flight: it carries nothing more.
+  // Whether the connection's end is in flight: it carries nothing more.
   static bool is_broken(const Connection& connection) {
     return (!connection.to[0].empty() && connection.to[0].back().empty()) ||
            (!connection.to[1].empty() && connection.to[1].back().empty());

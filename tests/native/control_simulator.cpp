@@ -121,7 +121,6 @@ class Simulator {
     }
   }
 
-  // Returns an empty text, or the failure.
   std::string run() {
     const Nanos end = 3 * kSecond + config_.limit + 3 * kSecond;
     while (failure_.empty() && !queue_.empty() && queue_.top().time <= end) {
@@ -199,8 +198,6 @@ class Simulator {
     event.roster = roster_;
     deliver(rank, std::move(event));
   }
-
-  // Faults.
 
   void plan(const std::string& name) {
     const Nanos when = 300 * kMillisecond + random_.below(1500 * kMillisecond);
@@ -381,7 +378,7 @@ class Simulator {
     deliver(rank, std::move(event));
   }
 
-  // Each question gets one reply, by its deadline.
+  // Each question gets one reply in time.
   void ask(int asker, int asked) {
     const Process& process = processes_[asker];
     if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
@@ -510,7 +507,7 @@ class Simulator {
     event.bytes = junk;
     step(rank, event);
     if (process.core.ends().size() != ends || process.core.rounds() != rounds) note_garbage();
-    // Garbage on a used connection may close it, nothing else.
+    // Garbage on a used connection may only close it.
     for (int tries = 0; tries < 20; ++tries) {
       const int used = static_cast<int>(random_.below(static_cast<Nanos>(connections_.size())));
       Connection& connection = connections_[used];
@@ -534,8 +531,6 @@ class Simulator {
                                      [&](const Process& each) { return each.runs && !each.exiting && up_[each.host]; });
     if (is_well && cuts_.empty()) fail("garbage changed a state");
   }
-
-  // The network.
 
   // Returns when bytes that leave `from` now arrive at `to`; kForEver for never.
   Nanos arrival(int from, int to) {
@@ -626,8 +621,6 @@ class Simulator {
   }
 
   Bytes nonce() { return Writer().number(++nonces_).number(std::uint64_t{7}).take(); }
-
-  // Steps.
 
   void deliver(int rank, Event event) {
     Process& process = processes_[rank];
@@ -769,8 +762,6 @@ class Simulator {
     }
   }
 
-  // Invariants.
-
   void fail(const std::string& text) {
     if (failure_.empty()) failure_ = "at " + std::to_string(now_ / 1e9) + " s: " + text;
   }
@@ -820,7 +811,7 @@ class Simulator {
     });
   }
 
-  // All ranks that can detect the death of `rank` must know it in time.
+  // All ranks that can detect the death must know it in time.
   void expect_death(int rank, Nanos when) {
     if (processes_[rank].left) return;
     const bool alone = !has_witness(rank);
@@ -915,7 +906,7 @@ class Simulator {
     }
   }
 
-  // Survivors have equal verdicts at any time.
+  // Survivors always have equal verdicts.
   void check_equal(Agreement* agreement, int rank, const Action& action) {
     if (action.verdict->kind == Verdict::kUndecided) return;
     auto same = std::find_if(agreement->given.begin(), agreement->given.end(), [&](const Agreement::Given& each) {
@@ -949,7 +940,7 @@ class Simulator {
     }
   }
 
-  // Without faults, and in a storm, a lead has one connection to each other host. Other ranks have none.
+  // Without faults, and in a storm, only leads have connections: one to each other host.
   void check_count(int rank) {
     const Process& process = processes_[rank];
     if (!is_counted_ || process.calls) return;

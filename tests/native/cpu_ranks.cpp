@@ -81,7 +81,7 @@ std::atomic<long> calls{0}, wrong{0};
     }                                                                                   \
   } while (false)
 
-// Memory that all ranks map, and this process's mapping.
+// Memory of all ranks, and this process's mapping.
 struct File {
   int descriptor;
   std::size_t bytes;
@@ -96,7 +96,7 @@ struct File {
     if (memory == MAP_FAILED) std::abort();
     return memory;
   }
-  // A group owns its mapping. Threads must share one, or the sanitizer sees several memories.
+  // A group owns its mapping. Threads share one, or the sanitizer sees several memories.
   void* mapping() const { return as_threads ? shared : map(); }
 };
 
@@ -289,7 +289,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   const std::string key = "group@" + std::to_string(world.rank);
   ps_serve(key.c_str(), group);
   std::atomic<bool> done{false};
-  std::thread looks([&] {  // as an error or a watchdog of another thread inspects a busy group
+  std::thread looks([&] {  // another thread's error or watchdog inspects a busy group
     std::vector<std::int64_t> records(2 * 14 * Served::kRecords);
     while (!done.load()) {
       handle->failure();
@@ -441,7 +441,7 @@ void messages(const World& world, const File& segment, const File& queues, const
     }
     CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
   }
-  // Lent to all: borrowed and returned by another thread, read, or, while most loans are held, sent.
+  // Lists lent to all: borrowed and returned by another thread, read, or, while most loans are held, sent.
   const auto meet = [&] {
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
   };
@@ -551,8 +551,8 @@ void failures(const World& world, const std::vector<const File*>& segments) {
   for (const std::uint64_t group : {differs, late, doomed}) close_group(group);
 }
 
-// The last rank exits in a loop. The first is informed by the control plane, here a thread. The second reads what the
-// first then writes to their memory.
+// The last rank exits in a loop. The control plane, here a thread, informs the first. The second reads what the first
+// then writes to their memory.
 void death(const World& world, const File& segment) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   std::thread tells;
@@ -588,7 +588,7 @@ struct Draw {
   }
 };
 
-// Readers of a peer's bytes never read past their end: each message has its own allocation.
+// Readers never read past the end of a peer's bytes: each message has its own allocation.
 void hostile_bytes() {
   const std::uint8_t heads[] = {0x81, 0x91, 0x9f, 0x8f, 0xa5, 0xc1, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
                                 0xcf, 0xd4, 0xd8, 0xd9, 0xda, 0xdb, 0xdc, 0xdd, 0xde, 0xdf, 0xe0, 0x00, 0x01, 0xff};
@@ -606,7 +606,7 @@ void hostile_bytes() {
   }
 }
 
-// Takes any message into its own allocation, or refuses it.
+// Takes or refuses any message, in its own allocation.
 struct Copy : Taker {
   explicit Copy(bool refuses, std::uint64_t most_head_bytes = 70) : refuses(refuses), most_bytes(most_head_bytes) {}
   const bool refuses;
@@ -628,7 +628,7 @@ struct Copy : Taker {
   }
 };
 
-// Both ends of a queue. The ring is changed before it is read, as by a hostile writer.
+// Both ends of a queue. A hostile writer changes the ring before it is read.
 void hostile_messages() {
   constexpr std::uint64_t kSmallChunk = 256, kFewChunks = 4;
   const World world{0, {}};
@@ -727,7 +727,6 @@ enum { kList, kDict, kStr, kInt, kFloat, kNone, kBool, kBytes, kTensor };
 
 Fake* fake(void* object) { return static_cast<Fake*>(object); }
 
-// Makes an object with one held reference.
 void* made(int kind, std::string bytes = "") {
   void* const object = new Fake{kTypes + kind, {}, std::move(bytes)};
   owned.insert(object);
@@ -735,7 +734,7 @@ void* made(int kind, std::string bytes = "") {
   return object;
 }
 
-// Releases one reference; the last one deletes an object that was made.
+// Releases a reference. The last one deletes an object from `made`.
 void let_go(void* object) {
   const auto found = held.find(object);
   if (found == held.end()) return;  // a type, which has no references
@@ -846,7 +845,7 @@ struct Ends {
   }
 };
 
-// Random dicts of tensors and random forms: fitting ones give the tensors' addresses, others are refused.
+// Random dicts of tensors and random forms. Fitting ones give the tensors' addresses; others are refused.
 void known_dicts() {
   const World world{0, {}};
   Python python = fake_python();

@@ -11,7 +11,7 @@ namespace {
 
 enum class End { GOOD = 0, TRAPPED = 1, NO_SUCH_KERNEL = 2, TOO_LARGE = 3 };
 
-// Searches this library or program only: others may have kernels of the same names.
+// Searches only this library or program: others may have kernels of the same names.
 void (*find_kernel(const char* name))(Call) {
   Dl_info here;
   if (dladdr(reinterpret_cast<void*>(&find_kernel), &here) == 0) return nullptr;
@@ -32,7 +32,7 @@ void run_thread(void (*kernel)(Call), const Call& call, on_cpu::ThreadBlock& blo
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Runs a kernel to its end with a thread for each CUDA thread.
+// Runs a kernel with a thread for each CUDA thread.
 EXPORTED int on_cpu_launch(const char* name, unsigned blocks, unsigned threads, const Call* call) {
   auto* const kernel = find_kernel(name);
   if (kernel == nullptr) return int(End::NO_SUCH_KERNEL);

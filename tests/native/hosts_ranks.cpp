@@ -54,7 +54,6 @@ class Draw {
   std::uint64_t state_;
 };
 
-// The ranks of a group, each in a process or a thread.
 struct Team {
   std::vector<int> host_of_rank;
   int connections = 1;
@@ -183,7 +182,7 @@ bool are_same(const void* found, const std::vector<char>& expected) {
   return expected.empty() || std::memcmp(found, expected.data(), expected.size()) == 0;
 }
 
-// Reduces over a host's ranks, then over the hosts. Small whole numbers, so every order gives this.
+// Reduces over a host's ranks, then over the hosts. Small whole numbers, so every order gives the same.
 void reductions(Handle& handle, std::size_t count, std::size_t outer, bool in_place) {
   const int size = handle.size(), rank = handle.rank();
   std::vector<float> in(count), out(count);
@@ -614,7 +613,7 @@ std::string as_bytes(const CallRecord& head, const std::string& body) {
   return std::string(reinterpret_cast<const char*>(&head), sizeof head) + body;
 }
 
-// Bytes of other programs cause an error, and no write outside of the output.
+// Bytes of other programs cause an error and no write outside the output.
 void hostile() {
   std::vector<char> out;
   for (const bool blocks : {false, true}) {
@@ -667,7 +666,7 @@ void hostile() {
   }
 }
 
-// A call that has all data of a rank doesn't miss it after it left.
+// A call that has all data of a rank succeeds although the rank left.
 void leaves_early() {
   const int peers[2] = {1, 2}, buffer = 4096;
   int ends[2][2], own_ends[2];

@@ -133,8 +133,7 @@ class MegatronCase(NamedTuple):
 class Megatron:
     """The installed megatron-core's `parallel_state`, modified to record groups.
 
-    Only this file is loaded: importing `megatron.core` takes seconds. `megatron.core.utils` is replaced, because only
-    its buffers are needed.
+    Only this file is loaded: importing `megatron.core` takes seconds. `megatron.core.utils` is replaced.
     """
 
     def __init__(self, path: Path) -> None:
