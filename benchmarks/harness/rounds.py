@@ -24,7 +24,7 @@ def measure_all(
 ) -> list[Row]:
     """Measures all cases. Reports slow progress on stderr.
 
-    A case may limit its calls per round by `most_calls`. Cases that other programs disturbed are repeated at the end,
+    A case may limit its calls per round by `most_calls`. Cases that other programs disturbed are repeated last,
     the most disturbed first, for about `plan.repeat_s` at most. `keep` gets all rows after each case.
     """
     rows: list[Row] = []

@@ -72,7 +72,7 @@ bool is_over(const Opened& one) {
   return one.stay->over;
 }
 
-// Returns all news up to the first of this kind.
+// All news up to the first of this kind.
 std::vector<std::string> news_until(const Opened& one, Inbox::Kind kind) {
   std::vector<std::string> news;
   std::vector<char> buffer(1 << 20);

@@ -90,7 +90,7 @@ class Explorer {
     return visit(state);
   }
 
-  // Delivers everything in flight, in one order.
+  // Delivers all in flight, in one order.
   void settle(State* state) {
     while (is_busy(*state)) {
       std::vector<State> next;
@@ -387,7 +387,7 @@ class Explorer {
     return std::any_of(ends.begin(), ends.end(), [&](const auto& entry) { return entry.first == proc_of(dead); });
   }
 
-  // Checks the invariants of a state with nothing in flight.
+  // Checks a state with nothing in flight.
   bool check(const State& state) {
     const Verdict* first = nullptr;
     for (int rank = 0; rank < ranks_; ++rank) {

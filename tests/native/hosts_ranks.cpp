@@ -467,7 +467,7 @@ void parser() {
   feed(single, true);
 }
 
-// All ranks detect different calls and name both.
+// All ranks detect and name different calls.
 void mismatches() {
   for (const auto& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 2}}) {
     Team team;
@@ -542,7 +542,7 @@ void absences() {
       CHECK(failure.elapsed_s < 5);
     });
   }
-  // A rank that exceeds another's deadline fails, too, although it has all its data. A rank that gave up between calls,
+  // A rank that exceeds another's deadline also fails, although it has all data. A rank that gave up between calls,
   // or left, is reported as such.
   for (const int kind : {0, 1, 2}) {
     Team team;
@@ -714,7 +714,7 @@ void two_roots() {
   });
 }
 
-// With one rank a host and 8 KiB: one send and one receive per other rank and call.
+// With one rank a host and 8 KiB: one send and receive per other rank and call.
 void system_calls() {
   Team team;
   team.host_of_rank = {0, 1, 2};
