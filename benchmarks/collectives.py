@@ -139,7 +139,7 @@ def main() -> int:
     names = [mpi.name for mpi in MPIS]
     parser.add_argument("--mpis", nargs="*", choices=names, default=names, help="MPIs to measure; fewer start faster")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--svg", type=Path, help="a picture")
+    parser.add_argument("--svg", type=Path, help="write a picture here")
     options = parser.parse_args()
     if in_ranks(options):
         options.operations = options.operations or in_each_rank.OPERATIONS

@@ -160,8 +160,8 @@ def differences(row: Row, more: str, less: str) -> list[float]:
 def main() -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="over gloo")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 1 << 10, 64 << 10, 1 << 20], help="over gloo")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks over gloo")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 1 << 10, 64 << 10, 1 << 20], help="bytes over gloo")
     options = parser.parse_args()
     measures = {"C++": of_loops, "mode": of_modes, "gloo": over_gloo}
     rows = [row for part in options.parts for row in measures[part](options)]

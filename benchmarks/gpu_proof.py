@@ -416,11 +416,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "first", "second", "machine", "compile"))
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the evidence")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for the whole call")
-    parser.add_argument("--again", nargs="+", metavar="NAME", help="tests that failed: test_nccl.py::test_one_rank")
-    parser.add_argument("--steps", nargs="+", metavar="NAME", help="of the call; default: all")
-    parser.add_argument("--dry", action="store_true", help="on the CPU")
-    parser.add_argument("--arch", help="to compile for; without it the GPU's")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of the whole call")
+    parser.add_argument(
+        "--again", nargs="+", metavar="NAME", help="failed tests to run again, such as test_nccl.py::test_one_rank"
+    )
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="steps of the call to run; default: all")
+    parser.add_argument("--dry", action="store_true", help="run the steps on the CPU, to test this script")
+    parser.add_argument("--arch", help="architecture to compile for; default: the GPU's")
     parser.add_argument("--model", action="store_true", help="carry the demo's model (45 MB), too")
     options = parser.parse_args(given)
     if options.what in ("prepare", "machine", "compile"):

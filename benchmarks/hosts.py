@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--rate", help="maximum sending rate of a host, such as 1gbit; default: unlimited")
     parser.add_argument("--connections", type=int, default=1, help="our connections per pair of ranks")
-    parser.add_argument("--rate-of-connections", help="maximum rate of each connection but MPIs', such as 500mbit")
+    parser.add_argument("--rate-of-connections", help="maximum rate of each connection except MPIs', such as 500mbit")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes of a rank's tensor")
     parser.add_argument("--dtype", default="bfloat16")

@@ -116,7 +116,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="world sizes of part A; none skips it")
     parser.add_argument("--repetitions", type=int, default=5, help="repetitions of each timed trial; the median counts")
     parser.add_argument("--no-counts", action="store_true", help="skip part B")
-    parser.add_argument("--deadline-s", type=float, default=1800, help="for the whole run; default %(default)g")
+    parser.add_argument(
+        "--deadline-s", type=float, default=1800, help="time limit of the whole run; default %(default)g"
+    )
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")
     options = parser.parse_args()

@@ -215,7 +215,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="world sizes, multiples of 8")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each timed trial; the median counts")
+    parser.add_argument("--repetitions", type=int, default=3, help="repetitions of each timed trial; the median counts")
     parser.add_argument("--deadline-s", type=float, default=1800)
     parser.add_argument("--json", type=Path, help="write raw samples here")
     parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")

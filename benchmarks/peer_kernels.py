@@ -269,11 +269,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="bytes that a rank all-reduces")
     parser.add_argument("--norm-sizes", type=int, nargs="+", default=None, help="bytes of the rows that are normed")
     parser.add_argument("--hidden", type=int, default=None, help="elements of a row")
-    parser.add_argument("--together-from", type=int, default=None, help="bytes from which all ranks run at once, too")
+    parser.add_argument(
+        "--together-from", type=int, default=None, help="smallest size in bytes at which all ranks also run at once"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES.values()), default="bfloat16")
     parser.add_argument("--svg", type=Path)
-    parser.add_argument("--check", action="store_true", help="eager calls' answers, and no times")
-    parser.add_argument("--emulate", action="store_true", help="without a GPU, to try this script: times mean nothing")
+    parser.add_argument("--check", action="store_true", help="check the answers of eager calls, without times")
+    parser.add_argument(
+        "--emulate", action="store_true", help="run without a GPU, to test this script; its times mean nothing"
+    )
     options = parser.parse_args(arguments)
     whole = {"ranks": [2, 4, 8], "sizes": SIZES, "norm_sizes": NORM_SIZES, "hidden": 4096, "together_from": 1 << 20}
     for name, value in {**whole, **(CHECKED if options.check else {}), **(EMULATED if options.emulate else {})}.items():

@@ -129,7 +129,7 @@ def test_a_tensor_without_elements_is_one(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         codec_values.use_library()
     except native.NativeUnavailableError as error:
-        pytest.skip(f"no shared-memory library, whose shortcut it is: {error}")
+        pytest.skip(f"the shortcut needs the shared-memory library: {error}")
     empty = torch.empty(0, 197, dtype=torch.int16)
     for obj in (empty, [empty, 1], {"e": empty, "i": 1}):
         outgoing = wire.encode(obj, allow_pickle=False)

@@ -102,7 +102,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
         watcher.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfds here")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this Python or kernel has no pidfds")
 def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         watcher = Watcher()
