@@ -4,8 +4,8 @@
 
 Tests that depend on the backend's name run as for gloo, or for MPI if only that is accepted. Each rank is forked from
 this process, which has all imports and no group. `--of rpc` runs the RPC tests that also make a process group, with 4
-ranks each; `--of fault_tolerance` those of groups whose members change, with 3 ranks each. The latter aren't in the
-wheel (`tests/references.py`).
+ranks each. `--of fault_tolerance` runs those of groups whose members change, with 3 ranks each. They aren't in the
+wheel: see `tests/references.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(
 ) -> dict[str, Outcome]:
     """Returns the outcomes of `names`, by default of all, and appends their output to `log`.
 
-    `part`: as `--of`. `prefix`: of the command, such as `nsenter` with its arguments.
+    `part`: what `--of` takes. `prefix`: of the command, such as `nsenter` with its arguments.
     """
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}

@@ -303,7 +303,6 @@ class _Memory:
         return address
 
     def hand_over(self, members: Members, local_ranks: tuple[int, ...], waiting: tuple[int, int]) -> NativeGroup:
-        """Makes the C++ group in this memory, which then owns it."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
@@ -375,7 +374,6 @@ class _Meeting:
         self._facts: list[dict[str, Any]] = []
 
     def exchange_segments(self) -> None:
-        """Makes this rank's segment, receives the others' names, and opens the segments of its host."""
         rank = self.members.rank
         name = ""
         try:
@@ -499,7 +497,7 @@ class _Meeting:
         }
         self.apart = self.apart or _first_reason(facts, "apart") or ""
         if self.problem is None and not self.apart and len(found) > len(hosts):
-            self.apart = "some of its ranks see memory that others of their host don't"
+            self.apart = "some of its ranks can map segments that other ranks of their host can't"
         return hosts, tuple(sorted(found))
 
     @property

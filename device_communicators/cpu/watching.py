@@ -60,9 +60,9 @@ def meet(
     """Starts to watch the global `ranks`, which include `rank`. Each of them calls it. Returns each rank's note.
 
     `store`: a prefix that is used for nothing else. `address`: how others reach this host. `caller`: the function that
-    each rank must call. `limit_s`: a timeout below that of the start. `check` is called about every 20 ms; the wait
-    ends if it raises. Raises RendezvousError with the missing ranks, and PeerDiedError if the store of a rank closed.
-    If a rank has a note, the ranks aren't watched.
+    each rank must call. `limit_s`: a timeout below that of the start. `check` is called about every 20 ms of the wait;
+    an exception that it raises ends the wait. Raises RendezvousError with the missing ranks, and PeerDiedError if the
+    store of a rank closed. If a rank has a note, the ranks aren't watched.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
