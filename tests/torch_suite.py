@@ -98,7 +98,7 @@ def run(
                 found[outcome.name] = outcome
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has left
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     missing = set(names) - set(found)
     if missing or not found:
@@ -174,7 +174,6 @@ def _make_groups_of(backend: str) -> None:
 
 
 def _makes_group(kind: type[unittest.TestCase], method: str) -> bool:
-    """Returns True if an RPC test, or a method that it calls, makes a process group."""
     source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
     if re.search("initialize_pg|init_process_group", source):
         return True

@@ -43,7 +43,6 @@ def encode(value: object) -> Outgoing:
 
 
 def garbage() -> dict[str, bytes]:
-    """Returns invalid heads of messages by what is wrong with them."""
     head = encode(["value", torch.ones(3)]).head
     changed = {"noise": random.Random(0).randbytes(FRAME_BYTES), "zeros": bytes(FRAME_BYTES)}
     for what, offset, value in (
@@ -59,7 +58,6 @@ def garbage() -> dict[str, bytes]:
 
 
 def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
-    """Sends exactly these bytes."""
     medium = group._messenger.medium
     if way == "broadcast":
         medium.broadcast(outgoing, UserCall("broadcast_object", root=group.rank_in_group))
@@ -68,7 +66,6 @@ def send_raw(group: GroupCoordinator, outgoing: Outgoing, way: str) -> None:
 
 
 def send_encoded_as(monkeypatch: Any, outgoing: Outgoing) -> None:
-    """Replaces every message that this process encodes with this one."""
     monkeypatch.setattr(wire, "encode", lambda *_, **__: outgoing)
 
 
@@ -88,7 +85,6 @@ def false_reference() -> Outgoing:
 
 
 def head_of_tensor(numel: int) -> Outgoing:
-    """Returns the head of a message with a tensor, without the tensor."""
     table = to_msgpack([["float32", (numel,), "cpu"]])
     body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
     return Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 * numel), body), [])

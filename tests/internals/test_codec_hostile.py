@@ -490,7 +490,6 @@ def test_without_the_library_keys_are_not_checked(monkeypatch: pytest.MonkeyPatc
 ), end=st.integers(0, 200), change=st.tuples(st.integers(0, 200), st.integers(0, 255)))  # fmt: skip
 @settings(max_examples=300, deadline=None)
 def test_both_looks_at_keys_agree(value: Any, end: int, change: tuple[int, int]) -> None:
-    """The library and the reference agree on whole, truncated and changed bodies."""
     with pytest.MonkeyPatch.context() as patch:
         take_way("library", patch)
     check = codec_values._key_check()

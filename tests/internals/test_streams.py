@@ -129,7 +129,6 @@ def ranks(early_bytes: int) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _both(*calls: Callable[[], Any]) -> list[Any]:
-    """Returns each rank's result or error."""
     found: list[Any] = [None] * len(calls)
 
     def run(rank: int) -> None:
@@ -171,7 +170,6 @@ SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 
 
 def _call(end: Rank, seed: int, own: int) -> None:
-    """Sends messages of two tags, and receives the tags in another order."""
     draw, other = random.Random(seed), 1 - own
     sizes = [draw.choice(SIZES) for _ in range(5)]
     sends = [
@@ -335,7 +333,6 @@ def test_strangers_hold_nobody_up() -> None:
 
 @pytest.fixture
 def three() -> Iterator[tuple[Rank, dict[int, Rank]]]:
-    """Rank 0, and ranks 1 and 2, connected only to it."""
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
     here = Rank(0, {rank: pair[:1] for rank, pair in pairs.items()})
     theirs = {rank: Rank(rank, {0: pair[1:]}) for rank, pair in pairs.items()}
@@ -408,7 +405,7 @@ def test_a_connection_with_an_error_lets_go_of_memory(ends: tuple[Rank, Rank], e
     there.irecv(memory[1], 1)
     memory.clear()
     end(there)
-    time.sleep(0.05)  # the progress thread may be exiting
+    time.sleep(0.05)
     _next_call(there)
     assert [each() for each in alive] == [None] * 2
     with pytest.raises((TransferError, GroupDestroyedError)):
@@ -437,7 +434,7 @@ def test_a_wait_ends_as_another_thread_closes_or_fails(
 
 
 def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
-    """Closing a connection with unread bytes resets it. Then writes fail, but reads still work."""
+    """Closing a connection with unread bytes resets it: writes fail, but reads still work."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -496,8 +493,6 @@ def test_a_forked_child_ends_nothing(ends: tuple[Rank, Rank]) -> None:
 
 
 class _Model:
-    """Messages by tag in receive order, and their bytes."""
-
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         self.sent: dict[int, list[bytes]] = {}
