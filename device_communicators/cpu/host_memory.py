@@ -29,6 +29,7 @@ from device_communicators.base.limits import describe_address_space
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.connections import Connections, Meeting, connect
+from device_communicators.cpu.message_streams import MessageStreams
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
@@ -77,6 +78,8 @@ class HostMemory:
         """True if each rank has a connection to each rank of other domains; else only the domains' first ranks do."""
         self.channels: Channels | None = None
         """The message queues; None where the ranks are on several hosts."""
+        self.streams: MessageStreams | None = None
+        """Messages between hosts; None on one host, and without a connection between each two ranks."""
         self.debug = False
         """True if one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
         self.rounding: tuple[bool, ...] = ()
@@ -272,6 +275,7 @@ class HostMemory:
         """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
+        self.streams = None
         collectives, self.collectives = self.collectives, None
         try:
             if channels is not None:

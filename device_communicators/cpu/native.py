@@ -156,6 +156,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_transfers_abandon": (None, (c_void_p,)),
     "ps_transfers_is_inside": (c_int, (c_void_p, c_int, c_int)),
     "ps_transfers_waiting_sends": (c_int, (c_void_p, c_int)),
+    "ps_transfers_reserve": (None, (c_void_p, c_int, c_int)),
     "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_set_calling": (None, (c_void_p,) * 11),

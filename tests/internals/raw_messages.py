@@ -14,7 +14,7 @@ from parallel_state import GroupCoordinator, TensorDictSpec
 from parallel_state.messages import tensor_dicts, wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack
-from parallel_state.messages.media import QueueMedium
+from parallel_state.messages.media import LibraryMedium
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
 from parallel_state.messages.wire import FRAME_BYTES, Outgoing
@@ -28,7 +28,7 @@ __all__ = [
 
 def is_over_queue(group: GroupCoordinator) -> bool:
     """Returns True for a group whose messages go through queues in shared memory."""
-    return isinstance(group._messenger.medium, QueueMedium)
+    return isinstance(group._messenger.medium, LibraryMedium)
 
 
 def metadata_bytes(value: object) -> int:
@@ -100,7 +100,7 @@ def head_of_tensor(numel: int) -> Outgoing:
 def without_queue_calls(monkeypatch: Any) -> None:
     """Removes what messages would be sent and received by that are recorded in Python."""
     for name in ("isend", "broadcast", "_receive_recorded"):
-        monkeypatch.setattr(QueueMedium, name, None)
+        monkeypatch.setattr(LibraryMedium, name, None)
 
 
 def without_list_calls(monkeypatch: Any) -> None:
