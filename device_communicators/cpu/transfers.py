@@ -1,4 +1,4 @@
-"""Sends and receives of tensors, and between hosts of messages, between two ranks, as `csrc/transfers.h` carries them; their errors.
+"""Sends and receives between two ranks, as `csrc/transfers.h` carries them: of tensors, and between hosts of messages.
 
 Within a host they go through rings in shared memory, between hosts over connections.
 

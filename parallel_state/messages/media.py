@@ -59,8 +59,10 @@ class Medium(Protocol):
     past_python: PastPython | None = None
     """Carries what it can, recorded and counted by the library; None where nothing does."""
 
-    def post(self, obj: object, dst: int, call: UserCall | None, cut: Cut) -> Outgoing | Handle | bool:
-        """Sends an object if that takes no more than a moment: True.
+    def post(
+        self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
+    ) -> Outgoing | Handle | bool:
+        """Sends an object if that takes no more than a moment, or if the library `waits`: True.
 
         Else returns its message, or the handle of one that was started; False where neither is known.
         """
@@ -271,12 +273,14 @@ class LibraryMedium(_ByTransfers):
         is_on_host = route.context.device.type == "cpu" and not route.context.simulated
         self.past_python: PastPython | None = self._objects.past_python if is_on_host else None
 
-    def post(self, obj: object, dst: int, call: UserCall | None, cut: Cut) -> Outgoing | Handle | bool:
+    def post(
+        self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
+    ) -> Outgoing | Handle | bool:
         past, key, limit = self.past_python, self.route.context.key, settings.MAX_METADATA_BYTES.get()
         if past is None or (call is not None and self._to_all is not None):
             return False
         if call is None:
-            outcome = past.send_object(key, dst, transfer_number("send_tensor_dict"), obj, limit, *cut)
+            outcome = past.send_object(key, dst, transfer_number("send_tensor_dict"), obj, limit, *cut, waits)
         else:
             outcome = past.broadcast_object(key, message_word(call.method, call.root), obj, limit)
         if outcome >= STARTED:

@@ -117,8 +117,10 @@ class Messenger:
         must_be: type | None = None,
         group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends an object at once if possible, and returns None.
+        """Sends an object at once if possible, and returns None. `waits`: `send` follows.
 
         Else returns its message, or the handle of one that was started, for `send` or `isend`.
         """
@@ -126,7 +128,7 @@ class Messenger:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
             cut = wire.WHOLE if group is None else wire.cut_of(group, all_gather_tensors)
-            posted = cut is not None and self.medium.post(obj, dst, None, cut)
+            posted = cut is not None and self.medium.post(obj, dst, None, cut, waits)
             if posted is True:
                 return None
             if posted is not False:

@@ -46,8 +46,8 @@ ANSWERED_BYTES = 64 << 10
 SMALL, LARGE = 1000, 20 * ANSWERED_BYTES
 STRIPED_BYTES = 100
 EARLY_BYTES = 64 << 20
-HEAD = struct.Struct("<4sIi4xQQ")
-"""`Head` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body."""
+HEAD = struct.Struct("<4sIi4xQQQ")
+"""`Frame` of csrc/streams.h: magic, tag, dtype, bytes received so far, bytes of the body, of these the head's."""
 AT_ONCE, ANNOUNCED, ASKED_FOR, ANSWER = b"PSM\1", b"PSMA", b"PSMB", b"PSMC"
 KEPT_BYTES = 256
 """Beside a kept message's body."""
@@ -162,7 +162,7 @@ def _data(x: torch.Tensor) -> bytes:
 
 
 def _head(kind: bytes, size: int, tag: int = 0, dtype: int = BYTE) -> bytes:
-    return HEAD.pack(kind, tag, dtype, 0, size)
+    return HEAD.pack(kind, tag, dtype, 0, size, 0)
 
 
 def _socket(end: Rank, peer: int, number: int = 0) -> socket.socket:

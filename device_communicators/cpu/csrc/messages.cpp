@@ -260,13 +260,19 @@ std::shared_ptr<Transfers> connections_of(Served& served, int rank) {
 }
 
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
-                           const TransferUser* user, void* self) {
+                           const TransferUser* user, void* self, bool waits) {
   const std::uint64_t tensor_bytes = bytes_of(message.tensors), head_bytes = message.head_bytes;
-  const RecordedTransfer transfer{served, to.counted(), to.rank, to.method};
-  const std::int64_t number = transfers.start(
-      {to.rank, 1, transfers.message_tag(), kMessageDtype, nullptr, head_bytes + tensor_bytes, 0, user, self, &message},
-      false);
   const std::uint64_t bytes = std::max(kFrameBytes, head_bytes) + tensor_bytes;
+  const RecordedTransfer transfer{served, to.counted(), to.rank, to.method};
+  std::int64_t number = transfers.start(
+      {to.rank, 1, transfers.message_tag(), kMessageDtype, nullptr, head_bytes + tensor_bytes, 0, user, self, &message},
+      waits);
+  if (number > 0 && waits) {
+    const auto sent = static_cast<Transfers::Number>(number);
+    const int how = transfers.wait(sent, transfers.served_timeout_s(), true);
+    if (how == kInterruptedTransfer) transfers.break_off(sent);
+    number = how == kEndedTransfer ? kDoneTransfer : kRefusedTransfer;
+  }
   if (number == kDoneTransfer) {
     served.end(transfer.record(), to.counted(), bytes);
   } else if (number > 0) {  // recorded by who waits for it

@@ -55,9 +55,9 @@ bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& si
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
 // The connections that carry the group's messages; null where rings do, or nothing without Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// As `send_message`, over connections, without a wait. Returns what Transfers::start does.
+// As `send_message`, over connections; `waits` until it is sent, else only starts. Returns what Transfers::start does.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
-                           const TransferUser* user, void* self);
+                           const TransferUser* user, void* self, bool waits);
 // As the group's next collective, which all ranks are told of as `told`.
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 

@@ -135,13 +135,18 @@ struct Lasting {
 constexpr TransferUser kLasting{nullptr, nullptr, Lasting::kRelease};
 constexpr long long kStarted = 4;  // and the transfer's number: an Outcome is less
 
-// What was packed, to one rank.
-void* send(Served& served, ToOne to) {
+// What was packed, to one rank. Started receives must go on while this thread waits, which Python sees to: then the
+// message is started if it `may_start`, else left.
+void* send(Served& served, ToOne to, bool waits, bool may_start) {
   const std::shared_ptr<Transfers> transfers = connections_of(served, to.rank);
   if (transfers == nullptr) {
     const Outcome outcome = send_message(served, to, packer().pieces(), packer().heads());
     if (outcome == Outcome::kNoRoom) packer().hold();  // `ps_packed` tells it
     return answer(outcome);
+  }
+  if (waits && transfers->has_reserved()) {
+    if (!may_start) return answer(Outcome::kLeft);
+    waits = false;
   }
   std::int64_t number = kRefusedTransfer;
   try {
@@ -149,7 +154,7 @@ void* send(Served& served, ToOne to) {
     lasting->take_packed();
     const Unlocked others;
     Lasting* const kept = lasting.release();
-    number = start_message(served, *transfers, to, kept->message, &kLasting, kept);
+    number = start_message(served, *transfers, to, kept->message, &kLasting, kept, waits);
   } catch (const std::bad_alloc&) {
     return calling.no_memory();
   }
@@ -430,7 +435,7 @@ void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  /
   if (served == nullptr || !packer().gather(python, given[3], form, head_of(python, given[5]))) {
     return answer(Outcome::kLeft);
   }
-  return send(*served, {int_of(given[1]), int_of(given[2])});
+  return send(*served, {int_of(given[1]), int_of(given[2])}, true, false);
 }
 
 void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, dict, form, head
@@ -444,16 +449,16 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-// …, dst, method, object, limit, slices, mine, whole: see Cut
+// …, dst, method, object, limit, slices, mine, whole: see Cut; whether to wait, between hosts, until it is sent
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
-  if (count != 8) return nullptr;
+  if (count != 9) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
   const Cut cut{number_of(given[5]), number_of(given[6]), given[7] == python.none_object ? nullptr : given[7]};
   if (served == nullptr || !packer().pack(python, given[3], python.depth, number_of(given[4]), cut)) {
     return answer(Outcome::kLeft);
   }
-  return send(*served, {int_of(given[1]), int_of(given[2])});
+  return send(*served, {int_of(given[1]), int_of(given[2])}, given[8] == python.true_object, true);
 }
 
 void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, object, limit

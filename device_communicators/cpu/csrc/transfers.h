@@ -8,6 +8,7 @@
 // call. The memory of a transfer is borrowed until `release` is called.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -97,6 +98,9 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   Received receive_message(int src, int tag, double timeout_s, Taker& taker);
   // Receives that were started: calls without Python don't overtake them.
   void reserve(int src, int receives) { reserved_[static_cast<std::size_t>(src)] += receives; }
+  bool has_reserved() const {
+    return std::any_of(reserved_.begin(), reserved_.end(), [](const auto& each) { return each != 0; });
+  }
   bool is_reserved(int src) const { return reserved_[static_cast<std::size_t>(src)] != 0; }
 
   bool is_foreign() const;  // of a process that was forked from its own
