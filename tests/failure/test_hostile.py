@@ -47,7 +47,7 @@ from tests.internals.control_store import (
     opening,
     read_secret,
 )
-from tests.internals.control_store import store_of as open_store
+from tests.internals.control_store import store_of as open_tcp_store
 
 OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
 
@@ -89,7 +89,7 @@ def torch_port(tmp_path: Path, ranks: Ranks) -> Iterator[int]:
 
 
 def store_of(port: int, secret: bytes) -> Any:
-    return open_store(port, secret, DEADLINE_S)
+    return open_tcp_store(port, secret, DEADLINE_S)
 
 
 def test_row_37_junk(port: int) -> None:

@@ -33,7 +33,7 @@ def test_the_driver_tells_its_gpus(record_property: Callable[[str, object], None
         record_property(gpu.uuid, {"name": gpu.name, "pci": gpu.pci_id, "numa": gpu.numa_node, "unknown": gpu.unknown})
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--svg", "-"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"]], ids=" ".join)
 def test_the_command(arguments: list[str]) -> None:
     out = start("-m", "parallel_state", "topology", *arguments)
     assert out

@@ -325,7 +325,7 @@ def test_bad_sizes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world-size", "8", "--gpus-per-node", "0"], "at least 1"),
         (["--world-size", "8", "--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
         (["--world-size", "8", "--json", "/dev/full"], "cannot write /dev/full: No space"),
-        (["--world-size", "16385", "--svg", "x.svg"], "at most 16384 ranks"),
+        (["--world-size", "16385", "--html", "x.html"], "at most 16384 ranks"),
     ],
 )
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,7 +400,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--svg", "--html", "--json"])
+@pytest.mark.parametrize("option", ["--html", "--json"])
 def test_a_file_on_stdout_comes_alone(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--world-size", "8", "--tp", "2", option, "-"]) == 0
     out = capsys.readouterr().out
@@ -482,16 +482,16 @@ def test_as_a_process(tmp_path: Path) -> None:
     """A reader that stops reading ends a command without a traceback; a full disk, and an error, are told in a line."""
     plan = ["plan", "--world-size", "64", "--json"]
     commands = [("pipe", ["topology"]), ("pipe", plan), ("pipe", ["--help"]), ("/dev/full", plan[:3])]
-    commands += [("/dev/full", plan), ("/dev/full", ["topology", "--replay", RECORD, "--svg", "-"])]
+    commands += [("/dev/full", plan), ("/dev/full", ["topology", "--replay", RECORD, "--json"])]
     commands += [("/dev/null", ["plan", "--world-size", "7", "--tp", "2"])]
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps(commands), str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
-    *_, code_of_text, code_of_json, code_of_picture, code_of_error = json.loads(done.stdout)
-    *stopped, text, tree, picture, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
+    *_, code_of_text, code_of_json, code_of_topology, code_of_error = json.loads(done.stdout)
+    *stopped, text, tree, topology, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
     assert not [errors for errors in stopped if "Traceback" in errors or "BrokenPipe" in errors]
-    for code, full in ((code_of_text, text), (code_of_json, tree), (code_of_picture, picture)):
+    for code, full in ((code_of_text, text), (code_of_json, tree), (code_of_topology, topology)):
         assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
     assert code_of_error == 2
     assert error.startswith("error: 7 ranks are not divisible by tp=2;")

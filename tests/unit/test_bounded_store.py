@@ -39,7 +39,7 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:_serve": "made within a deadline",
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
-    "parallel_state/startup/stores.py:tcp_store": "made within a deadline",
+    "parallel_state/startup/stores.py:open_tcp_store": "made within a deadline",
     "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
     "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
     "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",

@@ -25,11 +25,10 @@ MAY_PICKLE = (
     "parallel_state/launch/",
     "parallel_state/compat/vllm/__init__.py",
     "parallel_state/compat/pickles.py",
-    "parallel_state/tools/flight_recorder.py",
 )
 """By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and what
 the engines pickle themselves: messages of vLLM's queue, objects of store groups, tagged objects. vLLM's module has the
-name `pickle`. What torch's flight recorder analyser reads is written, and not read."""
+name `pickle`."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own way of sending objects, between processes that it starts itself."""
 
