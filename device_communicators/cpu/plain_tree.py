@@ -159,10 +159,11 @@ class PastPython:
         """Of a dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Of an object, how many bytes it may have, the three of a `_Cut`, and whether to wait between hosts. No room: see
-        `PlainObjects.packed`.
+        """Of an object, how many bytes it may have, the three of a `_Cut`, and whether to wait between hosts.
 
-        Between hosts, without a wait, a message that isn't sent yet gives 4 (`kStarted`) and the number of its transfer."""
+        No room: see `PlainObjects.packed`. Between hosts, a message that isn't sent yet returns 4 (`kStarted`) and the
+        number of its transfer.
+        """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
         """Of the expected head, and the tensors to be filled."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from device_communicators.calls.user_call import UserCall
+from device_communicators.cpu.channels import Channels
 from parallel_state import GroupCoordinator, TensorDictSpec
 from parallel_state.messages import tensor_dicts, wire
 from parallel_state.messages.codec import coding as codec
@@ -28,7 +29,8 @@ __all__ = [
 
 def is_over_queue(group: GroupCoordinator) -> bool:
     """Returns True for a group whose messages go through queues in shared memory."""
-    return isinstance(group._messenger.medium, LibraryMedium)
+    medium = group._messenger.medium
+    return isinstance(medium, LibraryMedium) and isinstance(medium.channels, Channels)
 
 
 def metadata_bytes(value: object) -> int:
