@@ -19,7 +19,7 @@ from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveMismatchError, RemoteError, UnsupportedError
 from device_communicators.calls.memory import as_bytes
 from device_communicators.calls.recorder import Operation
-from device_communicators.calls.user_call import UserCall, message_word, transfer_number
+from device_communicators.calls.user_call import TRANSFERS, UserCall, message_word, transfer_number
 from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
 from device_communicators.cpu.message_streams import MessageStreams, StreamReceiver
@@ -49,6 +49,7 @@ _MOST_PACKED_BYTES = 1 << 20
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
 """The names under which messages are counted: one call each, however many transfers it takes."""
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
+_OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
@@ -105,6 +106,12 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
     if reader.is_list:
         return _RECEIVED_LIST if call is None else _BROADCAST_LIST
     return _RECEIVED if call is None else _BROADCAST
+
+
+def _method_of(reader: Reader) -> int:
+    """Returns the number of the method that receives; a message that was started earlier is never a list's."""
+    number = transfer_number("recv_tensor_dict")
+    return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
 
 class FakeMedium(Medium):
@@ -414,7 +421,7 @@ class LibraryMedium(_ByTransfers):
                 self._receiver(*end)
                 self._open.add(end)
             if call is None:
-                found = past.receive_value(key, src, transfer_number("recv_tensor_dict"), *reader.wanted, take)
+                found = past.receive_value(key, src, _method_of(reader), *reader.wanted, take)
             else:
                 found = past.receive_broadcast_value(key, message_word(call.method, src), *reader.wanted, take)
         if found is NotImplemented:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators import GroupContext, Handle, Route
 from device_communicators.base import settings
+from device_communicators.cpu import host_memory
 from parallel_state import GroupCoordinator, GroupOptions
 from parallel_state.groups.coordinator import Traits, create_group
 from tests.internals import raw_messages
@@ -32,7 +33,7 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])
 DEADLINE_S = 30.0
 AT_ONCE_S = 2.0  # what must not wait for a peer; the machine may be busy
 BODY_TAG = 2
-OVER = ["queue", "route"]
+OVER = ["queue", "connections", "route"]
 """Both ways of messages within a host; between hosts there is only the second."""
 
 
@@ -132,13 +133,16 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
     """A group of the whole world over process groups of its own, to be spoilt; every rank enters it.
 
-    Its messages go through queues where there are any, or as transfers of the route.
+    Its messages go through queues where there are any, over connections, or as transfers of the route: over gloo, as in
+    groups without a connection between each two ranks.
     """
     world = ps.get_world_group()
     assert world.pool is not None
     with pytest.MonkeyPatch.context() as patch:
-        if over == "route":
+        if over != "queue":
             patch.setenv(settings.SHARED_MEMORY.name, "off")
+        if over == "route":
+            patch.setattr(host_memory, "MOST_MESHED", 1)
         group = create_group(
             world.pool,
             world.ranks,
@@ -777,9 +781,10 @@ def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools) -> None:
     pools(2).run(told_of, numel, "route", ps.CommunicationError, words, tp=1, timeout_s=DEADLINE_S)
 
 
-def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Pools) -> None:
+@pytest.mark.parametrize("over", ["queue", "connections"])
+def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Pools, over: str) -> None:
     words = "rank 0 of group .* 0 bytes of tensors follow its metadata, which tells of 1073741824"
-    pools(2).run(told_of, 1 << 28, "queue", ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
+    pools(2).run(told_of, 1 << 28, over, ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
 
 
 # Many, and none.

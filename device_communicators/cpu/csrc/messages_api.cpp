@@ -149,6 +149,7 @@ void* send(Served& served, ToOne to, bool waits, bool may_start) {
     waits = false;
   }
   std::int64_t number = kRefusedTransfer;
+  const Released::Visit here;
   try {
     auto lasting = std::make_unique<Lasting>();
     lasting->take_packed();
@@ -543,6 +544,7 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
   const std::uint64_t more_heads = number_of(given[5]);
   std::int64_t number = kRefusedTransfer;
+  const Released::Visit here;
   try {
     auto lasting = std::make_unique<Lasting>();
     OutgoingMessage& message = lasting->message;

@@ -25,6 +25,7 @@ template <typename Function>
 void* unlocked(Function function) {
   std::int64_t outcome = 0;
   bool has_memory = true;
+  const Released::Visit here;
   void* const thread = calling.save_thread();
   try {
     outcome = function();
@@ -164,6 +165,8 @@ int ps_transfers_is_inside(void* transfers, int peer, int sends) {
 }
 
 int ps_transfers_waiting_sends(void* transfers, int dst) { return transfers_of(transfers).waiting_sends(dst); }
+
+void ps_set_add_pending(Released::AddPending add_pending) { released().set_add_pending(add_pending); }
 
 // Receives that were started, which lists received without Python don't overtake.
 void ps_transfers_reserve(void* transfers, int src, int receives) { transfers_of(transfers).reserve(src, receives); }
