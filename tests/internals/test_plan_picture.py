@@ -1,4 +1,4 @@
-"""The pictures of a plan, read back without a browser: cells, colours and numbers against Layout.groups; escaping."""
+"""The pictures of a plan, parsed without a browser: cells, colors and numbers match Layout.groups; escaping."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drawing(plan: Plan, name: str) -> str:
 
 
 class Page(HTMLParser):
-    """What a test needs of a page: elements with their attributes, and the text of each kind of element."""
+    """Collects elements with their attributes, and their texts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_default_kind() -> None:
 
 
 def locate(rank: int, kind: dict[str, Any], data: dict[str, Any]) -> tuple[int, int]:
-    """What the page's script computes: number of the group, place in it."""
+    """Returns (group, position), as the page's script computes them."""
     group = place = 0
     groups = places = 1
     for name, size in data["grids"][kind["grid"]]:

@@ -52,7 +52,6 @@ class Plan(msgspec.Struct):
     """In the order of arrival: arrival n is `arrivals[n - 1]`."""
     links: list[list[tuple[int, int]]]
     """Rounds of pairs (source, target) of arrivals, which measure at the same time."""
-    leader_time_s: float
 
 
 class Meeting:

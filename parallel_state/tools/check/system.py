@@ -7,7 +7,6 @@ can't be read is left out, with the reason, and the check continues.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -44,12 +43,10 @@ from parallel_state.tools.check.facts import (
     Versions,
 )
 
-_SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8915, 0x891B, 0x8913, 0x8921, 0x8927
+_SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8913, 0x8921, 0x8927
 _IFF_UP = 1
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 _CONTAINER_NAMES = ("docker", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxcbr", "kube-")
-_PCI_ACS = 0x000D
-_ACS_REDIRECT = 0x0C  # P2P request redirect and completion redirect
 VARIABLES = re.compile(
     r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE)"
@@ -218,19 +215,18 @@ def _own_name() -> list[str]:
 
 
 def read_interfaces() -> list[Interface]:
-    six = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
         folder = _folder_of(name)
         kind = _kind_of_interface(name, folder)
-        flags, mtu = _interface_ioctl(name, _SIOCGIFFLAGS), _interface_ioctl(name, _SIOCGIFMTU)
+        flags, mtu = host.interface_ioctl(name, _SIOCGIFFLAGS), host.interface_ioctl(name, _SIOCGIFMTU)
         speed = _number(_text(f"{folder}/speed")) if folder and kind in ("physical", "infiniband") else 0
         found.append(
             Interface(
                 name=name,
                 kind=kind,
                 up=bool(flags and int.from_bytes(flags[:2], "little") & _IFF_UP),
-                addresses=[*_ipv4_address(name), *six.get(name, [])],
+                addresses=list(host.networks_of(name)),
                 mtu=int.from_bytes(mtu[:4], "little") if mtu else 0,
                 speed_mbit=max(0, speed),
             )
@@ -238,16 +234,9 @@ def read_interfaces() -> list[Interface]:
     return found
 
 
-def _interface_ioctl(name: str, request: int) -> bytes:
-    """Returns the kernel's answer about an interface, after its name; empty without an answer."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))[16:]
-    return b""
-
-
 def _folder_of(name: str) -> str:
     """Returns the interface's folder in /sys; "" if /sys shows another network namespace than this process'."""
-    folder, address = f"/sys/class/net/{name}", _interface_ioctl(name, _SIOCGIFHWADDR)
+    folder, address = f"/sys/class/net/{name}", host.interface_ioctl(name, _SIOCGIFHWADDR)
     seen = _text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
 
@@ -262,24 +251,6 @@ def _kind_of_interface(name: str, folder: str) -> str:
     if (folder and _text(f"{folder}/type") == _INFINIBAND) or name.startswith("ib"):
         return "infiniband"
     return "physical" if folder and os.path.exists(f"{folder}/device") else "virtual"
-
-
-def _ipv4_address(name: str) -> list[str]:
-    address, mask = _interface_ioctl(name, _SIOCGIFADDR), _interface_ioctl(name, _SIOCGIFNETMASK)
-    if not address or not mask:
-        return []
-    return [f"{socket.inet_ntoa(address[4:8])}/{int.from_bytes(mask[4:8], 'big').bit_count()}"]
-
-
-def _ipv6_addresses() -> dict[str, list[str]]:
-    """Returns the IPv6 addresses of each interface, without link-local ones."""
-    found: dict[str, list[str]] = {}
-    for line in _text("/proc/net/if_inet6").splitlines():
-        words = line.split()
-        if len(words) == 6 and words[3] != "20":
-            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
-            found.setdefault(words[5], []).append(f"{address}/{int(words[2], 16)}")
-    return found
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
@@ -473,17 +444,13 @@ def cpu() -> Cpu:
 
 def run_cpu(repeats: int = 25) -> CpuRun:
     """Times a fixed piece of work of about 1.5 ms, repeatedly."""
-    throttled = _throttled()
-    wall_ms, began, began_cpu = [], time.perf_counter(), time.thread_time()
+    throttled, wall_ms = _throttled(), []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
         for _ in range(15_000):
             value = (value * 1_103_515_245 + 12_345) & 0x7FFF_FFFF
         wall_ms.append((time.perf_counter() - started) * 1e3)
-    wall_s = time.perf_counter() - began
-    busy = (time.thread_time() - began_cpu) / wall_s if wall_s else 1.0
-    wall_ms.sort()
-    return CpuRun(wall_ms[0], wall_ms[len(wall_ms) // 2], busy, _throttled() - throttled)
+    return CpuRun(min(wall_ms), _throttled() - throttled)
 
 
 def _throttled() -> int:
@@ -504,7 +471,7 @@ def gpus() -> Gpus:
 
     topology = read_topology()
     visible = visible_devices(topology.gpus, os.environ)
-    found = Gpus(
+    return Gpus(
         devices=[
             GpuFact(each.index, each.uuid, each.name or "", each.pci_id or "",
                     -1 if each.numa_node is None else each.numa_node, list(each.cores or ()))
@@ -519,12 +486,8 @@ def gpus() -> Gpus:
         problem=topology.problem or "",
         torch_cuda=torch.version.cuda is not None,
         remarks=[*topology.remarks, *visible.remarks],
-        iommu=bool(_listed("/sys/class/iommu")),
-        device_files=len([name for name in _listed("/dev") if re.fullmatch(r"nvidia\d+", name)]),
+        device_files=len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]),
     )  # fmt: skip
-    if len(found.devices) > 1:
-        found.acs_redirect = _acs_bridges()
-    return found
 
 
 def with_own_gpu(found: Facts) -> None:
@@ -532,33 +495,3 @@ def with_own_gpu(found: Facts) -> None:
     visible = found.gpus.visible
     index = 0 if len(visible) == 1 else found.place.local_rank
     found.gpus.own = visible[index] if index < len(visible) else ""
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _acs_bridges() -> list[str]:
-    """Returns PCI bridges whose Access Control Services redirect peer-to-peer requests. Needs root."""
-    found = []
-    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
-        if not _text(device / "class").startswith("0x0604"):
-            continue
-        try:
-            space = (device / "config").read_bytes()
-        except OSError:
-            continue
-        offset = 0x100
-        for _ in range(64):  # extended capabilities are a linked list
-            if offset < 0x100 or offset + 8 > len(space):
-                break
-            head = int.from_bytes(space[offset : offset + 4], "little")
-            if head & 0xFFFF == _PCI_ACS:
-                if int.from_bytes(space[offset + 6 : offset + 8], "little") & _ACS_REDIRECT:
-                    found.append(device.name)
-                break
-            offset = head >> 20
-    return found
