@@ -152,6 +152,14 @@ class Channels:
         address: int | None = self._library.ps_rings_new(waiting.liveness, members.rank, len(members.ranks), words)
         return address
 
+    def message_sender(self, dst: int) -> Sender:
+        """Returns the writing end of the queue of messages to `dst`."""
+        return self.sender(dst, MESSAGES)
+
+    def message_receiver(self, src: int) -> Receiver:
+        """Returns the reading end of the queue of messages from `src`."""
+        return self.receiver(src, MESSAGES)
+
     # The queues.
 
     def sender(self, dst: int | None, kind: int) -> Sender:

@@ -29,6 +29,7 @@ from device_communicators.base.limits import describe_address_space
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.connections import Connections, Meeting, connect
+from device_communicators.cpu.message_streams import MessageStreams
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
@@ -76,6 +77,8 @@ class HostMemory:
         """True if all ranks of different domains are connected; else only the domains' first ranks are."""
         self.channels: Channels | None = None
         """The message queues; None if the group isn't in one segment."""
+        self.streams: MessageStreams | None = None
+        """Messages between hosts; None on one host, or if not all ranks are connected."""
         self.debug = False
         """True if any rank has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
         self.rounding: tuple[bool, ...] = ()
@@ -270,6 +273,7 @@ class HostMemory:
         """Releases the memory once no call uses it. May be called twice."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
+        self.streams = None
         collectives, self.collectives = self.collectives, None
         try:
             if channels is not None:

@@ -28,7 +28,7 @@ from device_communicators.calls.user_call import handler_error
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
-from device_communicators.cpu.plain_tree import Pinned
+from device_communicators.cpu.plain_tree import PastPython, Pinned
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
 # Indices of a `QueueReport`.
@@ -457,6 +457,10 @@ class Receiver(_End):
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
+
+    def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
+        """Returns the object of the next message, which has this number; see `PastPython.receive_at`."""
+        return past.receive_at(self.end, number, self._timeout_s, group, *arguments)
 
     def in_a_handler(self, operation: str) -> UsageError:
         """Returns the error for a signal handler that would wait for its own thread's message."""

@@ -154,7 +154,11 @@ class PastPython:
         """Takes a dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Of an object, how many bytes it may have, and the three of a `_Cut`. No room: see `PlainObjects.packed`."""
+        """Of an object, how many bytes it may have, the three of a `_Cut`, and whether to wait between hosts.
+
+        No room: see `PlainObjects.packed`. Between hosts, a message that isn't sent yet returns 4 (`kStarted`) and the
+        number of its transfer.
+        """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
         """Takes the expected head, and the tensors to fill."""
@@ -167,6 +171,8 @@ class PastPython:
         self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
         self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
         """As `receive_value`; of a reader's end, the message's number, the timeout and the number of the group."""
+        self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
+        """As `receive_value`, between hosts; see `ps_transfers_receiving` in csrc/messages_api.cpp."""
 
 
 class PlainObjects:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from device_communicators.calls.user_call import UserCall
+from device_communicators.cpu.channels import Channels
 from parallel_state import GroupCoordinator, TensorDictSpec
 from parallel_state.messages import tensor_dicts, wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack
-from parallel_state.messages.media import QueueMedium
+from parallel_state.messages.media import LibraryMedium
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
 from parallel_state.messages.wire import FRAME_BYTES, Outgoing
@@ -27,7 +28,8 @@ __all__ = [
 
 
 def is_over_queue(group: GroupCoordinator) -> bool:
-    return isinstance(group._messenger.medium, QueueMedium)
+    medium = group._messenger.medium
+    return isinstance(medium, LibraryMedium) and isinstance(medium.channels, Channels)
 
 
 def metadata_bytes(value: object) -> int:
@@ -93,7 +95,7 @@ def head_of_tensor(numel: int) -> Outgoing:
 def without_queue_calls(monkeypatch: Any) -> None:
     """Removes the queue calls that are recorded in Python."""
     for name in ("isend", "broadcast", "_receive_recorded"):
-        monkeypatch.setattr(QueueMedium, name, None)
+        monkeypatch.setattr(LibraryMedium, name, None)
 
 
 def without_list_calls(monkeypatch: Any) -> None:

@@ -254,7 +254,7 @@ Rings::Moved Rings::pull_in_turn(Incoming& in, int peer, double timeout_s, Trans
       early->is_whole = true;
       receiver = std::exchange(early->receiver, nullptr);
     }
-    if (receiver != nullptr) take(receiver, *early, done);
+    if (receiver != nullptr) take(receiver, early, done);
     if (done->failure.status != 0) return Moved::kSome;
   }
   return moved ? Moved::kSome : Moved::kIdle;
@@ -352,7 +352,7 @@ void Rings::begin(const Held& transfer, const Early& early) {
     push(peer, 0);
   } else if (early != nullptr) {
     Done done;
-    take(transfer, *early, &done);
+    take(transfer, early, &done);
     announce(done);
   } else if (peer == kAnySource) {
     pull_all();
