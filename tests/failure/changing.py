@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
@@ -96,12 +97,12 @@ class Round(NamedTuple):
     join_s: float
 
 
-def kill_and_replace(folder: str, size: int, rounds: int, backend: str = "parallel_state") -> list[Round]:
+def kill_and_replace(folder: str, size: int, rounds: int, backend: str = "parallel_state") -> bool:
     """In each round a rank is killed in the middle of traffic; the others go on without it, then with a spare.
 
-    The processes from `size` on are the spares, one a round. Returns each round that this process survived.
+    The processes from `size` on are the spares, one a round. `rounds_in(folder)` reads what the survivors measured.
     """
-    member, found = Member(Path(folder), backend), []
+    member = Member(Path(folder), backend)
     names = list(range(size))
     for round_ in range(rounds):
         if round_ == 0 and member.name in names:
@@ -117,10 +118,11 @@ def kill_and_replace(folder: str, size: int, rounds: int, backend: str = "parall
             join_s = time.monotonic() - started
             add_up(round_)
             if member.name in rest:
-                found.append(measured._replace(join_s=join_s))
+                measured = measured._replace(join_s=join_s)
+                tell(member.folder, f"round-{round_}-{member.name}", json.dumps(measured))
     if member.name in names:
         dist.destroy_process_group()
-    return found
+    return True
 
 
 def _lose(member: Member, names: Sequence[int], victim: int, rest: Sequence[int], round_: int) -> Round:
@@ -149,14 +151,18 @@ def _kill_me(folder: Path, round_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def latest_by_round(results: Sequence[Sequence[Round]], of: str) -> list[float]:
-    """Returns the slowest survivor's time, round by round; `of` names a field of Round."""
-    rounds = max(len(each) for each in results)
-    by_round: list[list[float]] = [[] for _ in range(rounds)]
-    for each in results:
-        for at, one in enumerate(reversed(each)):  # those that joined later have fewer
-            by_round[at].append(getattr(one, of))
-    return [max(each) for each in reversed(by_round)]
+def rounds_in(folder: Path, rounds: int) -> list[list[Round]]:
+    """Returns what the survivors of each round measured, also those that were killed later."""
+    found = []
+    for round_ in range(rounds):
+        texts = [each.read_text() for each in sorted(folder.glob(f"round-{round_}-*"))]
+        found.append([Round(*json.loads(text)) for text in texts])
+    return found
+
+
+def latest_by_round(found: Sequence[Sequence[Round]], of: str) -> list[float]:
+    """Returns the slowest survivor's time of each round; `of` names a field of Round."""
+    return [max(getattr(one, of) for one in each) for each in found]
 
 
 def median(values: Sequence[float]) -> float:

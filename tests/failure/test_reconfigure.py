@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ from device_communicators.base.errors import (
 from device_communicators.c10d import creation
 from parallel_state import error_of
 from tests.doc_blocks import ROOT, blocks_of
-from tests.failure.changing import IS_THERE, Member, add_up, kill_and_replace, latest_by_round, median
+from tests.failure.changing import IS_THERE, Member, add_up, kill_and_replace, latest_by_round, median, rounds_in
 from tests.failure.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason="needs torch >= 2.15")
@@ -247,11 +248,12 @@ def check_kills(pool: Any, folder: Path, size: int, rounds: int, timeout_s: floa
     """Each round a rank is killed and replaced: nothing wrong, nobody late, the dead rank named."""
     results = pool.survivors(kill_and_replace, str(folder), size, rounds, timeout_s=timeout_s)
     assert len(results) == size
-    for each in results.values():
-        for one in each:
-            assert one.error == PeerDiedError.__name__ and one.victim in one.suspects, one
-    first = latest_by_round(list(results.values()), "right_s")
-    assert len(first) == rounds and median(first) < 1.0, first
+    found = rounds_in(folder, rounds)
+    assert [len(each) for each in found] == [size - 1] * rounds
+    for one in itertools.chain.from_iterable(found):
+        assert one.error == PeerDiedError.__name__ and one.victim in one.suspects, one
+    first = latest_by_round(found, "right_s")
+    assert median(first) < 1.0, first
 
 
 def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
