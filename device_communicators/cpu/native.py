@@ -2,10 +2,10 @@
 
 Two builds of the same sources. The *full* one has the registered ops' CPU kernels and belongs to one version of torch;
 the *plain* one knows neither torch nor Python and serves every version of both, through ctypes or, where that takes too
-long, as functions of Python's own kind (csrc/calling.h). A wheel may bring both (setup.py makes them where torch and a
-compiler are there); where the full one for this torch is missing, it is compiled at the first use into the user's
-cache, under a lock. Without a compiler, or where PARALLEL_STATE_BUILD says never, the plain one carries on; without
-that `load` gives the reason, and what needs the library stays out of the routes.
+long, as functions of Python's own kind (csrc/calling.h). A wheel may bring both, and the object that both are linked
+with (setup.py makes them where torch and a compiler are there). What is missing is compiled at the first use into the
+user's cache, under a lock. Without a compiler, or where PARALLEL_STATE_BUILD says never, the plain one carries on;
+without that `load` gives the reason, and what needs the library stays out of the routes.
 
 (Measured on torch 2.13, a call in place and a functional one: 0.92 and 1.50 us with torch's own ABI, 1.28 and 2.18 us
 with its stable one, which also has no way to look at requires_grad or to redispatch below autograd.)
@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import (
     POINTER,
     c_char_p,
@@ -329,29 +330,47 @@ def _load() -> NativeLibrary | str:
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
     """Returns the library of one recipe, or why it can't be had."""
     try:
-        path, problem = find_or_compile(recipe())
+        made = recipe()
+        path, problem = find_or_compile(made)
+        if path is not None and path.parent == _PACKAGED:
+            try:
+                return NativeLibrary(path, has_ops, note)
+            except (OSError, AttributeError, BuildError) as error:
+                logger.info("%s, which the wheel brings, can't be loaded here: %s", path, error)
+                path, problem = find_or_compile(made, packaged=False)
         return problem if path is None else NativeLibrary(path, has_ops, note)
     except (OSError, AttributeError, BuildError, CacheError) as error:
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def _find(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library if it has been compiled, else why it can't be used."""
-    packaged = _PACKAGED / recipe.packaged_name
-    if packaged.exists() and native_build.is_current(packaged):
-        return packaged, ""
-    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
+def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
+    """Returns a recipe's file if it has been compiled, else why it can't be used.
+
+    `packaged`: the wheel's file serves, too.
+    """
+    brought = _PACKAGED / recipe.packaged_name
+    if packaged and brought.exists() and native_build.is_current(brought, recipe):
+        return brought, ""
+    target = _target_of(recipe)
     build_cache.check_owner(target.parent)
     flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
     return (target, "") if flaw is None else (None, flaw)
 
 
-def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
-    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
-    found, flaw = _find(recipe)
+def _target_of(recipe: Recipe) -> Path:
+    """Returns a recipe's file in the cache."""
+    return build_cache.cache_folder() / f"{recipe.digest()}{recipe.suffix}"
+
+
+def find_or_compile(recipe: Recipe, packaged: bool = True, announces: bool = True) -> tuple[Path | None, str]:
+    """Returns a recipe's file, compiled now if need be, or why it can't be had.
+
+    `packaged`: the wheel's file serves, too. `announces`: a compile is logged, with the usual time.
+    """
+    found, flaw = _find(recipe, packaged)
     if found is not None:
         return found, ""
-    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
+    target = _target_of(recipe)
     if settings.BUILD.get() == "never":
         return None, f"{flaw}, and {settings.BUILD.name} is never"
     compiler = native_build.find_compiler()
@@ -362,12 +381,12 @@ def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
     asked_s = time.time()
     with build_cache.locked(target.with_suffix(".lock")) as lock:
         if not target.exists() or build_cache.flaw_of(target) is not None:
-            return _compile(recipe, target, compiler, lock, asked_s)
+            return _compile(recipe, target, compiler, lock, asked_s, announces)
     return target, ""
 
 
 def _compile(
-    recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float
+    recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float, announces: bool
 ) -> tuple[Path | None, str]:
     """Compiles under the lock; processes that wait for it, or come soon after, hear why it failed.
 
@@ -380,14 +399,54 @@ def _compile(
         return None, f"{failure['reason']} (tried {age:.0f} s ago; remove {lock.name} to have it tried at once)"
     _prune(target)
     _write(lock, b"")
-    logger.warning("compiling %s, once for this machine and torch (%s=never forbids)", recipe.what, settings.BUILD.name)
+    if announces:
+        logger.warning(
+            "compiling %s, once for this machine%s; this takes about %.0f s on a quiet machine (%s=never forbids it)",
+            recipe.what, f" and torch {recipe.for_torch.split()[0]}" if recipe.for_torch else "", _usual_s(recipe),
+            settings.BUILD.name,
+        )  # fmt: skip
     try:
-        native_build.compile_library(recipe, target, compiler, build_cache.seal)
+        _compile_and_link(recipe, target, compiler)
     except (BuildError, OSError) as error:
         record = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
         _write(lock, json.dumps(record).encode())
         return None, str(error)
     return target, ""
+
+
+def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -> None:
+    """Compiles the units, and beside them the base if it is missing. Compiles the base if the wheel's doesn't fit."""
+    base = recipe.base
+    if base is None:
+        native_build.compile_library(recipe, target, compiler, build_cache.seal)
+        return
+    used: list[Path] = []
+
+    def compile_with_base(packaged: bool) -> None:
+        def path_of_base() -> Path:
+            path, problem = found.result()
+            if path is None:
+                raise BuildError(problem)
+            used.append(path)
+            return path
+
+        with ThreadPoolExecutor(1) as beside:
+            found = beside.submit(find_or_compile, base, packaged, False)
+            native_build.compile_library(recipe, target, compiler, build_cache.seal, path_of_base)
+
+    try:
+        compile_with_base(packaged=True)
+    except BuildError:
+        if not used or used[0].parent != _PACKAGED:
+            raise
+        compile_with_base(packaged=False)
+
+
+def _usual_s(recipe: Recipe) -> float:
+    """Returns how long a compile of a recipe, and of its base if that is missing, usually takes on these cores."""
+    needed = [recipe] if recipe.base is None or _find(recipe.base)[0] is not None else [recipe, recipe.base]
+    units = sum(len(each.units) for each in needed)
+    return max(1.0, sum(each.usual_cpu_s for each in needed) / max(1, min(units, len(native_build.usable_cores()))))
 
 
 def _write(lock: IO[bytes], content: bytes) -> None:
@@ -421,5 +480,5 @@ def _prune(target: Path) -> None:
                 left = name.startswith(f"{target.stem}{native_build.BUILD_FOLDER}")
                 if left or ((native_build.BUILD_FOLDER in name or name.startswith("tmp")) and unused_s > _STALE_S):
                     shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix in (".so", ".lock", ".cubin") and unused_s > _UNUSED_S and path.stem != target.stem:
+            elif path.suffix in (".so", ".o", ".lock", ".cubin") and unused_s > _UNUSED_S and path.stem != target.stem:
                 path.unlink()

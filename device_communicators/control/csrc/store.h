@@ -62,9 +62,19 @@ enum class StoreCall : std::uint8_t {
 };
 
 // Returns the body of a request or reply.
-Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts);
+inline Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
+  Writer writer;
+  put(&writer, std::tie(code, parts));
+  return writer.take();
+}
+
 // Returns false if the body is malformed.
-bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts);
+inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts) {
+  Reader reader(body, kMostStoreBytes, kMostParts);
+  get(&reader, code);
+  get(&reader, parts);
+  return reader.finished();
+}
 
 // Keys, values, and the clients that wait for keys. Replies as torch's TCPStore does. A value without I/O.
 class Table {
