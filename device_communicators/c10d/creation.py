@@ -45,6 +45,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     """
     size, rank = options.group_size, options.group_rank
     timeout = options.timeout
+    extension.compile_ahead()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
     is_default = not options.global_ranks_in_group
@@ -140,6 +141,7 @@ def _shut_down() -> None:
 
 def load() -> Any:
     """Returns the compiled module. Compiles it if needed. Raises UnsupportedError."""
+    extension.compile_ahead()
     module, problem = extension.try_load()
     if module is None:
         raise UnsupportedError(f'the backend "parallel_state" of torch.distributed {problem}')

@@ -6,6 +6,7 @@ headers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sysconfig
 from functools import cache
@@ -45,6 +46,15 @@ def try_load() -> tuple[Any, str]:
     except ImportError as error:  # another build of the same version of torch
         return None, f"has no compiled part: {path} can't be loaded: {error}"
     return module, ""
+
+
+def compile_ahead() -> None:
+    """Compiles the module, and beside it the library that it calls, if they are missing. Raises nothing.
+
+    Called before a deadline starts. `try_load` and `native.load` report what could not be compiled.
+    """
+    with contextlib.suppress(OSError, BuildError, CacheError):
+        native.compile_together([native.wanted_recipe(), recipe()])
 
 
 def recipe() -> Recipe:

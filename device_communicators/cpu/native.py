@@ -22,7 +22,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import (
     POINTER,
@@ -362,10 +362,29 @@ def _target_of(recipe: Recipe) -> Path:
     return build_cache.cache_folder() / f"{recipe.digest()}{recipe.suffix}"
 
 
-def find_or_compile(recipe: Recipe, packaged: bool = True, announces: bool = True) -> tuple[Path | None, str]:
+def wanted_recipe() -> Recipe:
+    """Returns the recipe of the library that `load` prefers. Raises ImportError without torch, and BuildError."""
+    return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
+
+
+def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]:
+    """Returns what `find_or_compile` returns for each. Compiles those that are missing at the same time.
+
+    Raises OSError and CacheError, as that does.
+    """
+    missing = [recipe for recipe in recipes if _find(recipe)[0] is None]
+    with ThreadPoolExecutor(max(1, len(missing))) as workers:
+        made = {recipe: workers.submit(find_or_compile, recipe, announced_with=missing) for recipe in missing}
+    return [made[recipe].result() if recipe in made else _find(recipe) for recipe in recipes]
+
+
+def find_or_compile(
+    recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
+) -> tuple[Path | None, str]:
     """Returns a recipe's file, compiled now if need be, or why it can't be had.
 
-    `packaged`: the wheel's file serves, too. `announces`: a compile is logged, with the usual time.
+    `packaged`: the wheel's file serves, too. A compile is logged, with the usual time for it and those that
+    `announced_with` has, which are compiled at the same time; None: nothing is logged.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:
@@ -381,12 +400,17 @@ def find_or_compile(recipe: Recipe, packaged: bool = True, announces: bool = Tru
     asked_s = time.time()
     with build_cache.locked(target.with_suffix(".lock")) as lock:
         if not target.exists() or build_cache.flaw_of(target) is not None:
-            return _compile(recipe, target, compiler, lock, asked_s, announces)
+            return _compile(recipe, target, compiler, lock, asked_s, announced_with)
     return target, ""
 
 
 def _compile(
-    recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float, announces: bool
+    recipe: Recipe,
+    target: Path,
+    compiler: tuple[str, ...],
+    lock: IO[bytes],
+    asked_s: float,
+    announced_with: Sequence[Recipe] | None,
 ) -> tuple[Path | None, str]:
     """Compiles under the lock; processes that wait for it, or come soon after, hear why it failed.
 
@@ -399,11 +423,11 @@ def _compile(
         return None, f"{failure['reason']} (tried {age:.0f} s ago; remove {lock.name} to have it tried at once)"
     _prune(target)
     _write(lock, b"")
-    if announces:
+    if announced_with is not None:
         logger.warning(
             "compiling %s, once for this machine%s; this takes about %.0f s on a quiet machine (%s=never forbids it)",
-            recipe.what, f" and torch {recipe.for_torch.split()[0]}" if recipe.for_torch else "", _usual_s(recipe),
-            settings.BUILD.name,
+            recipe.what, f" and torch {recipe.for_torch.split()[0]}" if recipe.for_torch else "",
+            _usual_s({recipe, *announced_with}), settings.BUILD.name,
         )  # fmt: skip
     try:
         _compile_and_link(recipe, target, compiler)
@@ -431,7 +455,7 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
             return path
 
         with ThreadPoolExecutor(1) as beside:
-            found = beside.submit(find_or_compile, base, packaged, False)
+            found = beside.submit(find_or_compile, base, packaged, None)
             native_build.compile_library(recipe, target, compiler, build_cache.seal, path_of_base)
 
     try:
@@ -442,11 +466,13 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
         compile_with_base(packaged=False)
 
 
-def _usual_s(recipe: Recipe) -> float:
-    """Returns how long a compile of a recipe, and of its base if that is missing, usually takes on these cores."""
-    needed = [recipe] if recipe.base is None or _find(recipe.base)[0] is not None else [recipe, recipe.base]
-    units = sum(len(each.units) for each in needed)
-    return max(1.0, sum(each.usual_cpu_s for each in needed) / max(1, min(units, len(native_build.usable_cores()))))
+def _usual_s(recipes: Collection[Recipe]) -> float:
+    """Returns how long a compile of these, and of their bases if they are missing, usually takes on these cores."""
+    bases = {recipe.base for recipe in recipes if recipe.base is not None and _find(recipe.base)[0] is None}
+    needed = [*recipes, *bases]
+    cores = min(len(native_build.usable_cores()), sum(len(recipe.units) for recipe in needed))
+    longest_s = max(recipe.usual_cpu_s / max(1, len(recipe.units)) for recipe in needed)
+    return max(1.0, longest_s, sum(recipe.usual_cpu_s for recipe in needed) / max(1, cores))
 
 
 def _write(lock: IO[bytes], content: bytes) -> None:

@@ -175,6 +175,52 @@ def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[st
     assert str(objects) in link
 
 
+def test_the_command_compiles_all_parts_at_once(linked: Path, tmp_path: Path) -> None:
+    """As an image of a container is built. Both parts are in the making at the same time."""
+    full, module = native.load(), extension.try_load()[0]
+    assert full.has_ops, full.note
+    script = f"""
+for word; do
+    [ "$word" = -shared ] && made=1 && copied=${{copied:-{linked}}}
+    [ "$word" = -ltorch_cpu ] && copied=${{module:-{full.path}}}
+    [ "$word" = -ltorch_python ] && module={module.__file__} && copied=$module
+    case "$before $word" in "-c "*module.cpp | "-c "*bindings.cpp) touch {tmp_path}/at-$(basename "$word"); waits=1;; esac
+    [ "$before" = -o ] && out=$word
+    before=$word
+done
+if [ "$made" ]; then exec cp "$copied" "$out"; fi
+: > "$out"
+[ "$waits" ] || exit 0
+for i in $(seq 300); do
+    [ -e {tmp_path}/at-module.cpp ] && [ -e {tmp_path}/at-bindings.cpp ] && exit 0
+    sleep 0.1
+done
+exit 1"""
+    if len(native_build.usable_cores()) < 2:
+        pytest.skip("one core compiles one part after the other")
+    how = {"CXX": _compiler(tmp_path, script)["CXX"], "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "parallel_state", "build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, env={**os.environ, **how})
+    assert done.returncode == 0, done.stderr
+    ops, backend, time_line = done.stdout.splitlines()
+    assert ops.startswith("the shared-memory collectives and ops: ") and Path(ops.split(": ")[1]).exists()
+    assert backend.startswith('the backend "parallel_state"') and Path(backend.split(": ")[1]).exists()
+    assert re.fullmatch(r"\d+\.\d s", time_line)
+    assert done.stderr.count("compiling") == 2 and len(set(re.findall(r"about (\d+) s", done.stderr))) == 1, done.stderr
+    again = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMPILE_S, env={**os.environ, **how, "CXX": "/nowhere"}
+    )
+    assert again.returncode == 0 and again.stderr == "" and again.stdout.splitlines()[:2] == [ops, backend]
+
+
+def test_the_command_says_what_can_not_be_compiled(tmp_path: Path) -> None:
+    how = {"PATH": "/nowhere", "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "parallel_state", "build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, env={**os.environ, **how})
+    assert done.returncode == 1
+    assert done.stderr.count("can't be compiled: there is no C++ compiler") == 2, done.stderr
+
+
 def test_objects_that_are_damaged_are_compiled_again(quick: dict[str, str], tmp_path: Path) -> None:
     assert VERSION in _run(tmp_path, **quick)
     (objects,) = (tmp_path / "parallel_state").glob("*.o")
